@@ -1,0 +1,38 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# further arguments of `make quickstart` and `make test`, e.g. ARGS="--trainer.max_steps 5"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test test-all lint clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+
+venv: $(INSTALLED) ## Make .venv with the package, its tools and the pinned versions
+
+# Some distributions ship python3 without ensurepip; pip then installs a pip into the new environment from outside.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
+		{ $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+quickstart: venv ## Train a small model on this machine
+	$(BIN)/lightning-fsdp2 fit --config configs/quickstart.yaml $(ARGS)
+
+test: venv ## Run the tests that every change must pass
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
+	$(BIN)/python tests/run_all.py
+
+lint: venv ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## Remove caches, builds and the test-all ledger, but not .venv
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

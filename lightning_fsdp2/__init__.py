@@ -1,0 +1,46 @@
+"""FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the gradients of one process."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_fsdp2._cli_types import register_cli_types
+from lightning_fsdp2.checkpoint import load_checkpoint, save_checkpoint
+from lightning_fsdp2.config import (
+    CheckpointConfig,
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+)
+from lightning_fsdp2.data import TextDataModule
+from lightning_fsdp2.managers import FSDP2Manager
+from lightning_fsdp2.mesh import create_device_mesh
+from lightning_fsdp2.models import CausalLM
+from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
+from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
+from lightning_fsdp2.strategies import FSDP2Strategy
+
+__version__ = "0.1.0"
+
+register_cli_types()
+for _name, _config in (("fsdp2", FSDP2Config()), ("fsdp2_offload", FSDP2Config(offload_policy=True))):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, FSDP2Strategy, description=FSDP2Strategy.__doc__ or "", config=_config)
+
+__all__ = [
+    "CausalLM",
+    "CheckpointConfig",
+    "DDPConfig",
+    "DistributedConfig",
+    "FSDP2Config",
+    "FSDP2Manager",
+    "FSDP2Strategy",
+    "MegatronFSDPConfig",
+    "TextDataModule",
+    "apply_token_mean_",
+    "clip_grad_norm_",
+    "create_device_mesh",
+    "defer_grad_sync",
+    "load_checkpoint",
+    "save_checkpoint",
+    "token_mean_loss",
+]

@@ -1,0 +1,57 @@
+"""Every private torch name this package touches, in one place, with the reason and what would let it go."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """View the one axis of ``mesh`` as several axes.
+
+    ``DeviceMesh._unflatten`` (torch 2.11 to 2.15) is the only way to several views of one world that all share a root,
+    which FSDP2 with tensor parallel needs; ``_flatten``\\ ed names sliced from a root are deprecated. It can go once a
+    public twin exists.
+    """
+    return mesh._unflatten(0, sizes, names)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Fail with ``message`` when ``condition`` is false, on the device, without waiting for it.
+
+    ``torch._assert_async`` has no public twin; torchtitan guards its steps with it too.
+    """
+    torch._assert_async(condition, message)
+
+
+def initialize_root(module: FSDPModule) -> None:
+    """Make ``module`` the root of its FSDP2 units now, as its first forward would.
+
+    Whichever unit runs first becomes the root, and a second root is an error; torch has no public way to choose.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def keep_unsharded_after_forward(modules: list[FSDPModule]) -> Iterator[None]:
+    """Let forwards leave gathered weights gathered; the settings of the modules are put back at the end.
+
+    ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them. The attribute was
+    ``_fsdp_param_group`` in torch 2.11 and is a list since.
+    """
+    groups = []
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups.extend(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+    groups = [group for group in groups if group is not None]
+    settings = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, setting in zip(groups, settings, strict=True):
+            group.post_forward_mesh_info = setting

@@ -1,0 +1,344 @@
+"""Save and load sharded checkpoints: complete or absent, and readable on any mesh.
+
+A checkpoint is a directory::
+
+    step=100.ckpt/
+      .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key> (DCP)
+      meta.pt                        everything else, as Lightning's ``ModelParallelStrategy`` names it
+      meta.json                      format version, mesh and versions; written last
+
+It is written under a hidden name and renamed once it is on disk, so that a directory of that name is complete.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
+
+FORMAT_VERSION = 1
+METADATA_FILE = "meta.pt"
+SUMMARY_FILE = "meta.json"
+
+T = TypeVar("T")
+
+
+def save_checkpoint(
+    path: str | Path, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), extra: Any = None
+) -> None:
+    """Save a model and its optimizers from a plain torch loop; every rank must call it.
+
+    Args:
+        path: The directory to write; one of that name is replaced once the new one is complete.
+        model: Sharded or not.
+        optimizers: One or several.
+        extra: Anything ``torch.save`` takes (step, learning rate schedule); rank 0's is saved.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    tensors = {"state_dict": model.state_dict()}
+    for index, optimizer in enumerate(optimizers):
+        tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
+    write_checkpoint(path, tensors, {"extra": extra})
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    strict: bool = True,
+    weights_only: bool = True,
+) -> Any:
+    """Load what :func:`save_checkpoint` wrote, on any number of ranks; every rank must call it.
+
+    Args:
+        path: The directory.
+        model: Sharded or not; filled in place.
+        optimizers: As many as were saved, or none to leave their state alone.
+        strict: Whether the model and the checkpoint must have the same keys.
+        weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.
+
+    Returns:
+        ``extra``.
+
+    Raises:
+        ValueError: When the checkpoint is incomplete, or of another model or optimizer.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    names = ["state_dict", *(f"optimizer_{index}" for index in range(len(optimizers)))]
+    loaded = read_tensors(path, names, model, in_place=True)
+    load_model_state(path, model, loaded["state_dict"], strict=strict)
+    for index, optimizer in enumerate(optimizers):
+        set_optimizer_state(model, optimizer, loaded[f"optimizer_{index}"])
+    return read_metadata(path, weights_only=weights_only)["extra"]
+
+
+def write_checkpoint(
+    path: str | Path,
+    tensors: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    summary: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint directory so that it is complete or absent; every rank must call it.
+
+    Args:
+        path: The directory; one of that name is replaced once the new one is complete.
+        tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
+        metadata: The rest; rank 0's is saved.
+        summary: For ``meta.json``, where people look.
+        group: For coordination; a CPU group spares the accelerator.
+
+    Raises:
+        RuntimeError: On every rank, when any rank could not write. What stood at ``path`` before still does.
+    """
+    path = Path(path)
+    folder = path.with_name(f".{path.name}.tmp-{_broadcast(uuid.uuid4().hex[:8], group)}")
+    try:
+        on_first_rank(lambda: _start_folder(folder, path), group)
+        _save_tensors(tensors, folder, group)
+        on_first_rank(lambda: _finish_folder(folder, path, metadata, summary or {}), group)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def read_metadata(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Read ``meta.pt``, which every rank may do on its own.
+
+    Raises:
+        pickle.UnpicklingError: When ``weights_only`` and the file holds more than tensors and plain types.
+    """
+    return torch.load(Path(path) / METADATA_FILE, map_location="cpu", weights_only=weights_only)
+
+
+def read_tensors(
+    path: str | Path,
+    names: Sequence[str],
+    model: nn.Module,
+    *,
+    in_place: bool = False,
+    weights_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Read the shards this rank needs of some top-level entries of a checkpoint; every rank must call it.
+
+    Args:
+        path: The directory.
+        names: ``"state_dict"``, ``"optimizer_0"``, ...; one that the checkpoint lacks is left out of the result.
+        model: Tensors are sharded like its parameters of the same name and shape.
+        in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
+        weights_only: False unpickles arbitrary objects.
+        group: For coordination.
+
+    Returns:
+        Nested dicts with the checkpoint's keys.
+
+    Raises:
+        ValueError: When the checkpoint is incomplete.
+    """
+    path = Path(path)
+    on_first_rank(lambda: _check_complete(path), group)
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    keys = [key for key in metadata.state_dict_metadata if _path_of(metadata, key)[0] in names]
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
+    planner = _LoadPlanner(weights_only)
+    _rename_exception(lambda: dcp.load(flat, storage_reader=reader, planner=planner, process_group=group), path)
+    return _unflatten({_path_of(metadata, key): flat[key] for key in keys})
+
+
+def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
+    """Load ``state`` into ``model``.
+
+    Raises:
+        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model.
+    """
+    try:
+        model.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is not one of this {type(model).__name__}; build the model it was saved"
+            f" from, or set `strict_loading = False` to load what fits. {error}"
+        ) from error
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether ``path`` is a sharded checkpoint directory, complete or not."""
+    return (Path(path) / METADATA_FILE).is_file() or (Path(path) / ".metadata").is_file()
+
+
+def remove_checkpoint(path: str | Path) -> None:
+    """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
+    path = Path(path)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank."""
+    outcome: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    result, error = _broadcast(outcome, group)
+    if error is not None:
+        raise error
+    return result
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads flat keys as they are, and unpickles small objects only as far as ``weights_only`` allows."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
+
+
+def _save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    writer = FileSystemWriter(folder)
+    _rename_exception(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), folder)
+
+
+def _rename_exception(action: Callable[[], Any], path: Path) -> None:
+    """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
+    try:
+        action()
+    except dcp.api.CheckpointException as error:
+        raise RuntimeError(f"The checkpoint {str(path)!r} could not be written or read: {error}") from error
+
+
+def _start_folder(folder: Path, path: Path) -> None:
+    for leftover in path.parent.glob(f".{path.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _finish_folder(folder: Path, path: Path, metadata: dict[str, Any], summary: dict[str, Any]) -> None:
+    with open(folder / METADATA_FILE, "wb") as file:
+        torch.save(metadata, file)
+        _sync(file.fileno())
+    with open(folder / SUMMARY_FILE, "w") as file:
+        json.dump({"format_version": FORMAT_VERSION, "torch": torch.__version__, **summary}, file, indent=2)
+        _sync(file.fileno())
+    _sync_folder(folder)
+    replaced = folder.with_name(folder.name + "-replaced")
+    if path.exists() or path.is_symlink():
+        path.rename(replaced)
+    folder.rename(path)
+    _sync_folder(path.parent)
+    remove_checkpoint(replaced)
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_complete(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
+    if path.is_file():
+        raise ValueError(f"{str(path)!r} is a single file; this version loads checkpoint directories only.")
+    missing = [name for name in (".metadata", METADATA_FILE) if not (path / name).is_file()]
+    if not missing:
+        try:
+            storage = FileSystemReader(path).read_metadata().storage_data or {}
+        except (EOFError, pickle.UnpicklingError):
+            missing, storage = [".metadata (truncated)"], {}
+        ends: dict[str, int] = {}
+        for info in storage.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        sizes = {name: (path / name).stat().st_size if (path / name).is_file() else -1 for name in ends}
+        missing += [name if sizes[name] < 0 else f"{name} (truncated)" for name in ends if sizes[name] < ends[name]]
+    if missing:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only in"
+            " part, or written by something that died; use an earlier one."
+        )
+
+
+def _path_of(metadata: Metadata, key: str) -> tuple[Any, ...]:
+    return metadata.planner_data[key]
+
+
+def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool) -> Any:
+    """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
+    entry = metadata.state_dict_metadata[key]
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    root, *rest = _path_of(metadata, key)
+    name = rest[0] if root == "state_dict" else rest[1]
+    like = own.get(name)
+    dtype = entry.properties.dtype
+    if like is not None and like.shape == entry.size:
+        if in_place and root == "state_dict":
+            return like
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
+    if root == "state_dict" and mesh is not None and len(entry.size) > 0:
+        # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
+        return torch.distributed.tensor.empty(entry.size, dtype=dtype, device_mesh=mesh)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Nest values by their paths; integer steps are list indices."""
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+        node[path[-1]] = value
+    return _lists_from_numbers(root)
+
+
+def _lists_from_numbers(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    items = {key: _lists_from_numbers(value) for key, value in node.items()}
+    if items and all(isinstance(key, int) for key in items):
+        return [items[index] for index in sorted(items)]
+    return items
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _broadcast(value: T, group: dist.ProcessGroup | None) -> T:
+    if not dist.is_initialized():
+        return value
+    message = [value]
+    dist.broadcast_object_list(message, src=0, group=group)
+    return message[0]

@@ -1,0 +1,31 @@
+"""The random state of one process, in types that ``torch.load(weights_only=True)`` accepts."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def get_random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of torch (host and ``device``), numpy and Python."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "python": random.getstate(),
+    }
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what :func:`get_random_state` returned; a state of another device type is left out."""
+    torch.set_rng_state(state["torch"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)

@@ -1,0 +1,118 @@
+"""The command line: LightningCLI for every model and data module, with errors that fit on a line.
+
+::
+
+    lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
+    torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
+"""
+
+import os
+import re
+from typing import NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+__all__ = ["FSDP2CLI", "main"]
+
+_USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
+_HEADINGS = (
+    "Does not validate against",
+    "Subtypes: ",
+    "Errors:",
+    "Problem with given class_path",
+    "Given value type: ",
+)
+_TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
+
+
+def main(args: ArgsType = None) -> None:
+    """Run ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        args: Command line arguments without the program's name; None takes those of the process.
+
+    Raises:
+        SystemExit: With code 2 and one line on stderr if the configuration is wrong.
+    """
+    FSDP2CLI(args)
+
+
+class _ArgumentParser(LightningArgumentParser):
+    """Ends with one line, where jsonargparse writes a screenful of usage and every type it tried."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        # jsonargparse's own variable for whoever needs the whole story: it then raises, from the cause
+        wants_traceback = os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
+        if self.exit_on_error and not wants_traceback:
+            hint = _TARGET_HINT if "'_target_'" in message else ""
+            self.exit(2, f"error: {_summarize(message)}{hint}\n")
+        super().error(message, ex)
+
+
+class FSDP2CLI(LightningCLI):
+    """LightningCLI for any model and data module, both given by ``class_path``.
+
+    The optimizer and the scheduler are options of the model: LightningCLI's own would be made before the strategy
+    shards the model, and would then update parameters that are no longer in it.
+
+    Args:
+        args: As for :func:`main`.
+        run: Whether to run a subcommand; False only makes ``model``, ``datamodule`` and ``trainer``.
+    """
+
+    def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
+        super().__init__(
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "lightning-fsdp2"},
+            parser_class=_ArgumentParser,
+            auto_configure_optimizers=False,
+            args=args,
+            run=run,
+        )
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer; a wrong option they find ends like one that the parser finds."""
+        try:
+            super().instantiate_classes()
+        except _USER_ERRORS as error:
+            # jsonargparse turns whatever a model's __init__ raises into a ValueError; a bug keeps its traceback
+            if not isinstance(_get_root_cause(error), _USER_ERRORS):
+                raise
+            self._parser(self.subcommand).error(str(error), error)
+
+
+def _get_root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _summarize(message: str) -> str:
+    """Return, of a jsonargparse message, the innermost option and what is wrong with it.
+
+    jsonargparse tries every member of a union type and indents what each of them said, so the deepest lines are about
+    the member that came closest to the given value.
+    """
+    if "Does not validate against" not in message:
+        return message
+    keys: dict[int, str] = {}
+    reasons: list[str] = []
+    deepest, option, value = -1, "", ""
+    for line in message.splitlines():
+        text = line.lstrip(" ").removeprefix("- ")
+        depth = len(line) - len(text)
+        if key := re.fullmatch(r'Parser key "(.+)":', text):
+            keys = {outer: name for outer, name in keys.items() if outer < depth} | {depth: key[1]}
+        elif text.startswith("Given value: "):
+            value = value or text.removeprefix("Given value: ")
+        elif not text.startswith(_HEADINGS) and depth >= deepest:
+            if depth > deepest:
+                option = ".".join(name for outer, name in keys.items() if outer < depth)
+                deepest, reasons, value = depth, [], ""
+            reasons.append(text)
+    reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
+    summary = ", or: ".join(dict.fromkeys(reasons))
+    if all(reason.startswith("Expected ") for reason in reasons):
+        summary += f". Got value: {value}"
+    return f"{option}: {summary}" if option else summary

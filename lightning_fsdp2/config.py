@@ -1,0 +1,509 @@
+"""Flags of the distributed strategies: what a run should do, apart from its sizes.
+
+Sizes (``dp_size``, ``tp_size``, ...) go directly on the strategy or on ``create_device_mesh``; what a config holds are
+only the flags of one strategy. Making a config has no side effect: it is checked and spelled uniformly, nothing else.
+Whether a flag fits the model, the mesh and the machine is for the code to say that uses the flag.
+
+A wrong value is a ``ValueError``, a wrong type a ``TypeError``, and either message names the option, its value, the
+rule and the remedy. The docstring under a field is its help text on the command line.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch.distributed import Backend
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = [
+    "ActivationCheckpointing",
+    "ActivationCheckpointingScope",
+    "CheckpointConfig",
+    "DDPConfig",
+    "DistributedConfig",
+    "FSDP2Config",
+    "MegatronFSDPConfig",
+    "dtype_from_str",
+]
+
+ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"]
+ScopeWord: TypeAlias = Literal["all", "language", "vision", "audio", "multimodal"]
+ActivationCheckpointingScope: TypeAlias = ScopeWord | list[ScopeWord]
+ContextParallelMethod: TypeAlias = Literal["auto", "allgather", "ulysses"]
+CheckpointFormat: TypeAlias = Literal["sharded", "full"]
+
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_from_str(name: str) -> torch.dtype:
+    """Return the dtype that ``name`` spells: torch's names with or without ``torch.``, and bf16, fp16 and fp32.
+
+    Raises:
+        ValueError: If torch has no such dtype.
+    """
+    bare_name = name.removeprefix("torch.")
+    dtype = getattr(torch, _DTYPE_ALIASES.get(bare_name, bare_name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"{name!r} is not the name of a torch dtype; use bfloat16 (bf16), float16 (fp16, half), "
+            "float32 (fp32, float) or another name that torch knows."
+        )
+    return dtype
+
+
+class _Flags:
+    """What the configs share."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name. The copy is shallow: policy objects and plans are the config's own."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def _set(self, name: str, value: object) -> None:
+        """Set a field of the frozen dataclass, to be used while it is being made."""
+        object.__setattr__(self, name, value)
+
+    def _check_bools(self) -> None:
+        """A string such as ``"false"`` would count as true wherever the flag is read."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name}={value!r} must be a bool; use True or False.")
+            if field.type == bool | None and not isinstance(value, bool | None):
+                raise TypeError(f"{field.name}={value!r} must be a bool or None; use True, False or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config(_Flags):
+    """Flags of :class:`~lightning_fsdp2.FSDP2Strategy`, which shards with torch's ``fully_shard``.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is not one of those the field's text names.
+    """
+
+    sequence_parallel: bool = False
+    """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
+
+    tp_plan: dict[str, str | ParallelStyle] | str | None = None
+    """Tensor parallel plan. None chooses one by the structure of the model, "hf" takes the plan that the Hugging Face
+    model carries, a dict maps module names, relative to that model, to styles, and any other string is the import path
+    of such a dict or of a function that returns one."""
+
+    patch_is_packed_sequence: bool = False
+    """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
+    GPU-to-CPU sync per attention layer at batch size 1 and keeps shapes static for torch.compile. Never set it with
+    packed sequences: attention would cross the borders of documents."""
+
+    mp_policy: MixedPrecisionPolicy | None = None
+    """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of
+    32-true. A mapping of the policy's fields will do, its dtypes by name if you like. A policy that sets param_dtype
+    but no reduce_dtype reduces gradients in float32."""
+
+    offload_policy: bool | CPUOffloadPolicy | None = None
+    """Whether parameters, gradients and optimizer states live in CPU memory. True stands for CPUOffloadPolicy(), a
+    mapping such as {pin_memory: false} for one with these fields. The config then holds the policy, or None."""
+
+    autocast_dtype: torch.dtype | None = None
+    """If set, forward runs inside torch.autocast with this dtype, on whatever device type the model is. Together with
+    output_dtype=float32 in mp_policy the residual stream stays in float32 while matrix products do not."""
+
+    activation_checkpointing: ActivationCheckpointing = False
+    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
+    "selective" keeps the results of expensive operations and recomputes the rest."""
+
+    activation_checkpointing_scope: ActivationCheckpointingScope = "all"
+    """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
+    "vision", "audio" and "multimodal"."""
+
+    defer_fsdp_grad_sync: bool = True
+    """Whether gradients are reduced only in the last micro-batch of an accumulation window. That costs memory for
+    unsharded gradients; False reduces and shards them in every micro-batch."""
+
+    reshard_after_forward: bool | int | None = None
+    """Whether a unit's parameters are freed between forward and backward. None frees all but those of the last layer,
+    which backward needs first; True frees all; False none (less traffic, more memory); an int reshards to groups of
+    that many ranks."""
+
+    loss_parallel: bool = False
+    """Whether the logits stay sharded along the vocabulary through the loss when tensor parallel is used."""
+
+    context_parallel_method: ContextParallelMethod = "auto"
+    """How attention sees the whole sequence under context parallel: "allgather" collects keys and values, "ulysses"
+    exchanges heads for sequence, "auto" chooses by the model and the mesh."""
+
+    backend: str | None = None
+    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
+    by the device type."""
+
+    enable_async_tensor_parallel: bool = False
+    """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products. It compiles the
+    layers and needs sequence_parallel, which it turns on with a warning where it is off."""
+
+    enable_compile: bool = False
+    """Whether each transformer layer is compiled with torch.compile. Parameter names do not change."""
+
+    enable_fsdp2_prefetch: bool = True
+    """Whether the all-gathers of the next layers are issued explicitly, ahead of their use."""
+
+    fsdp2_backward_prefetch_depth: int = 2
+    """Number of layers whose parameters are gathered ahead in backward. 1 needs less memory and hides less of the
+    all-gather; 0 leaves it to FSDP."""
+
+    fsdp2_forward_prefetch_depth: int = 1
+    """Number of layers whose parameters are gathered ahead in forward. 0 leaves it to FSDP."""
+
+    use_hf_tp_plan: InitVar[bool | None] = None
+    """Refused: the earlier spelling of tp_plan="hf"."""
+
+    def __post_init__(self, use_hf_tp_plan: bool | None) -> None:
+        if use_hf_tp_plan is not None:
+            raise TypeError(
+                f"use_hf_tp_plan={use_hf_tp_plan!r} is an option of the past; "
+                'use tp_plan="hf" for the plan of the Hugging Face model, tp_plan=None for ours.'
+            )
+        self._check_bools()
+        _check_tp_plan(self.tp_plan)
+        self._set("mp_policy", _to_mp_policy(self.mp_policy))
+        self._set("offload_policy", _to_offload_policy(self.offload_policy))
+        self._set("autocast_dtype", _to_floating_dtype("autocast_dtype", self.autocast_dtype))
+        _check_activation_checkpointing(self.activation_checkpointing)
+        _check_scope(self.activation_checkpointing_scope)
+        _check_reshard_after_forward(self.reshard_after_forward)
+        _check_word("context_parallel_method", self.context_parallel_method, get_args(ContextParallelMethod))
+        _check_backend(self.backend)
+        _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
+        _check_depth("fsdp2_forward_prefetch_depth", self.fsdp2_forward_prefetch_depth)
+        if self.enable_async_tensor_parallel and not self.sequence_parallel:
+            warnings.warn(
+                "enable_async_tensor_parallel=True needs sequence_parallel=True, which is turned on; "
+                "set it yourself to avoid this warning.",
+                stacklevel=3,
+            )
+            self._set("sequence_parallel", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronFSDPConfig(_Flags):
+    """Flags of :class:`~lightning_fsdp2.MegatronFSDPStrategy`, which shards with the ``megatron-fsdp`` package.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is not one of those the field's text names, or ``tp_plan`` is given.
+    """
+
+    sequence_parallel: bool = False
+    """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
+
+    tp_plan: InitVar[dict[str, Any] | str | None] = None
+    """Refused: Megatron-FSDP takes no plan of yours. Use FSDP2Config for that."""
+
+    megatron_fsdp_unit_modules: list[str] | None = None
+    """Import paths of the module classes that become FSDP units. None takes the classes that the model itself says
+    must not be split."""
+
+    zero_dp_strategy: int = 3
+    """What data parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+
+    init_fsdp_with_meta_device: bool = False
+    """Whether the model arrives on the meta device and is materialised unit by unit."""
+
+    grad_reduce_in_fp32: bool = True
+    """Whether gradients are reduced in float32 whatever the dtype of the parameters is."""
+
+    preserve_fp32_weights: bool = True
+    """Whether the optimizer updates float32 copies of the weights. Without them, updates that are small against a
+    bfloat16 weight are lost."""
+
+    overlap_grad_reduce: bool = True
+    """Whether gradients are reduced while backward still runs."""
+
+    overlap_param_gather: bool = True
+    """Whether parameters are gathered while forward and backward already run."""
+
+    check_for_nan_in_grad: bool | None = None
+    """megatron-fsdp no longer reads this flag. True turns on report_nan_in_param_grad, which does what it did."""
+
+    report_nan_in_param_grad: bool = False
+    """Whether gradients are checked for NaN and the parameter is named. It costs a sync per step."""
+
+    average_in_collective: bool = False
+    """Whether the collective averages gradients, in place of a scaling before a sum."""
+
+    disable_bucketing: bool = False
+    """Whether each parameter is communicated by itself, without buckets."""
+
+    calculate_per_token_loss: bool = False
+    """Whether gradients are summed, for a loss that is itself divided by the number of tokens."""
+
+    keep_fp8_transpose_cache: bool = False
+    """Whether the transposed copies of FP8 parameters are kept between forward and backward."""
+
+    nccl_ub: bool = False
+    """Whether communication buffers are registered with NCCL as user buffers."""
+
+    fsdp_double_buffer: bool = False
+    """Whether communication uses two persistent buffers in place of freshly allocated ones."""
+
+    activation_checkpointing: bool = False
+    """Whether each layer is recomputed in backward."""
+
+    backend: str | None = None
+    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
+    by the device type."""
+
+    def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
+        if tp_plan is not None:
+            raise ValueError(
+                f"tp_plan={tp_plan!r} is not an option of MegatronFSDPConfig, which chooses the plan by the model; "
+                "leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy."
+            )
+        self._check_bools()
+        _check_unit_modules(self.megatron_fsdp_unit_modules)
+        _check_zero_dp_strategy(self.zero_dp_strategy)
+        _check_backend(self.backend)
+        if self.check_for_nan_in_grad and not self.report_nan_in_param_grad:
+            warnings.warn(
+                "megatron-fsdp no longer reads check_for_nan_in_grad=True; report_nan_in_param_grad=True, which does "
+                "what it did, is turned on. Set that one to avoid this warning.",
+                stacklevel=3,
+            )
+            self._set("report_nan_in_param_grad", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(_Flags):
+    """Flags of :class:`~lightning_fsdp2.DDPStrategy`, which replicates with torch's ``DistributedDataParallel``.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is not one of those the field's text names.
+    """
+
+    activation_checkpointing: ActivationCheckpointing = False
+    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
+    "selective" keeps the results of expensive operations and recomputes the rest."""
+
+    activation_checkpointing_scope: ActivationCheckpointingScope = "all"
+    """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
+    "vision", "audio" and "multimodal"."""
+
+    autocast_dtype: torch.dtype | None = None
+    """If set, forward runs inside torch.autocast with this dtype, on whatever device type the model is."""
+
+    find_unused_parameters: bool = False
+    """Whether each backward looks for parameters that took no part in forward."""
+
+    static_graph: bool = False
+    """Whether the same parameters take part in every iteration, which lets DDP skip work."""
+
+    gradient_as_bucket_view: bool = False
+    """Whether gradients are views of the communication buckets, which saves a copy of them."""
+
+    bucket_cap_mb: float | None = None
+    """Size of a communication bucket in MiB. None is torch's own default."""
+
+    broadcast_buffers: bool = True
+    """Whether rank 0's buffers are broadcast before each forward."""
+
+    backend: str | None = None
+    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
+    by the device type."""
+
+    def __post_init__(self) -> None:
+        self._check_bools()
+        _check_activation_checkpointing(self.activation_checkpointing)
+        _check_scope(self.activation_checkpointing_scope)
+        self._set("autocast_dtype", _to_floating_dtype("autocast_dtype", self.autocast_dtype))
+        _check_bucket_cap(self.bucket_cap_mb)
+        _check_backend(self.backend)
+
+
+DistributedConfig: TypeAlias = FSDP2Config | MegatronFSDPConfig | DDPConfig
+"""Any of the three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Flags):
+    """How a strategy writes and reads checkpoints.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If ``format`` is unknown.
+    """
+
+    format: CheckpointFormat = "sharded"
+    """What is written: "sharded" a directory to which each rank adds its own shards, "full" the whole model at once."""
+
+    async_save: bool = False
+    """Whether training goes on while a checkpoint is being written."""
+
+    verify: bool = False
+    """Whether a checkpoint is read back and compared after it was written."""
+
+    trust_checkpoint: bool = False
+    """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
+
+    weights_only: bool | None = None
+    """Whether only tensors and plain values are loaded, as in torch.load. None tries that first."""
+
+    def __post_init__(self) -> None:
+        self._check_bools()
+        _check_word("format", self.format, get_args(CheckpointFormat))
+
+
+def _check_word(option: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ValueError(f"{option}={value!r} is unknown; use {_either(words)}.")
+
+
+def _check_activation_checkpointing(value: object) -> None:
+    if not isinstance(value, bool) and value not in ("full", "selective"):
+        raise ValueError(f"activation_checkpointing={value!r} is unknown; use False, True, 'full' or 'selective'.")
+
+
+def _check_scope(value: object) -> None:
+    option = "activation_checkpointing_scope"
+    if isinstance(value, str):
+        _check_word(option, value, get_args(ScopeWord))
+        return
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{option}={value!r} must be a word or a list of words; use {_either(get_args(ScopeWord))}.")
+    if not value:
+        raise ValueError(f"{option}={value!r} names no part of the model; use activation_checkpointing=False.")
+    for word in value:
+        _check_word(option, word, get_args(ScopeWord))
+    if "all" in value and len(value) > 1:
+        raise ValueError(f"{option}={value!r} combines 'all' with other words; use 'all' alone, or leave it out.")
+
+
+def _check_reshard_after_forward(value: object) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"reshard_after_forward={value!r} must be a bool, an int or None.")
+    if value < 1:
+        raise ValueError(f"reshard_after_forward={value} must be at least 1 as an int; use False to keep parameters.")
+
+
+def _check_depth(option: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{option}={value!r} must be an int; use the number of layers to prefetch, 0 for none.")
+    if value < 0:
+        raise ValueError(f"{option}={value} must not be negative; use 0 to prefetch nothing.")
+
+
+def _check_zero_dp_strategy(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"zero_dp_strategy={value!r} must be an int; use 0, 1, 2 or 3.")
+    if value not in range(4):
+        raise ValueError(f"zero_dp_strategy={value} is unknown; use 0, 1, 2 or 3 (which shards parameters too).")
+
+
+def _check_unit_modules(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
+        raise TypeError(
+            f"megatron_fsdp_unit_modules={value!r} must be a list of import paths; use for example "
+            '["transformers.models.llama.modeling_llama.LlamaDecoderLayer"], or None.'
+        )
+
+
+def _check_bucket_cap(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"bucket_cap_mb={value!r} must be a number of MiB; use None for torch's default.")
+    if not value > 0:
+        raise ValueError(f"bucket_cap_mb={value} must be greater than 0; use None for torch's default.")
+
+
+def _check_backend(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"backend={value!r} must be a string; use 'nccl', 'gloo' or None.")
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    parts = [part.rpartition(":") for part in value.split(",")]
+    for _, _, name in parts:
+        if name not in known:
+            raise ValueError(f"backend={value!r} has an unknown backend {name!r}; use {_either(known)}.")
+    devices = [device for device, _, _ in parts]
+    is_single_name = devices == [""]
+    if not is_single_name and (not all(devices) or len(set(devices)) != len(devices)):
+        raise ValueError(f"backend={value!r} must name each device type once; use for example cpu:gloo,cuda:nccl.")
+
+
+def _check_tp_plan(value: object) -> None:
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, Mapping):
+        raise TypeError(f'tp_plan={value!r} must be None, "hf", a dict or an import path.')
+    for name, style in value.items():
+        if isinstance(style, Mapping) and "_target_" in style:
+            raise ValueError(f"tp_plan[{name!r}]={dict(style)!r} has the key '_target_'; use class_path and init_args.")
+        if not isinstance(name, str) or not isinstance(style, str | ParallelStyle):
+            raise TypeError(f"tp_plan[{name!r}]={style!r} must map a module name to a style's name or a ParallelStyle.")
+
+
+def _to_floating_dtype(option: str, value: object) -> torch.dtype | None:
+    if value is None:
+        return None
+    try:
+        dtype = dtype_from_str(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{option}={error}") from None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{option}={value!r} must be a floating point dtype; use for example torch.bfloat16.")
+    return dtype
+
+
+def _to_mp_policy(value: object) -> MixedPrecisionPolicy | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        value = _policy_from_mapping("mp_policy", value, MixedPrecisionPolicy)
+    if not isinstance(value, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy={value!r} must be a MixedPrecisionPolicy, a mapping of its fields or None.")
+    dtypes = {
+        name: _to_floating_dtype(f"mp_policy.{name}", getattr(value, name))
+        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+    }
+    # here a reduce_dtype of None means param_dtype up to torch 2.14, and the gradients' dtype from 2.15 on
+    if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
+        dtypes["reduce_dtype"] = torch.float32
+    changes: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype is not getattr(value, name)}
+    return replace(value, **changes) if changes else value
+
+
+def _to_offload_policy(value: object) -> CPUOffloadPolicy | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return CPUOffloadPolicy()
+    if isinstance(value, Mapping):
+        value = _policy_from_mapping("offload_policy", value, CPUOffloadPolicy)
+    if not isinstance(value, CPUOffloadPolicy):
+        raise TypeError(
+            f"offload_policy={value!r} must be True, a CPUOffloadPolicy or a mapping of its fields; "
+            "use None to keep everything on the device."
+        )
+    return value
+
+
+def _policy_from_mapping(option: str, value: Mapping[str, Any], policy_class: Any) -> Any:
+    names = [field.name for field in fields(policy_class)]
+    for key in value:
+        if key == "_target_":
+            raise ValueError(f"{option} has the key '_target_'; leave it out, the fields alone are enough.")
+        if key not in names:
+            raise ValueError(f"{option} has an unknown key {key!r}; use {_either(names)}.")
+    return policy_class(**value)
+
+
+def _either(words: list[str] | tuple[str, ...]) -> str:
+    *first, last = map(repr, words)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,6 @@
+"""Text files to packed batches of tokens for causal language models."""
+
+from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+from lightning_fsdp2.data.text import TextDataModule
+
+__all__ = ["TextDataModule", "build_byte_tokenizer"]

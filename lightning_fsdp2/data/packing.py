@@ -1,0 +1,115 @@
+"""Splitting documents, and packing their tokens into sequences of one length."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+# `datasets` finds cached work by the names of the functions here and what they are given, not by what they do: give
+# one another name when its result changes.
+
+# A token takes much more memory as Python and Rust objects, while it is made, than in the cache.
+_DOCUMENTS_AT_ONCE = 64
+
+
+def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split documents into training and validation ones, by a hash of their content.
+
+    Equal documents are on the same side, and a document stays on its side when others come or go.
+
+    Args:
+        documents: Any dataset with a column ``text``.
+        fraction: The part of the documents to expect on the validation side, in [0, 1].
+        seed: Another one gives another split.
+    """
+    settings = {"fraction": fraction, "seed": seed}
+    train = documents.filter(_is_training, input_columns="text", fn_kwargs=settings, desc="Splitting off training")
+    validation = documents.filter(
+        _is_validation, input_columns="text", fn_kwargs=settings, desc="Splitting off validation"
+    )
+    return train, validation
+
+
+def _is_validation(text: str, fraction: float, seed: int) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _is_training(text: str, fraction: float, seed: int) -> bool:
+    return not _is_validation(text, fraction, seed)
+
+
+def pack_documents(
+    documents: Dataset, *, tokenizer: PreTrainedTokenizerBase, sequence_length: int, split: str = "training"
+) -> Dataset:
+    """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
+
+    The tail of the stream that does not fill a sequence is dropped: it is shorter than one sequence of the whole
+    corpus, while padding it would need a pad token and a batch in which one sequence weighs less than the others.
+
+    Args:
+        documents: Any dataset with a column ``text``.
+        tokenizer: It must have an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
+        sequence_length: Tokens per sequence.
+        split: What to call the documents in an error.
+
+    Returns:
+        A dataset whose rows are ``{"input_ids": int64 tensor of shape [sequence_length]}``.
+
+    Raises:
+        ValueError: The documents hold fewer tokens than one sequence.
+    """
+    from datasets import Features, List, Value
+
+    tokens = documents.map(
+        _tokenize,
+        batched=True,
+        batch_size=_DOCUMENTS_AT_ONCE,
+        remove_columns=documents.column_names,
+        fn_kwargs={"tokenizer": tokenizer},
+        features=Features({"input_ids": List(Value("int32"))}),
+        desc="Tokenising",
+    ).with_format("numpy")
+    sequences = tokens.map(
+        _Packer(sequence_length),
+        batched=True,
+        batch_size=_DOCUMENTS_AT_ONCE,
+        features=Features({"input_ids": List(Value("int32"), length=sequence_length)}),
+        desc="Packing",
+    )
+    if len(sequences) == 0:
+        raise ValueError(
+            f"sequence_length={sequence_length} is longer than all {len(tokens)} {split} document(s) together, "
+            f"which have {sum(map(len, tokens['input_ids']))} tokens; use shorter sequences or more text."
+        )
+    return sequences.with_format("torch")
+
+
+def _tokenize(
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[npt.NDArray[np.int32]]]:
+    # verbose=False: documents may be longer than the model's context, because they are cut afterwards.
+    documents = tokenizer(batch["text"], return_attention_mask=False, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return {"input_ids": [np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32) for ids in documents]}
+
+
+class _Packer:
+    """Cuts the stream of all batches it is called with into sequences, by keeping the rest of one for the next."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self.rest = np.empty(0, np.int32)
+
+    def __call__(self, batch: dict[str, npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[np.int32]]:
+        stream = np.concatenate([self.rest, *batch["input_ids"]])
+        end = len(stream) // self.sequence_length * self.sequence_length
+        self.rest = stream[end:]
+        return {"input_ids": stream[:end].reshape(-1, self.sequence_length)}

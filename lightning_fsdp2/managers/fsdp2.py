@@ -1,0 +1,75 @@
+"""FSDP2 for any torch loop: ``FSDP2Manager(config, device_mesh).parallelize(model)``."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
+
+_NOT_YET = (
+    "sequence_parallel",
+    "tp_plan",
+    "patch_is_packed_sequence",
+    "autocast_dtype",
+    "activation_checkpointing",
+    "enable_async_tensor_parallel",
+    "enable_compile",
+    "loss_parallel",
+)
+
+
+class FSDP2Manager:
+    """Parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on a mesh made elsewhere.
+
+    Args:
+        config: The flags.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
+            :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
+        moe_mesh: Expert parallelism is not part of this release; anything but None is refused.
+
+    Raises:
+        ValueError: When a flag is set that this version does not support yet.
+
+    Example::
+
+        mesh = create_device_mesh(config, dp_replicate_size=2)
+        model = FSDP2Manager(config, mesh).parallelize(model)
+    """
+
+    def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
+        if moe_mesh is not None:
+            raise ValueError("moe_mesh: expert parallelism is not supported in this release; pass None.")
+        _check_supported(config)
+        self.config = config
+        self.device_mesh = device_mesh
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The policy in effect: the config's, or bfloat16 compute with float32 reduction and output."""
+        return resolve_mp_policy(self.config.mp_policy)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Shard ``model`` in place and return it; see :func:`fsdp2_strategy_parallelize` for what it may be.
+
+        Raises:
+            ValueError: When the model cannot be sharded so, or is sharded already.
+        """
+        config = self.config
+        return fsdp2_strategy_parallelize(
+            model,
+            self.device_mesh,
+            mp_policy=self.mp_policy,
+            offload_policy=config.offload_policy,
+            reshard_after_forward=config.reshard_after_forward,
+            enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
+            fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
+            fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
+        )
+
+
+def _check_supported(config: FSDP2Config) -> None:
+    for name in _NOT_YET:
+        value = getattr(config, name)
+        if value not in (False, None):
+            raise ValueError(f"FSDP2Config.{name}={value!r} is not supported in this version yet; leave it out.")

@@ -1,0 +1,253 @@
+"""From sizes, which are intent, to a :class:`~torch.distributed.device_mesh.DeviceMesh`, which is fact.
+
+An *axis* belongs to a mesh; a *dim* belongs to a tensor. All meshes of a run are views of one world mesh:
+
+=====================  =============================================================================================
+view                   axes
+=====================  =============================================================================================
+:func:`get_mesh` root  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: what ``create_device_mesh`` returns
+sharding               ``dp_replicate, dp_shard_cp, tensor_parallel``: what FSDP shards and replicates over
+loss                   ``dp_cp, tensor_parallel``: what losses and gradients are averaged over
+data                   ``data_parallel, context_parallel, tensor_parallel``: who reads which batch; the mesh that
+                       modules written for Lightning's ``ModelParallelStrategy`` expect
+model                  ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
+=====================  =============================================================================================
+
+Every view has all of its axes, those of size 1 included, so that one rank runs the same code as a thousand.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_fsdp2._torch_compat import unflatten_mesh
+from lightning_fsdp2.config import DDPConfig, DistributedConfig, MegatronFSDPConfig
+
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+DP_SHARD_CP = "dp_shard_cp"
+DP_CP = "dp_cp"
+DATA_PARALLEL = "data_parallel"
+CONTEXT_PARALLEL = "context_parallel"
+TENSOR_PARALLEL = "tensor_parallel"
+CP_TP = "cp_tp"
+
+_MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
+_VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The number of ranks along each axis; their product is the world size."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """All data parallel ranks: those that read different batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Axis names and sizes of every view of the world."""
+        return {
+            _MESH_AXES: (self.dp_replicate, self.dp_shard, self.cp, self.tp),
+            (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL): (self.dp_replicate, self.dp_shard * self.cp, self.tp),
+            (DP_CP, TENSOR_PARALLEL): (self.dp * self.cp, self.tp),
+            (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL): (self.dp, self.cp, self.tp),
+            (DATA_PARALLEL, CP_TP): (self.dp, self.cp * self.tp),
+        }
+
+
+def get_mesh_sizes(
+    *,
+    world_size: int,
+    dp_size: int | Literal["auto"] | None = "auto",
+    dp_replicate_size: int | Literal["auto"] | None = 1,
+    tp_size: int | None = 1,
+    cp_size: int | None = 1,
+    num_nodes: int = 1,
+) -> MeshSizes:
+    """Resolve ``"auto"`` and check that the sizes multiply to the world, without touching a process group.
+
+    Args:
+        world_size: Number of ranks.
+        dp_size: All data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
+            ``world_size / (cp_size * tp_size)``.
+        dp_replicate_size: Number of replicas the sharded model is copied to (HSDP). ``"auto"`` means one per node.
+        tp_size: Tensor parallel ranks.
+        cp_size: Context parallel ranks.
+        num_nodes: What ``dp_replicate_size="auto"`` stands for.
+
+    Raises:
+        ValueError: When the sizes do not multiply to the world; the message holds the arithmetic.
+    """
+    tp = _check_size("tp_size", tp_size)
+    cp = _check_size("cp_size", cp_size)
+    replicate = num_nodes if dp_replicate_size == "auto" else _check_size("dp_replicate_size", dp_replicate_size)
+    if dp_size is None or dp_size == "auto" or (isinstance(dp_size, int) and dp_size <= 0):
+        if world_size % (cp * tp) != 0:
+            raise ValueError(
+                f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
+                f" that do, or start {_next_multiple(world_size, cp * tp)} processes."
+            )
+        dp = world_size // (cp * tp)
+    else:
+        dp = _check_size("dp_size", dp_size)
+        if dp * cp * tp != world_size:
+            raise ValueError(
+                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world has {world_size} ranks;"
+                f' use dp_size="auto" or start {dp * cp * tp} processes.'
+            )
+    if dp % replicate != 0:
+        raise ValueError(
+            f"dp_replicate_size={replicate} does not divide the data parallel size {dp} (world size {world_size} /"
+            f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
+        )
+    return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+
+
+def create_device_mesh(
+    config: DistributedConfig | None = None,
+    *,
+    dp_size: int | Literal["auto"] | None = "auto",
+    dp_replicate_size: int | Literal["auto"] | None = 1,
+    tp_size: int | None = 1,
+    cp_size: int | None = 1,
+    ep_size: int | None = 1,
+    pp_size: int | None = 1,
+    device_type: str | None = None,
+    world_size: int | None = None,
+) -> DeviceMesh:
+    """Build the device mesh of a run, with the axes ``(dp_replicate, dp_shard, context_parallel, tensor_parallel)``.
+
+    The sizes are checked before any process group is made. Under torchrun the default process group is started here
+    if it does not exist yet. Other views of the same world come from :func:`get_mesh`.
+
+    Args:
+        config: The strategy's flags; they decide which sizes are allowed.
+        dp_size: See :func:`get_mesh_sizes`, as for the next three.
+        dp_replicate_size: ``"auto"`` reads the number of nodes that torchrun sets.
+        tp_size: Tensor parallel ranks, the innermost axis.
+        cp_size: Context parallel ranks.
+        ep_size: Expert parallelism is not part of this release; anything but 1 is refused.
+        pp_size: Pipeline parallelism is not part of this release; anything but 1 is refused.
+        device_type: Such as ``"cuda"`` or ``"cpu"``; by default the machine's accelerator, never the backend's name.
+        world_size: By default that of the process group, or of torchrun's environment.
+
+    Raises:
+        ValueError: When a size is not allowed or the sizes do not multiply to the world.
+    """
+    for name, size in (("ep_size", ep_size), ("pp_size", pp_size)):
+        if size not in (None, 0, 1):
+            raise ValueError(f"{name}={size} is not supported in this release; use {name}=1.")
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    sizes = get_mesh_sizes(
+        world_size=world_size,
+        dp_size=dp_size,
+        dp_replicate_size=dp_replicate_size,
+        tp_size=tp_size,
+        cp_size=cp_size,
+        num_nodes=num_nodes,
+    )
+    _check_sizes_of_config(config, sizes)
+    world = init_device_mesh(device_type or _accelerator_type(), (world_size,), mesh_dim_names=("world",))
+    views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
+    device_mesh = views[_MESH_AXES]
+    for view in views.values():
+        # DeviceMesh has no public way from one view to its siblings, and making one again would make groups again
+        setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
+    return device_mesh
+
+
+def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:
+    """Return the axis called ``name`` (several names: the mesh of these axes) from any view of ``device_mesh``.
+
+    Raises:
+        ValueError: When there is no such axis; the message lists those there are.
+    """
+    names = (name,) if isinstance(name, str) else tuple(name)
+    views = get_views(device_mesh)
+    for view in views:
+        axes = view.mesh_dim_names or ()
+        if all(axis in axes for axis in names):
+            return view[names if len(names) > 1 else names[0]]
+    known = sorted({axis for view in views for axis in view.mesh_dim_names or ()})
+    raise ValueError(f"The device mesh has no axis {' x '.join(map(repr, names))}; it has {known}.")
+
+
+def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
+    """All views of the world that ``device_mesh`` belongs to; a mesh made elsewhere is its own only view."""
+    return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
+
+
+def get_fsdp_mesh(
+    device_mesh: DeviceMesh,
+    *,
+    dp_mesh_name: str | tuple[str, str] = DATA_PARALLEL,
+    dp_cp_mesh_name: str = DP_CP,
+) -> DeviceMesh:
+    """Return the 1-D (shard) or 2-D (replicate x shard) mesh to pass to ``fully_shard``.
+
+    On a mesh of :func:`create_device_mesh` the default names mean: shard over ``dp_shard`` x cp, replicate over
+    ``dp_replicate``. On a mesh made elsewhere it is the axis ``dp_cp_mesh_name`` where the mesh has one, else
+    ``dp_mesh_name``, which may name two axes (replicate, shard).
+
+    Raises:
+        ValueError: When the axis does not exist, or context parallel ranks would be left out.
+    """
+    if hasattr(device_mesh, _VIEWS_ATTRIBUTE) and dp_mesh_name == DATA_PARALLEL:
+        if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
+            return get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP))
+        return get_mesh(device_mesh, DP_SHARD_CP)
+    axes = device_mesh.mesh_dim_names or ()
+    if dp_cp_mesh_name in axes:
+        return get_mesh(device_mesh, dp_cp_mesh_name)
+    if CONTEXT_PARALLEL in axes and device_mesh[CONTEXT_PARALLEL].size() > 1:
+        raise ValueError(
+            f"The device mesh has a {CONTEXT_PARALLEL!r} axis of size {device_mesh[CONTEXT_PARALLEL].size()} but no"
+            f" axis {dp_cp_mesh_name!r} to shard over; build it with lightning_fsdp2.create_device_mesh(cp_size=...)."
+        )
+    if device_mesh.ndim == 1 and not axes:
+        return device_mesh
+    return get_mesh(device_mesh, dp_mesh_name)
+
+
+def _check_size(name: str, size: int | str | None) -> int:
+    if size is None:
+        return 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name}={size!r} is not a number of ranks; use an integer >= 1.")
+    return size
+
+
+def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -> None:
+    if isinstance(config, DDPConfig) and (sizes.tp, sizes.cp, sizes.dp_replicate) != (1, 1, 1):
+        raise ValueError(
+            f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig knows data"
+            " parallelism only; leave these at 1 or use FSDP2Config."
+        )
+    if isinstance(config, MegatronFSDPConfig) and sizes.tp > 1:
+        raise ValueError(f"tp_size={sizes.tp} is not supported with MegatronFSDPConfig; use FSDP2Config.")
+
+
+def _accelerator_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _next_multiple(number: int, factor: int) -> int:
+    return (number // factor + 1) * factor

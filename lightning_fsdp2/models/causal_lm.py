@@ -1,0 +1,242 @@
+"""Any Hugging Face causal language model, trained from YAML."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
+
+from lightning_fsdp2.parallel.gradients import get_total_norm
+from lightning_fsdp2.parallel.loss import IGNORE_INDEX, TokenMean, apply_token_mean_, token_mean_loss
+from lightning_fsdp2.parallel.pretrained import get_weight_files, set_pretrained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+
+
+class CausalLM(LightningModule):
+    """Trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``.
+
+    The loss is the mean over all label tokens of an optimizer step, whatever their split over ranks and micro-batches.
+    Logs, on the Trainer's logging steps: ``train/loss``, ``train/perplexity``, ``train/tokens`` (of the step),
+    ``train/gradient_norm``, ``train/learning_rate``; per validation ``val/loss`` and ``val/perplexity``.
+
+    Args:
+        pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub. Its
+            weights are read as shards.
+        config: The architecture of a new model: a mapping with ``model_type`` and its fields
+            (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
+            Give either this or ``pretrained``.
+        optimizer: Called with the parameter groups.
+        lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
+        decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
+        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
+
+    Raises:
+        ValueError: When both or neither of ``pretrained`` and ``config`` are given, or the mapping lacks
+            ``model_type``.
+        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files.
+    """
+
+    model: "PreTrainedModel"
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config: dict[str, Any] | str | None = None,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        decay_norms_and_biases: bool = False,
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        if (pretrained is None) == (config is None):
+            raise ValueError(
+                f"CausalLM(pretrained={pretrained!r}, config={config!r}): give exactly one of them, `pretrained` to"
+                " start from a model's weights, `config` to start a new model."
+            )
+        self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation")
+        self.hf_config = _build_config(pretrained or config)
+        self.model = None  # type: ignore[assignment]  # built in `configure_model`, where the mesh is known
+        self.evaluation_loss = MeanMetric().set_dtype(torch.float64)
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self._gradient_norm: Tensor | None = None
+        self._token_mean: TokenMean | None = None
+
+    # ------------------------------------------------------------------ model
+
+    def prepare_data(self) -> None:
+        if self.hparams.pretrained is not None:
+            _find_weights(self.hparams.pretrained, download=True)
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        from transformers import AutoModelForCausalLM
+
+        folder = None if self.hparams.pretrained is None else _find_weights(self.hparams.pretrained, download=False)
+        options = {"attn_implementation": self.hparams.attn_implementation, "dtype": torch.get_default_dtype()}
+        if self.device_mesh is not None:
+            # the strategy shards the model before it gives it weights
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
+            if folder is not None:
+                set_pretrained(self.model, folder)
+        elif folder is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        else:
+            self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
+        self.model.train()
+
+    def setup(self, stage: str) -> None:
+        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        if tokenizer is not None and len(tokenizer) > vocab_size:
+            raise ValueError(
+                f"The tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}: ids beyond it"
+                f" have no embedding. Set vocab_size to {len(tokenizer)} or more, or use the model's own tokenizer."
+            )
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """Return the logits. [batch, sequence, vocabulary]."""
+        return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits, labels = self._compute_logits(batch)
+        return token_mean_loss(self, logits, labels)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._update_evaluation_loss(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._update_evaluation_loss(batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Score the sequences: the sum of their tokens' log-probabilities and the number of tokens. [batch] each."""
+        losses, counts = self._compute_token_losses(batch)
+        return {"log_probability": -losses.sum(-1), "tokens": counts.sum(-1)}
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation_loss("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation_loss("test")
+
+    def _compute_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return self(**inputs), batch.get("labels", batch["input_ids"])
+
+    def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss of every position, 0 where there is no label, and whether there is one. [batch, sequence] each."""
+        logits, labels = self._compute_logits(batch)
+        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return losses.view_as(labels), labels != IGNORE_INDEX
+
+    def _update_evaluation_loss(self, batch: Batch) -> None:
+        losses, counts = self._compute_token_losses(batch)
+        tokens = counts.sum()
+        self.evaluation_loss.update(losses.sum() / tokens.clamp(min=1), weight=tokens)
+
+    def _log_evaluation_loss(self, stage: str) -> None:
+        loss = self.evaluation_loss.compute().cpu()  # a host tensor: the progress bar need not wait for the device
+        self.evaluation_loss.reset()
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True)
+
+    # ------------------------------------------------------------------ optimizer
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self._get_parameter_groups())
+        if self._lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}}
+
+    def _get_parameter_groups(self) -> list[dict[str, Any]]:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.hparams.decay_norms_and_biases:
+            return [{"params": parameters}]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # our strategies have done it already; under any other one it is done here
+        mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
+        self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self._is_logging_step(self.global_step + 1):
+            self._gradient_norm = get_total_norm(self.parameters())
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # ------------------------------------------------------------------ logging
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self._token_mean is None or not self._is_logging_step(self.global_step):
+            self._token_mean = None
+            return
+        names = ("train/loss", "train/tokens", "train/gradient_norm")
+        values = (self._token_mean.loss, self._token_mean.tokens, self._gradient_norm)
+        # one wait for the device, on logging steps only; host tensors, so that the progress bar need not wait again
+        numbers = torch.stack([value.double() for value in values]).cpu()
+        metrics = dict(zip(names, numbers, strict=True))
+        metrics["train/perplexity"] = metrics["train/loss"].exp()
+        metrics["train/learning_rate"] = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float64)
+        self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
+        self.log_dict(metrics)
+        self._token_mean = None
+
+    def _is_logging_step(self, step: int) -> bool:
+        return step % self.trainer.log_every_n_steps == 0
+
+
+def _build_config(source: dict[str, Any] | str) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    if isinstance(source, str):
+        return AutoConfig.from_pretrained(source)
+    fields = dict(source)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ValueError(
+            f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
+        )
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def _find_weights(pretrained: str, *, download: bool) -> Path:
+    """Return the local directory of a model's weights; a hub id is downloaded on one process per node."""
+    folder = Path(pretrained)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(
+            snapshot_download(pretrained, allow_patterns=["*.safetensors", "*.json"], local_files_only=not download)
+        )
+    get_weight_files(folder)
+    return folder
+
+
+def _get_world_group() -> Any:
+    return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None

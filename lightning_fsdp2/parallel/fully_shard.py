@@ -1,0 +1,348 @@
+"""FSDP2: which modules form a unit, which units stay gathered after forward, and which are gathered ahead of time.
+
+A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its parameters travel in one all-gather and
+its gradients in one reduce-scatter.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_fsdp2._torch_compat import keep_unsharded_after_forward
+from lightning_fsdp2.parallel.structure import (
+    get_embedding_and_head,
+    get_hf_models,
+    get_layer_lists,
+    get_optional_final_norm,
+    get_parameter_names,
+    get_parameter_owners,
+    is_hf_model,
+    is_lightning_module,
+)
+
+_UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
+
+
+@dataclass(kw_only=True, eq=False)
+class Unit:
+    """The modules of one ``fully_shard`` call and how it treats them."""
+
+    modules: list[nn.Module]
+    """Run in this order in forward."""
+
+    reshard_after_forward: bool | int = True
+    """False keeps the weights gathered for backward; an int reshards to that many ranks."""
+
+    casts_output: bool = False
+    """Whether ``MixedPrecisionPolicy.output_dtype`` applies: to whole models only, or it would leak into every block."""
+
+    is_container: bool = False
+    """The LightningModule: it computes in its own dtype and leaves the batch as it is."""
+
+    unshard_in_backward: bool = True
+    """False for an untied embedding, whose gradient does not need its weights."""
+
+
+@dataclass(kw_only=True)
+class UnitPlan:
+    """All units of a model, inner ones first, and the chains along which weights are gathered ahead."""
+
+    units: list[Unit]
+    chains: list[list[Unit]]
+
+
+def apply_fully_shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+) -> UnitPlan:
+    """Shard ``model`` over ``mesh``, unit by unit, and return the units.
+
+    Args:
+        model: A LightningModule, a Hugging Face model or any other module. Changed in place.
+        mesh: 1-D to shard, 2-D to replicate x shard (HSDP).
+        mp_policy: Dtypes of compute, gradient reduction and the model's output.
+        offload_policy: Where the shards live between uses.
+        reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
+            False keeps every block gathered; an int reshards blocks to that many ranks.
+
+    Raises:
+        ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
+    """
+    plan = build_unit_plan(model, reshard_after_forward)
+    for unit in plan.units:
+        _shard_unit(unit, mesh, mp_policy, offload_policy)
+    return plan
+
+
+def apply_layer_sharding(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+) -> None:
+    """Shard the blocks of ``model`` alone; arguments and errors as in :func:`apply_fully_shard`."""
+    layer_lists = get_layer_lists(model)
+    _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
+    units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
+    for unit in _split_by_dtype(model, units):
+        _shard_unit(unit, mesh, mp_policy, offload_policy)
+
+
+def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
+    """Let every unit start the all-gather of the next ones in its chain.
+
+    Args:
+        plan: What :func:`apply_fully_shard` returned.
+        forward_depth: Number of units gathered ahead in forward; 0 leaves it to torch.
+        backward_depth: The same for backward, where 0 means torch's own prefetch of one unit.
+    """
+    for chain in plan.chains:
+        modules = [unit.modules[0] for unit in chain]
+        for index, module in enumerate(modules):
+            ahead = modules[index + 1 : index + 1 + forward_depth]
+            behind = modules[max(0, index - backward_depth) : index][::-1]
+            if ahead:
+                module.set_modules_to_forward_prefetch(ahead)
+            if behind:
+                module.set_modules_to_backward_prefetch(behind)
+
+
+def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
+    """Decide on the units of ``model`` without changing it; arguments and errors as in :func:`apply_fully_shard`."""
+    owners = get_parameter_owners(model)
+    layer_lists = get_layer_lists(model)
+    _check_layers_own_their_parameters(model, layer_lists, owners)
+    layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
+    taken = {module for blocks in layer_lists for block in blocks for module in block.modules()}
+    units = [unit for units_of_list in layers for unit in units_of_list]
+    chains = list(layers)
+    for hf_model in get_hf_models(model):
+        embedding, head = _build_end_units(hf_model, taken, owners, reshard_after_forward)
+        ends = [unit for unit in (embedding, head) if unit is not None]
+        units.extend(ends)
+        taken.update(module for unit in ends for top in unit.modules for module in top.modules())
+        _extend_chain(chains, hf_model, embedding, head)
+    units.extend(_build_child_units(model, taken))
+    units.append(_build_root_unit(model))
+    return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
+
+
+@contextmanager
+def unshard_model(model: nn.Module) -> Iterator[None]:
+    """Gather all weights of ``model`` for the duration of the block, and shard them again at its end.
+
+    Inside the block every submodule can be called and every parameter read in full, without further communication,
+    on one rank as on all; writes to the parameters are lost. All ranks must enter and leave it. It holds the whole
+    model at once on every rank.
+    """
+    modules = get_fsdp_modules(model)
+    marked = [module for module in model.modules() if not module.__dict__.get(_UNSHARDED_ATTRIBUTE, False)]
+    with keep_unsharded_after_forward(modules):
+        try:
+            for module in modules:
+                module.unshard()
+            for module in marked:
+                module.__dict__[_UNSHARDED_ATTRIBUTE] = True
+            yield
+        finally:
+            for module in marked:
+                module.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            for module in modules:
+                module.reshard()
+
+
+def is_unsharded_by_user(module: nn.Module) -> bool:
+    """Whether ``module`` is inside an :func:`unshard_model` block."""
+    return module.__dict__.get(_UNSHARDED_ATTRIBUTE, False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard every unit of ``model`` that a forward without backward left gathered.
+
+    Such a copy would be stale after the next optimizer step or load, and hides the sharded parameter from
+    ``named_parameters()``. Costs nothing where there is none.
+    """
+    for module in get_fsdp_modules(model):
+        module.reshard()
+
+
+def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """All modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _shard_unit(
+    unit: Unit, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None
+) -> None:
+    if unit.is_container:
+        mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    elif not unit.casts_output:
+        mp_policy = replace(mp_policy, output_dtype=None)
+    fully_shard(
+        unit.modules if len(unit.modules) > 1 else unit.modules[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+    )
+    if not unit.unshard_in_backward:
+        unit.modules[0].set_unshard_in_backward(False)
+
+
+def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
+    units = [
+        Unit(modules=[block], reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward)
+        for block in blocks
+    ]
+    # backward begins where forward ended, so the last block would be gathered again at once
+    if reshard_after_forward is None and _is_trainable(blocks):
+        units[-1].reshard_after_forward = False
+    return units
+
+
+def _build_end_units(
+    model: nn.Module,
+    taken: set[nn.Module],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    reshard_after_forward: bool | int | None,
+) -> tuple[Unit | None, Unit | None]:
+    """The embedding's unit and that of ``[norm, head]``; one unit for both where they are tied."""
+    embedding, head = get_embedding_and_head(model)
+    norm = get_optional_final_norm(model)
+    embedding, head, norm = (module if module not in taken else None for module in (embedding, head, norm))
+    keep = reshard_after_forward is not True and _is_trainable([model])
+    tail = [module for module in (norm, head) if module is not None]
+    if embedding is not None and head is not None and any(p in set(head.parameters()) for p in embedding.parameters()):
+        tied = Unit(modules=[embedding, *tail], reshard_after_forward=not keep)
+        return None, tied if _owns_all([embedding, *tail], owners) else None
+    embedding_unit = head_unit = None
+    if embedding is not None and _owns_all([embedding], owners):
+        embedding_unit = Unit(modules=[embedding], unshard_in_backward=False)
+    if head is not None and _owns_all(tail, owners):
+        head_unit = Unit(modules=tail, reshard_after_forward=not keep)
+    return embedding_unit, head_unit
+
+
+def _build_child_units(model: nn.Module, taken: set[nn.Module]) -> list[Unit]:
+    """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
+    if is_hf_model(model):
+        return []
+    hf_models = get_hf_models(model)
+    units = [_build_model_unit(hf_model, casts_output=True) for hf_model in hf_models]
+    taken = taken | {module for hf_model in hf_models for module in hf_model.modules()}
+    casts_output = is_lightning_module(model)
+    for child in dict.fromkeys(model.children()):
+        if not any(_owns_parameters_directly(module) for module in child.modules() if module not in taken):
+            continue
+        tops = [top for top in _expand_containers(child) if top not in taken]
+        units.extend(_build_model_unit(top, casts_output=casts_output) for top in tops)
+        taken.update(module for top in tops for module in top.modules())
+    return units
+
+
+def _build_model_unit(module: nn.Module, *, casts_output: bool) -> Unit:
+    # backward begins in the model whose forward ended last: one that was split into layers keeps its few own weights
+    keep = bool(get_layer_lists(module)) and _is_trainable([module])
+    return Unit(modules=[module], reshard_after_forward=not keep, casts_output=casts_output)
+
+
+def _build_root_unit(model: nn.Module) -> Unit:
+    is_container = is_lightning_module(model)
+    return Unit(
+        modules=[model], reshard_after_forward=False, casts_output=not is_container, is_container=is_container
+    )
+
+
+def _expand_containers(module: nn.Module) -> list[nn.Module]:
+    """``fully_shard`` refuses modules that have no forward of their own: take their items instead."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [top for child in module.children() for top in _expand_containers(child)]
+    return [module] if next(module.parameters(), None) is not None else []
+
+
+def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
+    """Put the model's ends around its list of blocks; with several lists their order in forward is unknown."""
+    modules = set(model.modules())
+    own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
+    if len(own) == 1:
+        before = [embedding] if embedding is not None else []
+        after = [head] if head is not None else []
+        chains[own[0]] = [*before, *chains[own[0]], *after]
+
+
+def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    """Give modules of a minority dtype units of their own: torch wants one dtype among a unit's trainable parameters."""
+    names = get_parameter_names(model)
+    claimed: set[nn.Module] = set()
+    result = []
+    for unit in units:
+        modules = [module for top in unit.modules for module in top.modules() if module not in claimed]
+        claimed.update(modules)
+        by_dtype = _group_by_dtype(modules, names)
+        if len(by_dtype) > 1:
+            main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
+            minority = [module for dtype, group in by_dtype.items() if dtype != main for module in group]
+            result.extend(Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority)
+        result.append(unit)
+    return result
+
+
+def _group_by_dtype(
+    modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
+) -> dict[torch.dtype, list[nn.Module]]:
+    groups: dict[torch.dtype, list[nn.Module]] = {}
+    for module in modules:
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        dtypes = {p.dtype for p in trainable}
+        if len(dtypes) > 1:
+            raise ValueError(
+                "FSDP2 shards trainable parameters of one dtype per module, but"
+                f" {', '.join(f'{names[p]} ({p.dtype})' for p in trainable)} stand in one {type(module).__name__}."
+                " Cast them to one dtype, or freeze those of the other."
+            )
+        for dtype in dtypes:
+            groups.setdefault(dtype, []).append(module)
+    return groups
+
+
+def _check_layers_own_their_parameters(
+    model: nn.Module,
+    layer_lists: list[list[nn.Module]],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+) -> None:
+    """A parameter tied across blocks would belong to two units, which torch refuses at the first forward."""
+    block_of = {module: block for blocks in layer_lists for block in blocks for module in block.modules()}
+    names = {module: name for name, module in model.named_modules()}
+    for holders in owners.values():
+        if len({block_of.get(module) for module, _ in holders}) > 1 and any(module in block_of for module, _ in holders):
+            shared = sorted(f"{names[module]}.{attribute}" for module, attribute in holders)
+            raise ValueError(
+                f"The parameters {', '.join(shared)} are tied, but lie in different blocks, which FSDP2 shards one by"
+                " one. Share the module that holds them instead, or tie weights outside of the blocks only."
+            )
+
+
+def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
+    """Whether no parameter below ``modules`` is also held by a module outside of them."""
+    inside = {module for top in modules for module in top.modules()}
+    parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
+    return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])
+
+
+def _owns_parameters_directly(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _is_trainable(modules: Iterable[nn.Module]) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())

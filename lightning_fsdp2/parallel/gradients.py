@@ -1,0 +1,172 @@
+"""Gradient norm, clipping and deferred synchronisation for parameters sharded over any mix of meshes."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``.
+
+    The twin of :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch
+    refuses (https://github.com/pytorch/pytorch/issues/180346). Every rank must call it.
+
+    Args:
+        parameters: Those of the optimizer, sharded or not. Parameters without a gradient are skipped.
+        max_norm: Largest total norm; ``inf`` only measures.
+        norm_type: Order p of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Raise, before any gradient is changed, when the norm is NaN or infinite. This waits for the
+            device; without it nothing does.
+
+    Returns:
+        The total norm before clipping: a plain float32 scalar, the same on every rank.
+
+    Raises:
+        RuntimeError: See ``error_if_nonfinite``.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    total = get_total_norm(parameters, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped."
+            " No gradient was changed. Pass `error_if_nonfinite=False` to clip them nevertheless."
+        )
+    # the same formula as torch's clip_grads_with_norm_, so that one rank and many clip alike
+    scale_gradients(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place and without communication."""
+    gradients = _local_gradients([parameters] if isinstance(parameters, Tensor) else list(parameters))
+    for group in _group_for_foreach(gradients):
+        torch._foreach_clamp_min_(group, -clip_value)
+        torch._foreach_clamp_max_(group, clip_value)
+
+
+@torch.no_grad()
+def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients together, each element counted once however many ranks hold a copy of it.
+
+    Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = None
+    for parameter in parameters:
+        if (gradient := parameter.grad) is None:
+            continue
+        groups.setdefault(_sharding_groups(gradient), []).append(_to_local(gradient))
+        device = groups[_sharding_groups(gradient)][-1].device
+    if device is None:
+        return torch.tensor(0.0)
+    powers = [_reduce_power(_local_power(gradients, norm_type), key, norm_type) for key, gradients in groups.items()]
+    return _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar tensor in place, without waiting for its value."""
+    for group in _group_for_foreach(_local_gradients(parameters)):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+@contextmanager
+def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
+    """Keep gradients of the backward passes inside the block unsynchronised; the next one outside adds them up.
+
+    Use it around all but the last micro-batch of an accumulation window.
+
+    Args:
+        model: A module that holds FSDP2 units; without any the block does nothing.
+        reduce_scatter: False saves all communication and keeps the whole gradient in memory on every rank. True
+            reduce-scatters every micro-batch, so that only shards are kept, and saves the all-reduce over the
+            replicas (HSDP) alone.
+    """
+    modules = get_fsdp_modules(model)
+
+    def set_sync(enabled: bool) -> None:
+        for module in modules:
+            module.set_is_last_backward(enabled)
+            if reduce_scatter:
+                module.set_requires_all_reduce(enabled, recurse=False)
+            else:
+                module.set_requires_gradient_sync(enabled, recurse=False)
+
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)
+
+
+def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which the elements of ``gradient`` are spread."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(gradient.placements)
+        if not placement.is_replicate() and not placement.is_partial() and mesh.size(axis) > 1
+    )
+
+
+def _to_local(gradient: Tensor) -> Tensor:
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if any(isinstance(placement, Partial) for placement in gradient.placements):
+        raise ValueError(
+            f"A gradient is still {gradient.placements}: synchronise gradients before clipping, outside of"
+            " `defer_grad_sync`."
+        )
+    return gradient.to_local()
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [_to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of |g|^p over this rank's elements, or their largest |g| for the infinity norm; zero where it holds none."""
+    powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
+    for group in _group_for_foreach(gradients):
+        norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)
+        powers.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum())
+    return _combine(torch.stack(powers), norm_type)
+
+
+def _reduce_power(power: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for group in groups:
+        dist.all_reduce(power, op=op, group=group)
+    return power
+
+
+def _combine(powers: Tensor, norm_type: float) -> Tensor:
+    return powers.max() if math.isinf(norm_type) else powers.sum()
+
+
+def _root(power: Tensor, norm_type: float) -> Tensor:
+    return power if math.isinf(norm_type) else power.pow(1.0 / norm_type)

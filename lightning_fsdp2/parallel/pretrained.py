@@ -1,0 +1,83 @@
+"""Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
+
+
+def set_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Say that ``model``, built on the meta device, takes its weights from ``folder`` once it is sharded.
+
+    Args:
+        model: A Hugging Face model.
+        folder: A local directory with ``*.safetensors`` files.
+
+    Raises:
+        FileNotFoundError: When there are none.
+    """
+    get_weight_files(folder)
+    setattr(model, _SOURCE_ATTRIBUTE, Path(folder))
+
+
+def load_pretrained(model: nn.Module, device: torch.device) -> None:
+    """Load every model in ``model`` that :func:`set_pretrained` was called on; each is loaded once.
+
+    Weights that the files lack are initialised as transformers does (a new classification head), and tied weights and
+    non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a
+    mixture's experts, are converted on the fly.
+
+    Args:
+        model: Sharded, or whole on one rank; on the meta device.
+        device: Where the weights go.
+
+    Raises:
+        ValueError: When a tensor's shape differs from the model's.
+    """
+    for module in model.modules():
+        folder = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
+        if folder is not None:
+            _load(module, folder, device)
+
+
+def get_weight_files(folder: str | Path) -> list[str]:
+    """Return the safetensors files of a model directory, in order.
+
+    Raises:
+        FileNotFoundError: When the directory holds none.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(str(file) for file in folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"pretrained={str(folder)!r} holds no *.safetensors file. Give the directory of a model saved by"
+            " `save_pretrained()`; convert older `.bin` weights by loading and saving them once with transformers."
+        )
+    return files
+
+
+def _load(model: nn.Module, folder: Path, device: torch.device) -> None:
+    # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
+    # whole model on one rank or get packed experts wrong
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder),
+        device_map={"": device},
+        dtype=next(model.parameters()).dtype,
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    info, _ = type(model)._load_pretrained_model(model, None, get_weight_files(folder), config)
+    info = model._finalize_model_loading(config, info)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    if info.mismatched_keys:
+        raise ValueError(f"pretrained={str(folder)!r} does not fit {type(model).__name__}: {info.mismatched_keys}.")

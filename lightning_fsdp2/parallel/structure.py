@@ -1,0 +1,134 @@
+"""Find the parts of a model by its structure, wherever it hangs: under any attribute, wrapper, subclass or prefix."""
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def is_hf_model(module: nn.Module) -> bool:
+    """Whether ``module`` is a Hugging Face ``PreTrainedModel``; transformers is not imported to find out."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def is_lightning_module(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``LightningModule``; lightning is not imported to find out."""
+    lightning = sys.modules.get("lightning.pytorch.core.module")
+    return lightning is not None and isinstance(module, lightning.LightningModule)
+
+
+def get_hf_models(root: nn.Module) -> list[nn.Module]:
+    """Return the outermost Hugging Face models in ``root``, which may be ``root`` itself, in registration order."""
+    if is_hf_model(root):
+        return [root]
+    models = [model for child in root.children() for model in get_hf_models(child)]
+    return list(dict.fromkeys(models))
+
+
+def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
+    """Return the lists of blocks in ``root`` that are sharded, compiled and checkpointed layer by layer.
+
+    A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters, at any depth, but not inside a block of
+    another list: the experts of a mixture are part of their block. Containers inside a container are lists of their
+    own, as are whole Hugging Face models inside a ``ModuleList``. A ``Sequential`` of equal, composite modules counts
+    as a list too. A block that is registered twice is returned once.
+    """
+    lists = [list(dict.fromkeys(blocks)) for blocks in _iterate_layer_lists(root)]
+    seen: set[nn.Module] = set()
+    unique = []
+    for blocks in lists:
+        blocks = [block for block in blocks if block not in seen]
+        seen.update(blocks)
+        if blocks:
+            unique.append(blocks)
+    return unique
+
+
+def get_embedding_and_head(model: nn.Module) -> tuple[nn.Embedding | None, nn.Module | None]:
+    """Return the input embedding and the output head that a Hugging Face model declares, where it has them."""
+    return _get_embedding(model), _get_head(model)
+
+
+def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
+    """Return the norm that stands beside the last list of blocks in ``model``, or None."""
+    for parent in reversed(list(model.modules())):
+        children = list(parent.children())
+        if not any(_is_container(child) and _blocks_of(child) for child in children):
+            continue
+        norms = [child for child in children if "norm" in type(child).__name__.lower() and _owns_parameters(child)]
+        if norms:
+            return norms[-1]
+    return None
+
+
+def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Map every parameter to the modules that hold it directly, with its attribute name: two or more where tied."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def get_parameter_names(root: nn.Module) -> dict[nn.Parameter, str]:
+    """Map every parameter to its (first) fully qualified name in ``root``."""
+    return {parameter: name for name, parameter in root.named_parameters()}
+
+
+def _iterate_layer_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
+    for child in module.children():
+        if _is_container(child):
+            yield from _iterate_container(child)
+        else:
+            yield from _iterate_layer_lists(child)
+
+
+def _iterate_container(container: nn.Module) -> Iterator[list[nn.Module]]:
+    for child in container.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _iterate_container(child)
+        elif get_hf_models(child):
+            yield from _iterate_layer_lists(child)
+    if blocks := _blocks_of(container):
+        yield blocks
+
+
+def _blocks_of(container: nn.Module) -> list[nn.Module]:
+    return [
+        child
+        for child in container.children()
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and not get_hf_models(child) and _owns_parameters(child)
+    ]
+
+
+def _is_container(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return True
+    children = list(module.children())
+    return (
+        isinstance(module, nn.Sequential)
+        and len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and all(any(child.children()) for child in children)
+    )
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _get_embedding(model: nn.Module) -> nn.Embedding | None:
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
+
+
+def _get_head(model: nn.Module) -> nn.Module | None:
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) and _owns_parameters(head) else None

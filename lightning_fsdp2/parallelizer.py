@@ -1,0 +1,203 @@
+"""THE RECIPE: the order in which the passes are applied to a model."""
+
+import importlib
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fsdp2.mesh import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_views
+from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
+from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.parallel.pretrained import load_pretrained
+
+logger = logging.getLogger(__name__)
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    param_dtype: torch.dtype = torch.bfloat16,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool | str = False,
+    cpu_offload: bool = False,
+    tp_shard_plan: dict[str, ParallelStyle] | str | None = None,
+    dp_mesh_name: str | tuple[str, str] = DATA_PARALLEL,
+    tp_mesh_name: str = TENSOR_PARALLEL,
+    dp_cp_mesh_name: str = DP_CP,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    enable_fsdp2_prefetch: bool = True,
+    fsdp2_backward_prefetch_depth: int = 2,
+    fsdp2_forward_prefetch_depth: int = 1,
+) -> nn.Module:
+    """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
+
+    A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
+    files of :func:`~lightning_fsdp2.parallel.pretrained.set_pretrained`. A model with weights is made equal on all
+    ranks first (rank 0's count).
+
+    Args:
+        model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
+            place.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes named below.
+        param_dtype: Compute dtype where ``mp_policy`` is None.
+        mp_policy: Dtypes of compute, gradient reduction and the model's output. None: ``param_dtype``, float32,
+            float32.
+        offload_policy: Where shards live between uses.
+        sequence_parallel: Needs tensor parallelism, which this version does not have yet.
+        activation_checkpointing: Not in this version yet.
+        cpu_offload: Short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
+        tp_shard_plan: Needs tensor parallelism, which this version does not have yet.
+        dp_mesh_name: Axis to shard over, or two axes (replicate, shard).
+        tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
+        dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
+        reshard_after_forward: None keeps the last block of each list gathered; True reshards every block, False none,
+            an int reshards to that many ranks.
+        enable_fsdp2_prefetch: Whether units start the all-gathers of the next ones.
+        fsdp2_backward_prefetch_depth: How many of them in backward.
+        fsdp2_forward_prefetch_depth: How many of them in forward.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already, or its
+            parameters cannot be grouped into units.
+    """
+    _check_supported(device_mesh, tp_mesh_name, sequence_parallel, activation_checkpointing, tp_shard_plan)
+    _check_not_sharded(model)
+    device = _get_device(device_mesh)
+    fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
+    broadcast_from_first_rank(model, device)
+    if cpu_offload and offload_policy is None:
+        offload_policy = CPUOffloadPolicy(pin_memory=False)
+    plan = apply_fully_shard(
+        model,
+        fsdp_mesh,
+        mp_policy=resolve_mp_policy(mp_policy, param_dtype),
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if enable_fsdp2_prefetch:
+        apply_prefetch(
+            plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth
+        )
+    weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+    load_pretrained(model, weights_device)
+    materialize(model, weights_device)
+    logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), fsdp_mesh)
+    return model
+
+
+def apply_fsdp_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+) -> None:
+    """Shard every block of every ``ModuleList`` in ``module``, and nothing else.
+
+    The last block of a list stays gathered after forward, since backward needs it first.
+
+    Args:
+        module: Changed in place; not sharded itself.
+        mesh: 1-D (shard) or 2-D (replicate x shard).
+        mp_policy: None for the dtypes of the parameters themselves.
+        offload_policy: None keeps shards on the mesh's device.
+    """
+    apply_layer_sharding(
+        module, mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
+    )
+
+
+def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
+    """Gather all weights of ``model`` in the block, for log-probabilities, ``generate`` or reading parameters.
+
+    All ranks must enter it; writes to the parameters are lost. It holds the whole model at once on every rank.
+    """
+    return unshard_model(model)
+
+
+def import_class_from_path(name: str) -> Any:
+    """Import a class (or any module-level object) from its dotted path, such as ``"torch.optim.AdamW"``.
+
+    Raises:
+        ValueError: When ``name`` is not a dotted path.
+        ImportError: When its module does not exist.
+        AttributeError: When the module has no such object.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name or not attribute:
+        raise ValueError(f"{name!r} is not a dotted import path; write it like 'torch.optim.AdamW'.")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
+    """Import those of ``class_paths`` that can be imported, in order; the others are skipped with a warning."""
+    classes = []
+    for path in class_paths:
+        try:
+            classes.append(import_class_from_path(path))
+        except (ValueError, ImportError, AttributeError) as error:
+            logger.warning("Could not import %r: %s", path, error)
+    return classes
+
+
+def resolve_mp_policy(
+    mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
+) -> MixedPrecisionPolicy:
+    """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
+
+    ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
+    """
+    if mp_policy is None:
+        return MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    return replace(mp_policy, reduce_dtype=mp_policy.reduce_dtype or torch.float32)
+
+
+def _check_supported(
+    device_mesh: DeviceMesh,
+    tp_mesh_name: str,
+    sequence_parallel: bool,
+    activation_checkpointing: bool | str,
+    tp_shard_plan: dict[str, ParallelStyle] | str | None,
+) -> None:
+    sizes = [
+        view[tp_mesh_name].size() for view in get_views(device_mesh) if tp_mesh_name in (view.mesh_dim_names or ())
+    ]
+    if any(size > 1 for size in sizes):
+        raise ValueError(f"{tp_mesh_name}={max(sizes)}: this version shards over data parallel ranks only; use 1.")
+    for option, value in (
+        ("sequence_parallel", sequence_parallel),
+        ("activation_checkpointing", activation_checkpointing),
+        ("tp_shard_plan", tp_shard_plan),
+    ):
+        if value:
+            raise ValueError(f"{option}={value!r} is not supported in this version yet; leave it at its default.")
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    sharded = [name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        raise ValueError(
+            f"{type(model).__name__} holds modules that `fully_shard` was applied to before: {', '.join(sharded[:5])}."
+            " A model is parallelised once; pass one that is not sharded."
+        )
+
+
+def _get_device(device_mesh: DeviceMesh) -> torch.device:
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())

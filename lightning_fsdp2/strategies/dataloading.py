@@ -1,0 +1,173 @@
+"""Data loaders whose ranks must stay in step: a sharded forward is a collective, so a rank cannot stop alone."""
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool) -> Any:
+    """Make all data parallel ranks end together, without a hang.
+
+    Loaders of one known length are returned as they are. Loaders of different known lengths end with the shortest.
+    Loaders of unknown length ask each other before every batch, on the host, and end together.
+
+    Args:
+        loader: This rank's.
+        group: A CPU group of all ranks; None for one process.
+        may_drop: Whether batches that only some ranks have may be dropped, with a warning; an error otherwise.
+
+    Raises:
+        ValueError: When a rank has no batch at all.
+    """
+    if group is None or group.size() == 1:
+        return loader
+    length = _get_optional_length(loader)
+    lengths = [0] * group.size()
+    dist.all_gather_object(lengths, length, group=group)
+    if any(other is None for other in lengths):
+        wrapper = _StatefulLockstepLoader if hasattr(loader, "state_dict") else _LockstepLoader
+        return wrapper(loader, group, may_drop)
+    if max(lengths) > 0 and min(lengths) == 0:
+        raise ValueError(
+            f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}: a rank without any cannot take"
+            " part. Use a dataset with at least one batch per data parallel rank, or fewer ranks."
+        )
+    if len(set(lengths)) == 1 or not may_drop:
+        return loader
+    rank_zero_warn(
+        f"The data loaders of the ranks have {min(lengths)} to {max(lengths)} batches; every rank stops after"
+        f" {min(lengths)}. Give all data parallel ranks the same number of batches to use all data."
+    )
+    return _ShortenedLoader(loader, min(lengths))
+
+
+def get_fingerprint(batch: Any) -> str:
+    """A hash of everything in a batch, tensors by their values."""
+    digest = hashlib.sha256()
+    _update_digest(digest, batch)
+    return digest.hexdigest()
+
+
+class _LoaderWrapper:
+    """Looks like the loader it wraps, to Lightning and to the user."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # asked before __init__, by pickle or copy
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _ShortenedLoader(_LoaderWrapper):
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        # zip would fetch one batch more
+        iterator = iter(self._loader)
+        for _ in range(self._length):
+            yield next(iterator)
+
+
+class _LockstepLoader(_LoaderWrapper):
+    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool) -> None:
+        super().__init__(loader)
+        self._group = group
+        self._may_drop = may_drop
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        while True:
+            try:
+                batch, has_batch = next(iterator), True
+            except StopIteration:
+                batch, has_batch = None, False
+            ranks_with_batch = self._count(has_batch)
+            if ranks_with_batch < self._group.size():
+                self._end(ranks_with_batch)
+                return
+            yield batch
+
+    def _count(self, has_batch: bool) -> int:
+        count = torch.tensor(int(has_batch))
+        dist.all_reduce(count, group=self._group)
+        return int(count)
+
+    def _end(self, ranks_with_batch: int) -> None:
+        if ranks_with_batch == 0:
+            return
+        message = (
+            f"{self._group.size() - ranks_with_batch} of {self._group.size()} ranks ran out of batches before the others"
+        )
+        remedy = "Give all data parallel ranks the same number of batches, or the loader a length."
+        if not self._may_drop:
+            raise ValueError(f"{message}, whose predictions would be lost. {remedy}")
+        rank_zero_warn(f"{message}; all ranks stop here. {remedy}")
+
+
+class _StatefulLockstepLoader(_LockstepLoader):
+    """Adds the loader's state, as of the last batch that was trained on.
+
+    Lightning reads one batch ahead of a loader of unknown length, so the loader itself is one batch too far.
+    """
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool) -> None:
+        super().__init__(loader, group, may_drop)
+        self._state_before_last: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        while True:
+            state = self._loader.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._state_before_last = None
+                return
+            self._state_before_last = state
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict() if self._state_before_last is None else self._state_before_last
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+
+
+def _get_optional_length(loader: Any) -> int | None:
+    """The length, unless there is none or it is only a guess (an iterable dataset's)."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _update_digest(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous()
+        digest.update(f"{data.dtype}{tuple(data.shape)}".encode())
+        digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    elif isinstance(value, dict):
+        for key in value:
+            digest.update(str(key).encode())
+            _update_digest(digest, value[key])
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            _update_digest(digest, item)
+    else:
+        digest.update(pickle.dumps(value))

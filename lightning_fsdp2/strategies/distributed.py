@@ -1,0 +1,76 @@
+"""The process group's life, and collectives with the defaults that the strategies need."""
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
+    """Start the default process group, unless the user did; it ends with the interpreter.
+
+    Lightning calls ``teardown`` after every stage, and the sharded module outlives it.
+    """
+    if dist.is_initialized():
+        return
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    atexit.register(_destroy_process_group)
+
+
+def get_default_backend(device: torch.device) -> str:
+    """The accelerator's own backend beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def reduce(tensor: Tensor, group: dist.ProcessGroup, op: str | dist.ReduceOp | None) -> Tensor:
+    """All-reduce a copy of ``tensor``; a DTensor is gathered first.
+
+    Args:
+        tensor: Any shape and dtype; the mean of integers is a float.
+        group: Ranks to reduce over.
+        op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
+    """
+    result = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    is_mean = op is None or str(op).lower() in ("mean", "avg") or op == dist.ReduceOp.AVG
+    if is_mean and not result.is_floating_point():
+        result = result.float()
+    reduce_op = dist.ReduceOp.SUM if is_mean else _get_reduce_op(op)
+    dist.all_reduce(result, op=reduce_op, group=group)
+    return result / group.size() if is_mean else result
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
+    """Gather equally shaped tensors of all ranks into ``[ranks, *tensor.shape]``, with gradients if asked for."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    if sync_grads:
+        from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+
+        return wait_tensor(all_gather_tensor_autograd(tensor.contiguous()[None], 0, group))
+    result = [torch.empty_like(tensor) for _ in range(group.size())]
+    with torch.no_grad():
+        dist.all_gather(result, tensor.contiguous(), group=group)
+    return torch.stack(result)
+
+
+def _get_reduce_op(op: Any) -> Any:
+    return getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""FSDP2 for the Lightning Trainer: ``Trainer(strategy=FSDP2Strategy())``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_fsdp2._torch_compat import initialize_root
+from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
+from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
+from lightning_fsdp2.parallel.gradients import defer_grad_sync
+from lightning_fsdp2.parallel.materialize import materialize
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.precision import get_mp_policy
+
+_SHARDED_ATTRIBUTE = "_lightning_fsdp2_sharded"
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDP2Strategy(MeshStrategy):
+    """Trains a LightningModule sharded over a device mesh with PyTorch's FSDP2, without sharding code in the module.
+
+    Build the model in ``__init__``, or under ``torch.device("meta")`` in ``configure_model`` if it is too large for
+    one rank. A module that shards itself in ``configure_model`` is checked and left as it is.
+
+    Args:
+        dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size`` leave.
+        dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
+        tp_size: Tensor parallel ranks; more than 1 is not supported in this version yet.
+        cp_size: Context parallel ranks; more than 1 is not supported in this version yet.
+        config: The flags of FSDP2.
+        checkpoint: How checkpoints are written and read.
+        timeout: Of collectives: after it a hang becomes an error.
+
+    Raises:
+        ValueError: For sizes or flags that are not supported, or contradict each other.
+
+    Example::
+
+        trainer = Trainer(strategy=FSDP2Strategy(dp_replicate_size=2), precision="bf16-mixed", gradient_clip_val=1.0)
+        trainer.fit(module, datamodule)
+    """
+
+    strategy_name = "fsdp2"
+
+    def __init__(
+        self,
+        dp_size: int | Literal["auto"] | None = "auto",
+        dp_replicate_size: int | Literal["auto"] = 1,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        config: FSDP2Config | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
+            if size not in (None, 1):
+                raise ValueError(f"{name}={size!r} is not supported in this version yet; use {name}=1.")
+        super().__init__(
+            dp_size=dp_size,
+            dp_replicate_size=dp_replicate_size,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            config=config or FSDP2Config(),
+            checkpoint=checkpoint,
+            timeout=timeout,
+        )
+        self._manager: FSDP2Manager | None = None
+
+    @property
+    def manager(self) -> FSDP2Manager:
+        """The manager that shards the module; it exists once the Trainer has started its processes."""
+        if self._manager is None:
+            raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
+        return self._manager
+
+    @override
+    def setup_environment(self) -> None:
+        policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
+        super().setup_environment()
+        self._manager = FSDP2Manager(replace(self.config, mp_policy=policy), self.full_device_mesh)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # a rank must not build the whole model on its device: meta if asked for, else the host
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def parallelize(self) -> None:
+        module = self.lightning_module
+        sharded = (self.full_device_mesh, self.manager.mp_policy)
+        earlier: tuple[DeviceMesh, MixedPrecisionPolicy] | None = module.__dict__.get(_SHARDED_ATTRIBUTE)
+        if earlier is not None:
+            _check_same_sharding(earlier, sharded)
+            return
+        self.precision_plugin.convert_module(module)
+        if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+            _check_sharded_by_user(module, self.world_size)
+            materialize(module, self.root_device)
+        else:
+            self.manager.parallelize(module)
+            rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
+        if isinstance(module, FSDPModule):
+            for name in _STEPS:
+                # the Trainer calls the steps, not `forward`, where FSDP2 has its hooks
+                register_fsdp_forward_method(module, name)
+            # the module is the root even if a hook calls one of its models before the first step
+            initialize_root(module)
+        self._step_region.watch(module)
+        module.__dict__[_SHARDED_ATTRIBUTE] = sharded
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=not self.config.defer_fsdp_grad_sync):
+            yield
+
+
+def _check_same_sharding(earlier: tuple[DeviceMesh, Any], current: tuple[DeviceMesh, Any]) -> None:
+    (old_mesh, old_policy), (mesh, policy) = earlier, current
+    if old_mesh.shape != mesh.shape:
+        raise ValueError(
+            f"The module was sharded over {old_mesh} by an earlier Trainer, but this strategy asks for {mesh}. Use the"
+            " same sizes, or load a checkpoint into a new module."
+        )
+    if old_policy != policy:
+        raise ValueError(
+            f"The module was sharded with {old_policy} by an earlier Trainer, but this one asks for {policy}. Use the"
+            " same precision, or load a checkpoint into a new module."
+        )
+
+
+def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
+    """A trainable parameter that not all ranks share would get a different gradient on each of them, silently."""
+    loose = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and (not isinstance(parameter, DTensor) or parameter.device_mesh.size() < world_size)
+    ]
+    if loose and world_size > 1:
+        raise ValueError(
+            f"`configure_model` sharded a part of {type(module).__name__}, but not {', '.join(loose[:10])} over all"
+            f" {world_size} ranks: their gradients would differ by rank. Shard these too (`fully_shard(self,"
+            " mesh=...)` takes what is left), freeze them, or leave all sharding to the strategy."
+        )

@@ -1,0 +1,430 @@
+"""What the mesh strategies share: processes, collectives, the Trainer's stages and data loaders."""
+
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
+from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    CP_TP,
+    DATA_PARALLEL,
+    DP_CP,
+    TENSOR_PARALLEL,
+    MeshSizes,
+    create_device_mesh,
+    get_mesh,
+    get_mesh_sizes,
+    get_views,
+)
+from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_
+from lightning_fsdp2.strategies import distributed
+from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
+from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.precision import ShardedPrecision
+from lightning_fsdp2.strategies.step_region import StepRegion
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+T = TypeVar("T")
+
+OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
+"""How long a rank that calls a sharded module outside of a step waits for the others, at most."""
+
+
+class MeshStrategy(CheckpointingStrategy):
+    """Base of the strategies that train on a device mesh.
+
+    Attributes:
+        token_mean: Mean loss and token count of the last optimizer step, where the module computes
+            :func:`~lightning_fsdp2.token_mean_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp_size: int | Literal["auto"] | None,
+        dp_replicate_size: int | Literal["auto"],
+        tp_size: int,
+        cp_size: int,
+        config: DistributedConfig,
+        checkpoint: CheckpointConfig | None,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_config = checkpoint or CheckpointConfig()
+        self.num_nodes = 1
+        self.token_mean: TokenMean | None = None
+        self._sizes = {"dp_size": dp_size, "dp_replicate_size": dp_replicate_size, "tp_size": tp_size}
+        self._sizes["cp_size"] = cp_size
+        self._timeout = timeout
+        self._full_device_mesh: DeviceMesh | None = None
+        self._control_group: dist.ProcessGroup | None = None
+        self._step_region: StepRegion | None = None
+        self._is_accumulating = False
+        self._checked_batches: set[tuple[str, int]] = set()
+        _check_checkpoint_config(self.checkpoint_config)
+
+    # ------------------------------------------------------------------ what a concrete strategy adds
+
+    @abstractmethod
+    def parallelize(self) -> None:
+        """Shard the LightningModule, once; every stage calls it."""
+
+    # ------------------------------------------------------------------ mesh and ranks
+
+    @property
+    def full_device_mesh(self) -> DeviceMesh:
+        """The mesh with all four axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        if self._full_device_mesh is None:
+            raise RuntimeError("The device mesh exists once the Trainer has started its processes (`setup`).")
+        return self._full_device_mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also ``LightningModule.device_mesh``."""
+        return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
+        return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different data: replicas x shards."""
+        return get_mesh(self.full_device_mesh, DATA_PARALLEL).size()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise RuntimeError("The devices are known once the strategy was given to a Trainer.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning shards data and synchronises metrics for strategies that say so."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer, before any process group exists."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    # ------------------------------------------------------------------ processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if hasattr(sys, "ps1"):  # a notebook or an interactive shell
+            if self.num_processes > 1:
+                raise ValueError(
+                    f"devices={self.num_processes} needs that many processes, and a notebook is one. Use devices=1"
+                    " here, save the code as a script and run `python script.py` or `torchrun --nproc-per-node"
+                    f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
+                )
+            return
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        sizes = get_mesh_sizes(world_size=self.world_size, num_nodes=self.num_nodes, **self._sizes)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self.config.backend or distributed.get_default_backend(self.root_device)
+        distributed.init_process_group(self.cluster_environment, backend, self._timeout)
+        if self._control_group is None:
+            # for what must not touch the accelerator or mix with the step's collectives
+            self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
+        self._full_device_mesh = self._get_device_mesh(sizes)
+        self.lightning_module._device_mesh = self.device_mesh
+
+    def _get_device_mesh(self, sizes: MeshSizes) -> DeviceMesh:
+        """Reuse the module's mesh of an earlier Trainer, which spares its process groups, or build one."""
+        earlier = getattr(self.lightning_module, "_device_mesh", None)
+        for mesh in () if earlier is None else get_views(earlier):
+            if sizes.views.get(mesh.mesh_dim_names) == mesh.shape and mesh.ndim == 4:
+                return mesh
+        return create_device_mesh(
+            self.config,
+            dp_size=sizes.dp,
+            dp_replicate_size=sizes.dp_replicate,
+            tp_size=sizes.tp,
+            cp_size=sizes.cp,
+            device_type=self.root_device.type,
+            world_size=self.world_size,
+        )
+
+    @override
+    def teardown(self) -> None:
+        # Lightning calls this after every stage: the sharded module, its mesh and process group live on
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(exception):
+            exception.args = (
+                f"{exception}\nA part of a sharded module was used outside of its unit's forward. Call the model or a"
+                " whole layer, or gather the weights first:"
+                " `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`.",
+            )
+
+    # ------------------------------------------------------------------ stages
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is None or isinstance(precision_plugin, ShardedPrecision):
+            self._precision_plugin = precision_plugin
+        else:
+            self._precision_plugin = ShardedPrecision(str(precision_plugin.precision))
+
+    @override
+    def setup(self, trainer: "Trainer") -> None:
+        self.accelerator.setup(trainer)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # weights first gathered in inference mode could not be trained afterwards
+            loop.inference_mode = False
+        self.parallelize()
+        reshard(self.lightning_module)
+        self.model_to_device()
+        self.barrier("setup")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._share_random_state()
+        self.setup_precision_plugin()
+        self._checked_batches.clear()
+
+    @override
+    def model_to_device(self) -> None:
+        """Move what is not sharded: buffers, metrics, parameters outside of all units."""
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.root_device)
+        self.lightning_module._device = self.root_device
+
+    @override
+    def setup_optimizers(self, trainer: "Trainer") -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            check_optimizer_parameters(self.lightning_module, optimizer)
+
+    def _share_random_state(self) -> None:
+        """Ranks that hold one replica of the model and read the same batch must drop the same activations."""
+        replica = get_mesh(self.full_device_mesh, CP_TP)
+        if replica.size() > 1:
+            states = [torch.get_rng_state()]
+            dist.broadcast_object_list(states, group=replica.get_group(), group_src=0)
+            torch.set_rng_state(states[0])
+
+    @override
+    def on_train_start(self) -> None:
+        self.restore_random_state()
+
+    @override
+    def on_validation_end(self) -> None:
+        reshard(self.lightning_module)
+
+    @override
+    def on_test_end(self) -> None:
+        reshard(self.lightning_module)
+
+    @override
+    def on_predict_end(self) -> None:
+        reshard(self.lightning_module)
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_region():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_region():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_region():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_region():
+            predictions = super().predict_step(*args, **kwargs)
+            for _ in range(self._count_steps_of_others_only(*args[1:], **kwargs)):
+                # other ranks have more batches, and their forwards are collectives: run along, keep nothing
+                super().predict_step(*args, **kwargs)
+        return predictions
+
+    @override
+    def on_predict_start(self) -> None:
+        own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
+        most = own.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)
+        self._missing_predict_steps = [int(n) if n < float("inf") else 0 for n in (most - own).nan_to_num()]
+        self._own_predict_steps = own.tolist()
+
+    def _count_steps_of_others_only(self, batch_idx: int, dataloader_idx: int = 0) -> int:
+        is_last = batch_idx + 1 == self._own_predict_steps[dataloader_idx]
+        return self._missing_predict_steps[dataloader_idx] if is_last else 0
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step_region():
+            return super().backward(*args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if not self._is_accumulating:
+            self._apply_token_mean()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        reshard(self.lightning_module)
+        return output
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """A micro-batch that no optimizer step follows."""
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def _apply_token_mean(self) -> None:
+        module = self.lightning_module
+        group = get_mesh(self.full_device_mesh, DP_CP).get_group()
+        divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        for submodule in module.modules():
+            mean = apply_token_mean_(submodule, group, loss_divisor=divisor)
+            if mean is not None:
+                self.token_mean = mean
+
+    # ------------------------------------------------------------------ data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            # Lightning would seed by global rank, and the ranks of one replica would augment differently
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        may_drop = self.lightning_module.trainer.state.fn != TrainerFn.PREDICTING
+        return keep_in_step(dataloader, self._control_group, may_drop=may_drop)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._check_same_batch(batch, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _check_same_batch(self, batch: Any, dataloader_idx: int) -> None:
+        """Compare the first batch of each data loader over the ranks that must read the same one."""
+        replica = get_mesh(self.full_device_mesh, CP_TP)
+        stage = str(self.lightning_module.trainer.state.stage.dataloader_prefix)
+        if replica.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
+            return
+        self._checked_batches.add((stage, dataloader_idx))
+        fingerprints = [""] * replica.size()
+        dist.all_gather_object(fingerprints, get_fingerprint(batch), group=replica.get_group())
+        if len(set(fingerprints)) > 1:
+            raise ValueError(
+                f"The ranks of one model replica read different first batches from {stage}_dataloader {dataloader_idx},"
+                " but they compute parts of one result. Shard the data by `trainer.strategy.data_parallel_rank` and"
+                " `data_parallel_size`, not by the global rank, and seed shuffling alike."
+            )
+
+    # ------------------------------------------------------------------ collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._control_group is not None:
+            dist.barrier(group=self._control_group)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._control_group is None:
+            return obj
+        message = [obj]
+        dist.broadcast_object_list(message, src, group=self._control_group)
+        return message[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that read different data; copies on the ranks of one replica count once.
+
+        A DTensor is gathered first. Anything but a tensor is returned as it is.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None:
+            group = get_mesh(self.full_device_mesh, DATA_PARALLEL).get_group()
+        return distributed.reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        result = torch.tensor(int(decision))
+        op = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        dist.all_reduce(result, op=op, group=self._control_group)
+        return bool(result)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return distributed.all_gather(tensor, group or dist.group.WORLD, sync_grads)
+
+
+def _check_checkpoint_config(config: CheckpointConfig) -> None:
+    for name, default in (("format", "sharded"), ("async_save", False), ("verify", False)):
+        if (value := getattr(config, name)) != default:
+            raise ValueError(f"CheckpointConfig.{name}={value!r} is not supported in this version yet; use {default!r}.")

@@ -1,0 +1,116 @@
+"""What ``Trainer(precision=)`` means for FSDP2, and clipping that works on any mix of meshes."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp2.parallel.gradients import clip_grad_norm_, clip_grad_value_
+
+_REMEDIES = {
+    "16-mixed": '"bf16-mixed"',
+    "16-true": '"bf16-true"',
+    "64-true": '"32-true"',
+    "transformer-engine": '"bf16-mixed"',
+    "transformer-engine-float16": '"bf16-mixed"',
+}
+
+
+class ShardedPrecision(Precision):
+    """Precision by FSDP2's mixed-precision policy instead of autocast.
+
+    ==============  ================  ===========================  =====================================
+    precision       weights           compute                      gradient reduction, optimizer state
+    ==============  ================  ===========================  =====================================
+    ``32-true``     float32           float32                      float32
+    ``bf16-mixed``  float32           bfloat16, float32 outputs    float32
+    ``bf16-true``   bfloat16          bfloat16                     float32 reduction, bfloat16 state
+    ==============  ================  ===========================  =====================================
+
+    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32; the
+    batch is not cast, and parameters held by the LightningModule itself are used in float32.
+
+    Args:
+        precision: One of the above.
+
+    Raises:
+        ValueError: For any other precision; the message names the alternative.
+    """
+
+    def __init__(self, precision: str) -> None:
+        if precision not in ("32-true", "bf16-mixed", "bf16-true"):
+            remedy = _REMEDIES.get(precision, '"32-true", "bf16-mixed" or "bf16-true"')
+            raise ValueError(
+                f"precision={precision!r} is not supported by this strategy: FSDP2 has no gradient scaler and shards"
+                f" float32 or bfloat16 weights; use precision={remedy}."
+            )
+        self.precision = precision  # type: ignore[assignment]
+        # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy
+        self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The policy that this precision stands for."""
+        if self.precision == "bf16-mixed":
+            return MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        if self.precision == "bf16-true":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._half.convert_module(module) if self._half else module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._half.convert_input(data) if self._half else data
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._half.tensor_init_context() if self._half else nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._half.module_init_context() if self._half else nullcontext()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._half.forward_context() if self._half else nullcontext()
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_value_(self.main_params(optimizer), clip_val)
+
+
+def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """Combine ``Trainer(precision=)`` with ``FSDP2Config.mp_policy``: two ways to say one thing.
+
+    An explicit policy wins. ``32-true`` is the Trainer's default and contradicts nothing.
+
+    Raises:
+        ValueError: When both were given and contradict each other.
+    """
+    if configured is None:
+        return ShardedPrecision(precision).mp_policy
+    if precision != "32-true" and configured.param_dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f'Trainer(precision="{precision}") computes in bfloat16, but FSDP2Config.mp_policy.param_dtype is'
+            f" {configured.param_dtype}; say one of them, or the same in both."
+        )
+    if precision == "bf16-mixed" and configured.param_dtype is None:
+        raise ValueError(
+            'Trainer(precision="bf16-mixed") computes in bfloat16, but FSDP2Config.mp_policy leaves param_dtype out,'
+            " which computes in the weights' own float32; set mp_policy.param_dtype or leave the precision out."
+        )
+    return configured

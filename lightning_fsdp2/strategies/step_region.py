@@ -1,0 +1,76 @@
+"""Tell apart the forwards that all ranks run together from those that one rank may run alone.
+
+A forward of a sharded module is a collective. Inside a step of the Trainer every rank takes part; in a hook or a
+callback somebody may guard it with ``if trainer.is_global_zero``, and the job would hang.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user
+from lightning_fsdp2.parallel.structure import get_layer_lists
+
+
+class StepRegion:
+    """Checks, before a forward outside of a Trainer step, that all ranks have come to it.
+
+    Args:
+        group: A CPU group of all ranks that nothing else communicates on at that moment.
+        timeout: How long to wait for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._depth = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A region that every rank enters: a step, a backward."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def watch(self, root: nn.Module) -> list[Any]:
+        """Watch the forwards of the sharded modules in ``root``, but for blocks, which models call; return the hooks."""
+        blocks = {module for layers in get_layer_lists(root) for block in layers for module in block.modules()}
+        names = {module: name or type(module).__name__ for name, module in root.named_modules()}
+        watched = [module for module in names if module not in blocks and _holds_units(module)]
+        handles = []
+        for module in watched:
+            handles.append(module.register_forward_pre_hook(self._make_enter_hook(names[module]), prepend=True))
+            handles.append(module.register_forward_hook(self._exit_hook, always_call=True))
+        return handles
+
+    def _make_enter_hook(self, name: str) -> Any:
+        def enter_hook(module: nn.Module, args: Any) -> None:
+            if self._depth == 0 and self._group.size() > 1 and not is_unsharded_by_user(module):
+                self._wait_for_all_ranks(name)
+            self._depth += 1
+
+        return enter_hook
+
+    def _exit_hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def _wait_for_all_ranks(self, name: str) -> None:
+        try:
+            dist.monitored_barrier(self._group, timeout=self._timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} called the sharded module {name!r} outside of a step, but not every rank did"
+                f" within {self._timeout}: its forward is a collective. Call it on all ranks, or gather the weights on"
+                " all ranks first (`with unshard_fsdp2_model(module):`) and call it inside the block on any."
+            ) from error
+
+
+def _holds_units(module: nn.Module) -> bool:
+    return any(isinstance(submodule, FSDPModule) for submodule in module.modules())

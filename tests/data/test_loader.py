@@ -1,0 +1,199 @@
+import itertools
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DistributedSampler
+
+from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
+
+SAMPLES = 11
+
+
+def build_loader(ranks=1, rank=0, batch_size=2, num_workers=0, samples=SAMPLES, shuffle=True, seed=0):
+    dataset = [{"input_ids": torch.tensor([sample])} for sample in range(samples)]
+    return ResumableDataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=ResumableSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed, drop_last=True),
+        drop_last=True,
+        num_workers=num_workers,
+        collate_fn=collate_sequences,
+    )
+
+
+def ids(batch):
+    return batch["input_ids"].flatten().tolist()
+
+
+def read_epoch(loader, epoch):
+    loader.sampler.set_epoch(epoch)
+    return [ids(batch) for batch in loader]
+
+
+def test_batch_is_input_ids_and_a_copy_as_labels():
+    batch = collate_sequences([{"input_ids": torch.tensor([1, 2, 3])}, {"input_ids": torch.tensor([4, 5, 6])}])
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    batch["labels"][0, 0] = -100
+    assert batch["input_ids"][0, 0] == 1
+
+
+def test_epochs_are_other_orders_of_all_full_batches_and_the_seed_decides_them():
+    first, second = (read_epoch(build_loader(), epoch) for epoch in (0, 1))
+    assert [len(batch) for batch in first] == [2] * (SAMPLES // 2)
+    assert len(set(itertools.chain(*first))) == SAMPLES // 2 * 2
+    assert first != second
+    assert first == read_epoch(build_loader(), 0)
+    assert first != read_epoch(build_loader(seed=1), 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_out_the_batches_of_one(ranks):
+    of_one = read_epoch(build_loader(batch_size=4, samples=31), 3)
+    of_ranks = [read_epoch(build_loader(ranks, rank, 4 // ranks, samples=31), 3) for rank in range(ranks)]
+    together = [sorted(itertools.chain(*step)) for step in zip(*of_ranks, strict=True)]
+    assert together == [sorted(batch) for batch in of_one]
+    assert len(set(itertools.chain(*together))) == 28
+
+
+@pytest.mark.parametrize(("num_workers", "resumed_workers"), [(0, 0), (1, 1), (0, 1), (1, 0)])
+@pytest.mark.parametrize("batches", [0, 2, 5], ids=["start", "mid-epoch", "epoch-end"])
+def test_resumed_loader_goes_on_at_the_next_sample(batches, num_workers, resumed_workers):
+    whole = [read_epoch(build_loader(), epoch) for epoch in range(3)]
+
+    stopped = build_loader(num_workers=num_workers)
+    read_epoch(stopped, 0)
+    stopped.sampler.set_epoch(1)
+    read = [ids(batch) for batch in itertools.islice(stopped, batches)]
+    assert read == whole[1][:batches]
+
+    resumed = build_loader(num_workers=resumed_workers)
+    if batches:
+        resumed.load_state_dict(stopped.state_dict())
+    assert read_epoch(resumed, 1) == whole[1][batches:]
+    assert read_epoch(resumed, 2) == whole[2]
+
+
+def test_position_counts_in_its_own_epoch_only():
+    stopped = build_loader()
+    next(iter(stopped))
+    resumed = build_loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert read_epoch(resumed, 1) == read_epoch(build_loader(), 1)
+    assert read_epoch(resumed, 0) == read_epoch(build_loader(), 0)
+
+
+def test_epoch_is_restored_for_a_loop_that_does_not_set_it():
+    stopped = build_loader()
+    stopped.sampler.set_epoch(4)
+    next(iter(stopped))
+    resumed = build_loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [ids(batch) for batch in resumed] == read_epoch(build_loader(), 4)[1:]
+
+
+def test_state_is_small_the_same_on_every_rank_and_survives_until_the_first_batch():
+    states = []
+    for rank in range(2):
+        loader = build_loader(2, rank)
+        list(itertools.islice(loader, 2))
+        states.append(loader.state_dict())
+    assert states == [{"epoch": 0, "samples": 8}] * 2
+    resumed = build_loader()
+    resumed.load_state_dict(states[0])
+    assert resumed.state_dict() == states[0]
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (4, 2), (2, 2), (8, 1)])
+def test_resume_on_another_number_of_ranks(ranks, batch_size):
+    stopped = build_loader(2, 0, batch_size=4, samples=40)
+    stopped.sampler.set_epoch(1)
+    list(itertools.islice(stopped, 2))
+
+    rest = []
+    for rank in range(ranks):
+        resumed = build_loader(ranks, rank, batch_size, samples=40)
+        resumed.load_state_dict(stopped.state_dict())
+        rest += itertools.chain(*read_epoch(resumed, 1))
+    order = itertools.chain(*read_epoch(build_loader(samples=40), 1))
+    assert sorted(rest) == sorted(itertools.islice(order, 16, None))
+
+
+class Recorder(L.LightningModule):
+    """Remembers the samples it was trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(ids(batch))
+        return (self.weight * batch["input_ids"]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def build_trainer(**settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return L.Trainer(**({"devices": 1, "enable_checkpointing": False} | quiet | settings))
+
+
+def fit(num_workers=0, validate=False, ckpt_path=None, **settings):
+    module = Recorder()
+    validation = build_loader(shuffle=False) if validate else None
+    build_trainer(**settings).fit(module, build_loader(num_workers=num_workers), validation, ckpt_path=ckpt_path)
+    return module.seen
+
+
+EVERY_STEP = {"every_n_train_steps": 1}
+EPOCH_END = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+VALIDATION_END = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+
+
+@pytest.mark.parametrize(
+    ("saves", "num_workers", "settings"),
+    [
+        (EVERY_STEP, 0, {}),
+        (EVERY_STEP, 0, {"accumulate_grad_batches": 2}),
+        (EVERY_STEP, 0, {"limit_train_batches": 3}),
+        (EPOCH_END, 0, {}),
+        (VALIDATION_END, 0, {"validate": True}),
+        (VALIDATION_END, 0, {"validate": True, "val_check_interval": 2}),
+        ({"every_n_train_steps": 5}, 1, {}),
+        ({"every_n_train_steps": 7}, 1, {}),
+    ],
+    ids=["every-step", "accumulate", "limit", "epoch-end", "validation-end", "mid-epoch-validation", "last", "workers"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_resumed_fit_trains_on_what_was_left(tmp_path, saves, num_workers, settings):
+    save = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **saves)
+    whole = fit(num_workers, max_epochs=3, callbacks=[save], enable_checkpointing=True, **settings)
+    checkpoints = sorted(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) >= 2
+    for path in checkpoints:
+        progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        rest = whole[progress["total"]["ready"] :]
+        assert fit(num_workers, max_epochs=3, ckpt_path=path, **settings) == rest, path.name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_overfit_batches_repeats_the_first_samples():
+    assert fit(max_epochs=2, overfit_batches=2) == [[0, 1], [2, 3]] * 2
+
+
+def test_lightning_leaves_the_sampler_in_place():
+    trainer = build_trainer(strategy="ddp", devices=2)
+    prepare = trainer._data_connector._prepare_dataloader
+    loader = build_loader(2, 1)
+    assert prepare(loader, shuffle=True, mode=RunningStage.TRAINING) is loader
+    # ... which it would not with another kind of sampler:
+    plain = torch.utils.data.DataLoader(range(4), shuffle=True)
+    assert isinstance(prepare(plain, shuffle=True, mode=RunningStage.TRAINING).sampler, DistributedSampler)

@@ -1,0 +1,93 @@
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+
+from lightning_fsdp2.data import packing
+from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+from lightning_fsdp2.data.packing import pack_documents, split_documents
+
+END = 256
+
+
+def dataset(texts):
+    return Dataset.from_dict({"text": texts})
+
+
+def pack(texts, sequence_length, tokenizer=None):
+    sequences = pack_documents(
+        dataset(texts), tokenizer=tokenizer or build_byte_tokenizer(), sequence_length=sequence_length
+    )
+    return [row["input_ids"].tolist() for row in sequences]
+
+
+def cut(stream, sequence_length):
+    whole = len(stream) - len(stream) % sequence_length
+    return [stream[start : start + sequence_length] for start in range(0, whole, sequence_length)]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize("sequence_length", [2, 7, 60])
+def test_sequences_are_the_pieces_of_all_documents_joined(monkeypatch, at_once, sequence_length):
+    # whatever the size of the batches that the work is done in
+    monkeypatch.setattr(packing, "_DOCUMENTS_AT_ONCE", at_once)
+    texts = ["a", "longer than a sequence of seven", "é漢", "x" * 25, "\n", "the end", "more", "z" * 31]
+    stream = [token for text in texts for token in [*text.encode(), END]]
+    assert len(stream) % sequence_length or sequence_length == 2  # there is a tail to drop
+    assert pack(texts, sequence_length) == cut(stream, sequence_length)
+
+
+def test_rows_are_int64_tensors():
+    sequences = pack_documents(dataset(["abcdef"]), tokenizer=build_byte_tokenizer(), sequence_length=3)
+    assert sequences.column_names == ["input_ids"]
+    assert sequences[0]["input_ids"].dtype == torch.int64
+    assert torch.equal(sequences[:]["input_ids"], torch.tensor([[97, 98, 99], [100, 101, 102]]))
+
+
+def test_tokens_that_the_tokenizer_adds_stay_and_the_end_is_not_doubled():
+    tokenizer = build_byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", END)]
+    )
+    assert pack(["ab", "c"], 7, tokenizer) == [[END, 97, 98, END, END, 99, END]]
+
+
+def test_documents_longer_than_the_model_give_no_warning(caplog):
+    tokenizer = build_byte_tokenizer()
+    tokenizer.model_max_length = 4
+    with caplog.at_level(logging.WARNING):
+        assert len(pack(["a document of many tokens"], 8, tokenizer)) == 3
+    assert not caplog.records
+
+
+def test_too_few_tokens_are_counted():
+    with pytest.raises(
+        ValueError, match=r"sequence_length=10 is longer than all 2 training document\(s\).*which have 9 tokens"
+    ):
+        pack(["abc", "defg"], 10)
+
+
+def test_split_is_disjoint_complete_and_near_the_fraction():
+    texts = [f"document {number}" for number in range(1000)]
+    train, validation = split_documents(dataset(texts), fraction=0.1, seed=0)
+    assert 70 < len(validation) < 130
+    assert sorted([*train["text"], *validation["text"]]) == sorted(texts)
+
+
+def test_documents_stay_on_their_side_when_others_come_and_go():
+    texts = [f"document {number}" for number in range(60)]
+    _, validation = split_documents(dataset(texts), fraction=0.3, seed=1)
+    _, of_fewer = split_documents(dataset(texts[40:][::-1]), fraction=0.3, seed=1)
+    assert set(of_fewer["text"]) == set(validation["text"]) & set(texts[40:])
+    assert set(of_fewer["text"])
+
+
+def test_equal_documents_are_on_the_same_side_and_the_seed_chooses():
+    texts = [f"document {number % 20}" for number in range(60)]
+    splits = [split_documents(dataset(texts), fraction=0.5, seed=seed) for seed in (0, 0, 1)]
+    for train, validation in splits:
+        assert not set(train["text"]) & set(validation["text"])
+    chosen = [validation["text"][:] for _, validation in splits]
+    assert chosen[0] == chosen[1] != chosen[2]

@@ -1,0 +1,163 @@
+"""Run a function on N forked ranks that share one gloo process group.
+
+torch, lightning and transformers are imported once in the parent; a forked rank starts in milliseconds where a spawned
+one would import for nine seconds. The parent must therefore never start a process group or a thread pool of its own:
+everything that trains, the one-process oracle included, runs inside :func:`run_ranks`.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+RUN_TIMEOUT_SECONDS = 150.0
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback, ``cause`` the exception where it could be pickled."""
+
+    def __init__(self, rank: int, message: str, cause: BaseException | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+    """Run ``function(*args)`` on ``world_size`` forked ranks and return what each of them returned, in rank order.
+
+    Args:
+        function: Any callable; nothing is pickled on the way in, so a closure will do.
+        world_size: Number of ranks.
+        *args: Passed to ``function``.
+        group: Whether each rank starts the default (gloo) process group before it calls ``function``. A function that
+            starts a ``Trainer`` can let the strategy start it: the environment is that of a torchrun worker.
+
+    Raises:
+        RankError: With the traceback of the first rank that failed. The other ranks are killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        port = _free_port()
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=_rank_main, args=(function, args, rank, world_size, group, port, Path(folder)))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        failed = _wait_for_all(processes, world_size)
+        results = [_read_result(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
+        _raise_first_failure(results, failed, Path(folder))
+        return [result["value"] for result in results]
+
+
+def _wait_for_all(processes: list[Any], world_size: int) -> int | None:
+    """Wait until every rank ended; after a first failure give the others a moment, then kill them."""
+    deadline = time.monotonic() + RUN_TIMEOUT_SECONDS
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    first_failure: int | None = None
+    while running:
+        ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            for rank in running.values():
+                # faulthandler is registered for SIGABRT: the rank's log then says where it hung
+                os.kill(processes[rank].pid, signal.SIGABRT)
+            for process in processes:
+                process.join()
+            return first_failure if first_failure is not None else min(running.values())
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            if processes[rank].exitcode != 0 and first_failure is None:
+                first_failure = rank
+                deadline = time.monotonic() + 3.0
+    return first_failure
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    group: bool,
+    port: int,
+    folder: Path,
+) -> None:
+    log = open(folder / f"{rank}.log", "w", buffering=1)  # noqa: SIM115 - lives as long as the process
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="forked-ranks",  # Lightning then takes the processes as created externally
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    try:
+        if group:
+            store = dist.FileStore(str(folder / "store"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        result = {"value": function(*args)}
+        code = 0
+    except BaseException as error:  # reported to the parent, which raises it
+        result = {"error": error, "traceback": traceback.format_exc()}
+        code = 1
+    _write_result(folder / f"{rank}.pickle", result)
+    if code == 0 and dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    log.flush()
+    os._exit(code)  # skip the parent's exit handlers, which the fork inherited
+
+
+def _write_result(path: Path, result: dict[str, Any]) -> None:
+    try:
+        data = pickle.dumps(result)
+    except Exception as error:
+        data = pickle.dumps({"error": None, "traceback": result.get("traceback", f"unpicklable result: {error!r}")})
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | None, folder: Path) -> None:
+    if failed is None:
+        return
+    result = results[failed]
+    log = (folder / f"{failed}.log").read_text(errors="replace")
+    if result is None:
+        raise RankError(failed, f"rank {failed} died or hung without a result. Its output:\n{log[-8000:]}", None)
+    message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
+    raise RankError(failed, message, result["error"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,341 @@
+import dataclasses
+import re
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from lightning_fsdp2.config import (
+    CheckpointConfig,
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    dtype_from_str,
+)
+
+# the published contract, written out by hand
+DEFAULTS = {
+    FSDP2Config: {
+        "sequence_parallel": False,
+        "tp_plan": None,
+        "patch_is_packed_sequence": False,
+        "mp_policy": None,
+        "offload_policy": None,
+        "autocast_dtype": None,
+        "activation_checkpointing": False,
+        "activation_checkpointing_scope": "all",
+        "defer_fsdp_grad_sync": True,
+        "reshard_after_forward": None,
+        "loss_parallel": False,
+        "context_parallel_method": "auto",
+        "backend": None,
+        "enable_async_tensor_parallel": False,
+        "enable_compile": False,
+        "enable_fsdp2_prefetch": True,
+        "fsdp2_backward_prefetch_depth": 2,
+        "fsdp2_forward_prefetch_depth": 1,
+    },
+    MegatronFSDPConfig: {
+        "sequence_parallel": False,
+        "megatron_fsdp_unit_modules": None,
+        "zero_dp_strategy": 3,
+        "init_fsdp_with_meta_device": False,
+        "grad_reduce_in_fp32": True,
+        "preserve_fp32_weights": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "check_for_nan_in_grad": None,
+        "report_nan_in_param_grad": False,
+        "average_in_collective": False,
+        "disable_bucketing": False,
+        "calculate_per_token_loss": False,
+        "keep_fp8_transpose_cache": False,
+        "nccl_ub": False,
+        "fsdp_double_buffer": False,
+        "activation_checkpointing": False,
+        "backend": None,
+    },
+    DDPConfig: {
+        "activation_checkpointing": False,
+        "activation_checkpointing_scope": "all",
+        "autocast_dtype": None,
+        "find_unused_parameters": False,
+        "static_graph": False,
+        "gradient_as_bucket_view": False,
+        "bucket_cap_mb": None,
+        "broadcast_buffers": True,
+        "backend": None,
+    },
+    CheckpointConfig: {
+        "format": "sharded",
+        "async_save": False,
+        "verify": False,
+        "trust_checkpoint": False,
+        "weights_only": None,
+    },
+}
+
+
+@pytest.mark.parametrize("config_class", DEFAULTS)
+def test_defaults(config_class):
+    assert config_class().to_dict() == DEFAULTS[config_class]
+
+
+def test_distributed_config_is_the_union():
+    assert set(get_args(DistributedConfig)) == {FSDP2Config, MegatronFSDPConfig, DDPConfig}
+
+
+@pytest.mark.parametrize("config_class", DEFAULTS)
+def test_frozen_and_keyword_only(config_class):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_class().backend = "gloo"
+    with pytest.raises(TypeError, match="positional"):
+        config_class(True)
+
+
+def test_to_dict_is_shallow():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    plan = {"layers.*.q_proj": ColwiseParallel()}
+    options = FSDP2Config(mp_policy=policy, offload_policy=offload, tp_plan=plan).to_dict()
+    assert options["mp_policy"] is policy
+    assert options["offload_policy"] is offload
+    assert options["tp_plan"] is plan
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FSDP2Config(sequence_parallel=True, enable_async_tensor_parallel=True, mp_policy={"param_dtype": "bf16"}),
+        MegatronFSDPConfig(zero_dp_strategy=1),
+    ],
+)
+def test_to_dict_and_replace_make_an_equal_config(config):
+    assert type(config)(**config.to_dict()) == config
+    assert dataclasses.replace(config) == config
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (["bfloat16", "bf16", "torch.bfloat16"], torch.bfloat16),
+        (["float16", "fp16", "half", "torch.float16", "torch.half"], torch.float16),
+        (["float32", "fp32", "float", "torch.float32"], torch.float32),
+        (["float64", "torch.float64"], torch.float64),
+        (["int64", "torch.int64"], torch.int64),
+    ],
+)
+def test_dtype_from_str(names, dtype):
+    assert {dtype_from_str(name) for name in names} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["bf17", "", "torch", "nn", "torch.torch.float32"])
+def test_dtype_from_str_refuses(name):
+    with pytest.raises(ValueError, match=f"^{name!r} is not the name of a torch dtype; use bfloat16"):
+        dtype_from_str(name)
+
+
+@pytest.mark.parametrize("config_class", [FSDP2Config, DDPConfig])
+@pytest.mark.parametrize("value", ["bf16", "torch.bfloat16", torch.bfloat16])
+def test_autocast_dtype(config_class, value):
+    assert config_class(autocast_dtype=value).autocast_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        ),
+        (
+            {"param_dtype": "bf16", "output_dtype": torch.float32, "cast_forward_inputs": False},
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, False),
+        ),
+        (
+            MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="torch.bfloat16"),
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        ),
+        (MixedPrecisionPolicy(), MixedPrecisionPolicy()),
+    ],
+    ids=["fp32-reduce", "mapping", "strings", "nothing-set"],
+)
+def test_mp_policy(given, held):
+    assert FSDP2Config(mp_policy=given).mp_policy == held
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        (None, None),
+        (False, None),
+        (True, CPUOffloadPolicy()),
+        ({"pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
+        (CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=False)),
+    ],
+)
+def test_offload_policy(given, held):
+    assert FSDP2Config(offload_policy=given).offload_policy == held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing_scope": "vision"},
+        {"activation_checkpointing_scope": ["language", "audio"]},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 1},
+        {"reshard_after_forward": 8},
+        {"context_parallel_method": "ulysses"},
+        {"context_parallel_method": "allgather"},
+        {"backend": "nccl"},
+        {"backend": "gloo"},
+        {"backend": "cpu:gloo,cuda:nccl"},
+        {"fsdp2_backward_prefetch_depth": 0, "fsdp2_forward_prefetch_depth": 0},
+        {"tp_plan": "hf"},
+        {"tp_plan": {"layers.*.q_proj": "colwise"}},
+        {"tp_plan": "my_package.my_plan"},
+    ],
+    ids=str,
+)
+def test_accepted_values_are_kept(options):
+    config = FSDP2Config(**options)
+    for name, value in options.items():
+        held = getattr(config, name)
+        assert type(held) is type(value)
+        assert held == value
+
+
+# config class, option, value, error, what the message says after "option=value"
+ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
+    (FSDP2Config, "sequence_parallel", "false", TypeError, "must be a bool; use True or False."),
+    (FSDP2Config, "enable_fsdp2_prefetch", None, TypeError, "must be a bool; use True or False."),
+    (FSDP2Config, "tp_plan", 3, TypeError, 'must be None, "hf", a dict or an import path.'),
+    (FSDP2Config, "autocast_dtype", "bf17", ValueError, "use bfloat16 (bf16)"),
+    (FSDP2Config, "autocast_dtype", 16, TypeError, "must be a floating point dtype; use for example torch.bfloat16."),
+    (FSDP2Config, "autocast_dtype", torch.int64, TypeError, "must be a floating point dtype"),
+    (FSDP2Config, "mp_policy", "bf16", TypeError, "must be a MixedPrecisionPolicy, a mapping of its fields or None."),
+    (FSDP2Config, "offload_policy", "cpu", TypeError, "use None to keep everything on the device."),
+    (FSDP2Config, "offload_policy", OffloadPolicy(), TypeError, "must be True, a CPUOffloadPolicy or a mapping"),
+    (FSDP2Config, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),
+    (FSDP2Config, "activation_checkpointing", 1, ValueError, "use False, True, 'full' or 'selective'."),
+    (DDPConfig, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),
+    (MegatronFSDPConfig, "activation_checkpointing", "full", TypeError, "must be a bool; use True or False."),
+    (FSDP2Config, "activation_checkpointing_scope", "text", ValueError, "use 'all', 'language', 'vision', 'audio' or"),
+    (FSDP2Config, "activation_checkpointing_scope", ["all", "vision"], ValueError, "use 'all' alone, or leave it out"),
+    (FSDP2Config, "activation_checkpointing_scope", [], ValueError, "use activation_checkpointing=False."),
+    (DDPConfig, "activation_checkpointing_scope", 3, TypeError, "must be a word or a list of words; use 'all',"),
+    (FSDP2Config, "reshard_after_forward", 0, ValueError, "must be at least 1 as an int; use False"),
+    (FSDP2Config, "reshard_after_forward", 1.5, TypeError, "must be a bool, an int or None."),
+    (FSDP2Config, "context_parallel_method", "ring", ValueError, "is unknown; use 'auto', 'allgather' or 'ulysses'."),
+    (FSDP2Config, "backend", "ncl", ValueError, "has an unknown backend 'ncl'; use 'gloo', 'nccl'"),
+    (
+        MegatronFSDPConfig,
+        "backend",
+        "cpu:gloo,cuda:ncl",
+        ValueError,
+        "has an unknown backend 'ncl'; use 'gloo', 'nccl'",
+    ),
+    (DDPConfig, "backend", "gloo,nccl", ValueError, "must name each device type once; use for example cpu:gloo,"),
+    (FSDP2Config, "backend", "cpu:gloo,cpu:mpi", ValueError, "must name each device type once"),
+    (FSDP2Config, "backend", 1, TypeError, "must be a string; use 'nccl', 'gloo' or None."),
+    (FSDP2Config, "fsdp2_backward_prefetch_depth", -1, ValueError, "must not be negative; use 0 to prefetch nothing."),
+    (FSDP2Config, "fsdp2_forward_prefetch_depth", -2, ValueError, "must not be negative; use 0 to prefetch nothing."),
+    (FSDP2Config, "fsdp2_forward_prefetch_depth", True, TypeError, "must be an int; use the number of layers"),
+    (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
+    (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for ours."),
+    (MegatronFSDPConfig, "tp_plan", {"q": "colwise"}, ValueError, "use FSDP2Config(tp_plan=...)"),
+    (MegatronFSDPConfig, "megatron_fsdp_unit_modules", "a.B", TypeError, "must be a list of import paths; use for"),
+    (MegatronFSDPConfig, "zero_dp_strategy", 4, ValueError, "use 0, 1, 2 or 3"),
+    (MegatronFSDPConfig, "zero_dp_strategy", -1, ValueError, "use 0, 1, 2 or 3"),
+    (MegatronFSDPConfig, "zero_dp_strategy", True, TypeError, "use 0, 1, 2 or 3"),
+    (MegatronFSDPConfig, "check_for_nan_in_grad", "yes", TypeError, "must be a bool or None; use True, False or None."),
+    (DDPConfig, "bucket_cap_mb", 0, ValueError, "must be greater than 0; use None for torch's default."),
+    (DDPConfig, "bucket_cap_mb", float("nan"), ValueError, "must be greater than 0; use None for torch's default."),
+    (DDPConfig, "bucket_cap_mb", "25", TypeError, "must be a number of MiB; use None for torch's default."),
+    (CheckpointConfig, "format", "dcp", ValueError, "is unknown; use 'sharded' or 'full'."),
+    (CheckpointConfig, "async_save", 1, TypeError, "must be a bool; use True or False."),
+    (CheckpointConfig, "weights_only", "no", TypeError, "must be a bool or None; use True, False or None."),
+]
+
+
+@pytest.mark.parametrize(("config_class", "option", "value", "error", "message"), ERRORS)
+def test_error_names_option_value_rule_and_remedy(config_class, option, value, error, message):
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        config_class(**{option: value})
+    assert raised.type is error
+    assert str(raised.value).startswith(f"{option}={value!r} ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mp_policy": {"_target_": "x", "param_dtype": "bf16"}}, "mp_policy has the key '_target_'; leave it out"),
+        ({"offload_policy": {"_target_": "x"}}, "offload_policy has the key '_target_'; leave it out"),
+        ({"tp_plan": {"q": {"_target_": "x"}}}, "the key '_target_'; use class_path and init_args."),
+        ({"mp_policy": {"dtype": "bf16"}}, "mp_policy has an unknown key 'dtype'; use 'param_dtype', 'reduce_dtype',"),
+        ({"offload_policy": {"pin": True}}, "offload_policy has an unknown key 'pin'; use 'pin_memory'."),
+    ],
+)
+def test_errors_of_mappings_name_the_key(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FSDP2Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mp_policy": {"param_dtype": 16}}, "mp_policy.param_dtype=16 must be a floating point dtype"),
+        ({"tp_plan": {"q": 3}}, "tp_plan['q']=3 must map a module name to a style's name or a ParallelStyle."),
+    ],
+)
+def test_type_errors_inside_mappings(options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        FSDP2Config(**options)
+
+
+def test_async_tensor_parallel_turns_sequence_parallel_on():
+    with pytest.warns(UserWarning, match="needs sequence_parallel=True, which is turned on") as record:
+        config = FSDP2Config(enable_async_tensor_parallel=True)
+    assert config.sequence_parallel
+    assert record[0].filename == __file__
+
+
+def test_check_for_nan_turns_its_successor_on():
+    with pytest.warns(
+        UserWarning, match="report_nan_in_param_grad=True, which does what it did, is turned on"
+    ) as record:
+        config = MegatronFSDPConfig(check_for_nan_in_grad=True)
+    assert config.report_nan_in_param_grad
+    assert len(record) == 1
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [
+        (FSDP2Config, {"enable_async_tensor_parallel": True, "sequence_parallel": True}),
+        (MegatronFSDPConfig, {"check_for_nan_in_grad": True, "report_nan_in_param_grad": True}),
+        (MegatronFSDPConfig, {"check_for_nan_in_grad": False}),
+    ],
+)
+def test_explicit_options_do_not_warn(config_class, options, recwarn):
+    config_class(**options)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("config_class", DEFAULTS)
+def test_each_field_has_a_help_text(config_class):
+    docstring_parser = pytest.importorskip("docstring_parser")
+    documented = {
+        parameter.arg_name
+        for parameter in docstring_parser.parse_from_object(config_class).params
+        if parameter.description
+    }
+    assert documented >= set(DEFAULTS[config_class])
