@@ -3,6 +3,7 @@
 ::
 
     lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
+    lightning-fsdp2 fit --trainer.strategy.help lightning_fsdp2.FSDP2Strategy --trainer.strategy.config.help
     torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
 """
 
@@ -10,6 +11,7 @@ import os
 import re
 from typing import NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -35,6 +37,8 @@ def main(args: ArgsType = None) -> None:
     Raises:
         SystemExit: With code 2 and one line on stderr if the configuration is wrong.
     """
+    # the help of our configs stands under their fields
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     FSDP2CLI(args)
 
 

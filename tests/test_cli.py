@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -59,6 +59,12 @@ def _no_arguments(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
 
 
+@pytest.fixture
+def _restored_settings():
+    yield
+    set_parsing_settings(docstring_parse_attribute_docstrings=False)  # as before `main`, and faster
+
+
 def write_yaml(folder: Path, model: dict[str, Any] | None = None, **trainer: Any) -> str:
     trainer = {
         "accelerator": "cpu",
@@ -89,7 +95,7 @@ def write_yaml(folder: Path, model: dict[str, Any] | None = None, **trainer: Any
 def error_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr that ``args`` end with."""
     with pytest.raises(SystemExit) as exit_:
-        main(args)
+        FSDP2CLI(args)
     assert exit_.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
@@ -109,24 +115,24 @@ def test_fit_twice_resumes_from_last(tmp_path):
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
     callback["init_args"] = {"dirpath": str(tmp_path / "checkpoints"), "save_last": True}
     config = write_yaml(tmp_path, callbacks=[callback])
-    main(["fit", config])
+    FSDP2CLI(["fit", config])
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=True)["global_step"] == 2
-    main(["fit", config, "--trainer.max_epochs=2", "--ckpt_path=last"])
+    FSDP2CLI(["fit", config, "--trainer.max_epochs=2", "--ckpt_path=last"])
     assert torch.load(last, weights_only=True)["global_step"] == 4
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_subcommands(subcommand, tmp_path):
-    main([subcommand, write_yaml(tmp_path)])
+    FSDP2CLI([subcommand, write_yaml(tmp_path)])
 
 
 def test_config_is_saved_again_over_the_last(tmp_path):
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
     logger["init_args"] = {"save_dir": str(tmp_path), "version": "same"}
     config = write_yaml(tmp_path, logger=logger)
-    main(["validate", config])
-    main(["validate", config, "--seed_everything=7"])
+    FSDP2CLI(["validate", config])
+    FSDP2CLI(["validate", config, "--seed_everything=7"])
     [saved] = tmp_path.rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["seed_everything"] == 7
 
@@ -194,21 +200,30 @@ def test_missing_files_are_one_line(tmp_path, capsys):
 def test_debug_keeps_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(ArgumentError) as raised:
-        main(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.MissingFileModel"})])
+        FSDP2CLI(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.MissingFileModel"})])
     assert isinstance(raised.value.__cause__.__cause__, FileNotFoundError)
 
 
 def test_a_bug_in_the_model_keeps_its_traceback(tmp_path):
     with pytest.raises(ValueError, match="a bug of the model's author") as raised:
-        main(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.BrokenModel"})])
+        FSDP2CLI(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.BrokenModel"})])
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_an_error_of_the_run_is_not_caught(tmp_path):
     with pytest.raises(ValueError, match="the run fails"):
-        main(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.FailingModel"})])
+        FSDP2CLI(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.FailingModel"})])
 
 
+@pytest.mark.usefixtures("_restored_settings")
+def test_help_of_a_config_shows_the_texts_of_its_fields(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", f"--trainer.strategy.help={__name__}.Strategy", "--trainer.strategy.config.help"])
+    assert exit_.value.code == 0
+    assert "Whether each transformer layer is compiled with torch.compile." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("_restored_settings")
 def test_python_dash_m(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
     with pytest.raises(SystemExit) as exit_:

@@ -79,11 +79,10 @@ def load_checkpoint(
         ValueError: When the checkpoint is incomplete, or of another model or optimizer.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    names = ["state_dict", *(f"optimizer_{index}" for index in range(len(optimizers)))]
-    loaded = read_tensors(path, names, model, in_place=True)
-    load_model_state(path, model, loaded["state_dict"], strict=strict)
-    for index, optimizer in enumerate(optimizers):
-        set_optimizer_state(model, optimizer, loaded[f"optimizer_{index}"])
+    model_state, optimizer_states = read_tensors(path, model, with_optimizers=bool(optimizers), in_place=True)
+    load_model_state(path, model, model_state, strict=strict)
+    if optimizers:
+        load_optimizer_states(path, model, optimizers, optimizer_states)
     return read_metadata(path, weights_only=weights_only)["extra"]
 
 
@@ -129,25 +128,25 @@ def read_metadata(path: str | Path, *, weights_only: bool = True) -> dict[str, A
 
 def read_tensors(
     path: str | Path,
-    names: Sequence[str],
     model: nn.Module,
     *,
+    with_optimizers: bool = True,
     in_place: bool = False,
     weights_only: bool = True,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Read the shards this rank needs of some top-level entries of a checkpoint; every rank must call it.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Read the shards that this rank needs of a checkpoint's weights and optimizer states; every rank must call it.
 
     Args:
         path: The directory.
-        names: ``"state_dict"``, ``"optimizer_0"``, ...; one that the checkpoint lacks is left out of the result.
         model: Tensors are sharded like its parameters of the same name and shape.
+        with_optimizers: Whether to read optimizer states.
         in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
         weights_only: False unpickles arbitrary objects.
         group: For coordination.
 
     Returns:
-        Nested dicts with the checkpoint's keys.
+        The model's state and a list of optimizer states, with the checkpoint's keys.
 
     Raises:
         ValueError: When the checkpoint is incomplete.
@@ -156,12 +155,19 @@ def read_tensors(
     on_first_rank(lambda: _check_complete(path), group)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
-    keys = [key for key in metadata.state_dict_metadata if _path_of(metadata, key)[0] in names]
+    keys = [key for key in metadata.state_dict_metadata if with_optimizers or _path_of(metadata, key)[0] == "state_dict"]
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     planner = _LoadPlanner(weights_only)
-    _rename_exception(lambda: dcp.load(flat, storage_reader=reader, planner=planner, process_group=group), path)
-    return _unflatten({_path_of(metadata, key): flat[key] for key in keys})
+    _rename_exception(
+        lambda: dcp.load(
+            flat, storage_reader=reader, planner=planner, process_group=group, no_dist=not dist.is_initialized()
+        ),
+        path,
+    )
+    loaded = _unflatten({_path_of(metadata, key): flat[key] for key in keys})
+    model_state = loaded.pop("state_dict", {})
+    return model_state, [loaded[name] for name in sorted(loaded, key=lambda name: int(name.removeprefix("optimizer_")))]
 
 
 def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
@@ -177,6 +183,23 @@ def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], 
             f"The checkpoint {str(path)!r} is not one of this {type(model).__name__}; build the model it was saved"
             f" from, or set `strict_loading = False` to load what fits. {error}"
         ) from error
+
+
+def load_optimizer_states(
+    path: str | Path, model: nn.Module, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+) -> None:
+    """Load ``states`` into ``optimizers``.
+
+    Raises:
+        ValueError: When their number, their parameter groups or the parameters in them differ.
+    """
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint {str(path)!r} holds the state of {len(states)} optimizer(s), this run has"
+            f" {len(optimizers)}; resume with the same optimizers."
+        )
+    for optimizer, state in zip(optimizers, states, strict=True):
+        set_optimizer_state(model, optimizer, state)
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -220,7 +243,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def _save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     writer = FileSystemWriter(folder)
-    _rename_exception(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), folder)
+    no_dist = not dist.is_initialized()
+    _rename_exception(
+        lambda: dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=no_dist), folder
+    )
 
 
 def _rename_exception(action: Callable[[], Any], path: Path) -> None:

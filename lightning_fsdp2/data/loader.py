@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
-# second epoch goes on in the order of the first one, a run resumed behind the last batch of an epoch leaves out the next
-# epoch, and a run resumed with another `num_workers` ends in an AssertionError.
+# second epoch goes on in the order of the first one, a run resumed behind the last batch of an epoch leaves out the
+# next epoch, and a run resumed with another `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):

@@ -21,7 +21,7 @@ _DEFAULT_VALIDATION_FRACTION = 0.05
 
 
 class TextDataModule(LightningDataModule):
-    """Trains a causal language model on your text files: tokenised, packed, shuffled and resumable.
+    """Text files to train a causal language model on: tokenised, packed, shuffled and resumable.
 
     Every batch is ``{"input_ids", "labels"}``, two equal int64 tensors of shape [batch_size, sequence_length]: Hugging
     Face models shift the labels themselves. Documents are joined to one stream, an end-of-text token behind each, and

@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric
 
 from lightning_fsdp2.parallel.gradients import get_total_norm
 from lightning_fsdp2.parallel.loss import IGNORE_INDEX, TokenMean, apply_token_mean_, token_mean_loss
@@ -68,7 +67,7 @@ class CausalLM(LightningModule):
         self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation")
         self.hf_config = _build_config(pretrained or config)
         self.model = None  # type: ignore[assignment]  # built in `configure_model`, where the mesh is known
-        self.evaluation_loss = MeanMetric().set_dtype(torch.float64)
+        self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._gradient_norm: Tensor | None = None
@@ -150,12 +149,16 @@ class CausalLM(LightningModule):
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)
-        tokens = counts.sum()
-        self.evaluation_loss.update(losses.sum() / tokens.clamp(min=1), weight=tokens)
+        totals = torch.stack([losses.sum().double(), counts.sum().double()])
+        self._evaluation_totals = totals if self._evaluation_totals is None else self._evaluation_totals + totals
 
     def _log_evaluation_loss(self, stage: str) -> None:
-        loss = self.evaluation_loss.compute().cpu()  # a host tensor: the progress bar need not wait for the device
-        self.evaluation_loss.reset()
+        totals, self._evaluation_totals = self._evaluation_totals, None
+        if totals is None:
+            return
+        # host tensors, so that the progress bar need not wait for the device at every refresh
+        loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
+        loss = loss_sum / tokens
         self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True)
 
     # ------------------------------------------------------------------ optimizer

@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.distributed import (
     load_model_state,
+    load_optimizer_states,
     read_metadata,
     read_tensors,
     remove_checkpoint,
     write_checkpoint,
 )
 from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
-from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
+from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 
@@ -101,16 +102,18 @@ class CheckpointingStrategy(ParallelStrategy):
         module = self.lightning_module
         self.parallelize()
         reshard(module)
-        names = ["state_dict"]
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            # only the checkpoint knows how many optimizers it holds
-            names += [f"optimizer_{index}" for index in range(1000)]
-        in_place = not is_overridden("on_load_checkpoint", module)
-        tensors = read_tensors(path, names, module, in_place=in_place, group=self._control_group)
+        model_state, optimizer_states = read_tensors(
+            path,
+            module,
+            with_optimizers=module.trainer.state.fn == TrainerFn.FITTING,
+            # a hook that renames keys must see them before they reach the model
+            in_place=not is_overridden("on_load_checkpoint", module),
+            group=self._control_group,
+        )
         checkpoint = self._read_metadata(path, weights_only)
-        checkpoint["state_dict"] = tensors.pop("state_dict")
-        if tensors:
-            checkpoint["optimizer_states"] = [tensors[name] for name in names if name in tensors]
+        checkpoint["state_dict"] = model_state
+        if optimizer_states:
+            checkpoint["optimizer_states"] = optimizer_states
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
             self._take_rank_states(checkpoint, ranks)
         self._loaded_path = path
@@ -122,14 +125,9 @@ class CheckpointingStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint {str(self._loaded_path)!r} holds {len(states)} optimizers, configure_optimizers"
-                f" returned {len(self.optimizers)}; resume with the same optimizers."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            set_optimizer_state(self.lightning_module, optimizer, state)
+        load_optimizer_states(
+            self._loaded_path, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+        )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -163,6 +161,9 @@ class CheckpointingStrategy(ParallelStrategy):
             changed.append(f"the random states of {len(random_states)} ranks")
         if len(loader_states) == self.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[self.data_parallel_rank])
+        elif loader_states and all(states == loader_states[0] for states in loader_states.values()):
+            # a position in the whole data set, the same on every rank, holds for any number of ranks
+            _set_loader_states(checkpoint, loader_states[0])
         elif loader_states:
             _set_loader_states(checkpoint, [])
             changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")

@@ -1,14 +1,12 @@
+import datasets
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _offline_and_quiet(monkeypatch):
-    import datasets
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def _no_progress_bars():
     datasets.disable_progress_bars()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("cache"))

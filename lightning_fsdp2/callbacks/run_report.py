@@ -1,0 +1,131 @@
+"""Says at the end of training what came of it, in plain words."""
+
+import shlex
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_fsdp2.parallelizer import unshard_fsdp2_model
+
+_INITIAL_LOSS = "initial_loss"
+
+
+class RunReport(Callback):
+    """Reports validation loss before and after, tokens per second, the checkpoint, how to resume, and a sample.
+
+    The loss before training is that of the Trainer's sanity check: set ``num_sanity_val_steps=-1`` for the whole
+    validation set. The report is written once, to
+    Lightning's own log.
+
+    Args:
+        monitor: The logged validation loss.
+        prompt: What the model continues; None writes no sample. Needs a data module with a ``tokenizer`` and a
+            LightningModule whose ``model`` can ``generate``.
+        max_new_tokens: Length of the sample.
+        temperature: Of sampling; 0 takes the likeliest token each time.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val/loss",
+        prompt: str | None = None,
+        max_new_tokens: int = 200,
+        temperature: float = 0.7,
+    ) -> None:
+        self.monitor = monitor
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self._initial_loss: float | None = None
+        self._final_loss: float | None = None
+        self._tokens = 0
+        self._seconds = 0.0
+        self._started = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_INITIAL_LOSS: self._initial_loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._initial_loss = state_dict[_INITIAL_LOSS]
+
+    # ------------------------------------------------------------------ measuring
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tokens, self._seconds, self._started = 0, 0.0, time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        self._tokens += batch["input_ids"].numel()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seconds += time.monotonic() - self._started
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = time.monotonic()
+        loss = trainer.callback_metrics.get(self.monitor)
+        if loss is None:
+            return
+        if trainer.sanity_checking:
+            self._initial_loss = float(loss)
+        else:
+            self._final_loss = float(loss)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seconds += time.monotonic() - self._started
+
+    # ------------------------------------------------------------------ reporting
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        sample = None if self.prompt is None else self._write_sample(trainer, pl_module)
+        replicas = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+        self._report(trainer, self._tokens * replicas, sample)
+
+    def _report(self, trainer: Trainer, tokens: int, sample: str | None) -> None:
+        lines = [f"Training ended after {trainer.global_step:,} steps."]
+        if self._final_loss is not None:
+            before = "" if self._initial_loss is None else f" (before training: {self._initial_loss:.3f})"
+            lines.append(f"Validation loss: {self._final_loss:.3f} nats per token{before}")
+        if tokens and self._seconds:
+            lines.append(
+                f"Speed: {tokens / self._seconds:,.0f} tokens per second on {trainer.world_size} rank(s), without"
+                " validation"
+            )
+        checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        if checkpoint:
+            lines.append(f"Checkpoint: {checkpoint}")
+            lines.append(f"Train on from it: {_get_resume_command(2 * trainer.global_step)}")
+        if sample is not None:
+            lines.append(f"A sample, continuing {self.prompt!r}:\n{sample}")
+        rank_zero_info("\n".join(lines))
+
+    def _write_sample(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        """All ranks generate the same text: each holds a part of the weights."""
+        tokenizer = trainer.datamodule.tokenizer
+        prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
+        was_training = pl_module.training
+        pl_module.eval()
+        with torch.random.fork_rng(), torch.no_grad(), unshard_fsdp2_model(pl_module):
+            torch.manual_seed(0)
+            output = pl_module.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=self.max_new_tokens,
+                do_sample=self.temperature > 0,
+                temperature=self.temperature or None,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        pl_module.train(was_training)
+        return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def _get_resume_command(max_steps: int) -> str:
+    """The command line of this run, going on from its last checkpoint."""
+    program = "lightning-fsdp2" if sys.argv[0].endswith(("lightning-fsdp2", "__main__.py")) else sys.argv[0]
+    arguments = [word for word in sys.argv[1:] if not word.startswith(("--ckpt_path", "--trainer.max_steps"))]
+    return shlex.join([program, *arguments, "--ckpt_path=last", f"--trainer.max_steps={max_steps}"])

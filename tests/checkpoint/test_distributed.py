@@ -1,0 +1,181 @@
+"""Sharded checkpoints in a plain torch loop: complete or absent, for any number of ranks, of this model or refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm
+from helpers.oracle import whole
+from helpers.ranks import RankError, run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import distributed
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd-without-state": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+def make_model(dp_replicate_size: int = 1, *, seed: int = 0, frozen: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make_causal_lm(LLAMA)
+    if frozen:
+        model.model.embed_tokens.weight.requires_grad_(False)
+    mesh = create_device_mesh(dp_replicate_size=dp_replicate_size)
+    return FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), mesh).parallelize(model)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """The same step on any number of ranks: all read the same batch."""
+    tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-trained", "part-frozen"])
+def test_training_goes_on_alike_on_any_number_of_ranks(optimizer: str, frozen: bool, tmp_path: Path) -> None:
+    make_optimizer = OPTIMIZERS[optimizer]
+
+    def save() -> dict[str, torch.Tensor]:
+        model = make_model(frozen=frozen)
+        own = make_optimizer(trainable(model))
+        step(model, own, 1)
+        save_checkpoint(tmp_path / "one.ckpt", model, own, extra={"step": 1})
+        step(model, own, 2)
+        return whole(model.state_dict())
+
+    def resume(dp_replicate_size: int) -> dict[str, torch.Tensor]:
+        model = make_model(dp_replicate_size, seed=5, frozen=frozen)
+        # another order of the parameters: names count, not numbers
+        own = make_optimizer(trainable(model)[::-1])
+        assert load_checkpoint(tmp_path / "one.ckpt", model, own) == {"step": 1}
+        step(model, own, 2)
+        return whole(model.state_dict())
+
+    expected = run_ranks(save, 2)[0]
+    for world_size, dp_replicate_size in ((1, 1), (2, 2), (3, 1)):
+        actual = run_ranks(resume, world_size, dp_replicate_size)[-1]
+        for name, weight in expected.items():
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6, msg=f"{name} on {world_size} ranks")
+
+
+def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+
+    def save(value: int, fails: bool) -> None:
+        model = nn.Linear(2, 2)
+        if fails:
+            monkeypatch.setattr(distributed, "_sync_folder", fail_with_full_disk)
+        save_checkpoint(path, model, extra=value)
+
+    run_ranks(save, 2, 1, False)
+    assert {".metadata", "__0_0.distcp", "meta.json", "meta.pt"} <= {entry.name for entry in path.iterdir()}
+    assert json.loads((path / "meta.json").read_text())["format_version"] == 1
+    run_ranks(save, 2, 2, False)
+    with pytest.raises(RankError, match="No space left"):
+        run_ranks(save, 2, 3, True)
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def fail_with_full_disk(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failing_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    def save() -> str:
+        model = nn.Linear(2, 2)
+        blocked = tmp_path / "file"
+        blocked.touch()
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            save_checkpoint(blocked / "x.ckpt", model)
+        return type(caught.value).__name__
+
+    assert len(run_ranks(save, 2)) == 2
+
+
+@pytest.mark.parametrize("missing", [".metadata", "meta.pt", "__1_0.distcp", "truncated"])
+def test_a_half_written_checkpoint_is_refused_on_every_rank(missing: str, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+
+    def save_and_load() -> None:
+        model = make_model()
+        save_checkpoint(path, model)
+        if dist.get_rank() == 0:
+            if missing == "truncated":
+                data = path / "__1_0.distcp"
+                data.write_bytes(data.read_bytes()[:1000])
+            else:
+                (path / missing).unlink()
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"half\.ckpt' is incomplete.*(missing|truncated)"):
+            load_checkpoint(path, model)
+
+    run_ranks(save_and_load, 2)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "llama.ckpt"
+
+    def save_and_load() -> None:
+        model = make_model()
+        save_checkpoint(path, model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ValueError, match=r"(?s)not one of this PlainTransformer.*Missing key.*blocks\.0\.norm"):
+            load_checkpoint(path, PlainTransformer())
+        wider = make_causal_lm({**LLAMA, "vocab_size": VOCABULARY + 1})
+        with pytest.raises(ValueError, match=r"(?s)size mismatch for .*embed_tokens\.weight"):
+            load_checkpoint(path, wider)
+        parameters = list(model.parameters())
+        two_groups = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
+        with pytest.raises(ValueError, match="parameter groups of .* parameters"):
+            load_checkpoint(path, model, two_groups)
+        with pytest.raises(ValueError, match="1 optimizer.*this run has 2"):
+            load_checkpoint(path, model, [torch.optim.AdamW(parameters), torch.optim.SGD(parameters)])
+        stale = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        with pytest.raises(ValueError, match="2 of the 2 parameters of AdamW are not parameters"):
+            save_checkpoint(tmp_path / "stale.ckpt", model, stale)
+
+    run_ranks(save_and_load, 2)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        load_checkpoint(tmp_path / "absent.ckpt", PlainTransformer())
+    (tmp_path / "single.ckpt").touch()
+    with pytest.raises(ValueError, match="single file"):
+        load_checkpoint(tmp_path / "single.ckpt", PlainTransformer())
+
+
+def test_non_strict_loading_takes_what_fits(tmp_path: Path) -> None:
+    path = tmp_path / "linear.ckpt"
+    source, target = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    save_checkpoint(path, source)
+    load_checkpoint(path, target, strict=False)
+    torch.testing.assert_close(target["a"].weight, source["a"].weight)
+
+
+def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
+    path, link, file = tmp_path / "a.ckpt", tmp_path / "last.ckpt", tmp_path / "b.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2))
+    link.symlink_to(path)
+    file.touch()
+    for entry in (link, file):
+        distributed.remove_checkpoint(entry)
+        assert not entry.exists()
+    assert path.exists()
+    distributed.remove_checkpoint(path)
+    assert not path.exists()
+    distributed.remove_checkpoint(path)  # and again: there is nothing to do

@@ -1,0 +1,362 @@
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_fsdp2.data import TextDataModule, build_byte_tokenizer
+
+END = 256
+TEXTS = [f"document {number} says {number * number}. " * (number % 4 + 1) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A directory of 40 text files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    return str(folder)
+
+
+@pytest.fixture
+def build(corpus, cache):
+    """Build a data module that is set up, on the corpus unless told otherwise."""
+
+    def build(*, rank=0, ranks=None, **settings):
+        data = TextDataModule(
+            **({"path": corpus, "cache_dir": cache, "sequence_length": 16, "batch_size": 4} | settings)
+        )
+        if ranks is not None:
+            strategy = SimpleNamespace(root_device=torch.device("cpu"))
+            sampler_settings = {"num_replicas": ranks, "rank": rank}
+            data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler_settings, strategy=strategy)
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return build
+
+
+def cut(texts, sequence_length):
+    stream = [token for text in texts for token in [*text.encode(), END]]
+    whole = len(stream) - len(stream) % sequence_length
+    return [tuple(stream[start : start + sequence_length]) for start in range(0, whole, sequence_length)]
+
+
+def rows(loader):
+    return [tuple(row) for batch in loader for row in batch["input_ids"].tolist()]
+
+
+def test_batches_hold_every_sequence_of_the_corpus_but_the_last_few(build):
+    data = build(validation_fraction=0)
+    expected = cut(TEXTS, 16)
+    read = rows(data.train_dataloader())
+    assert len(read) == len(expected) // 4 * 4 > 0
+    assert len(set(read)) == len(read)
+    assert set(read) <= set(expected)
+    assert read != expected[: len(read)]
+
+
+def test_batch_is_two_equal_int64_tensors(build):
+    batch = next(iter(build().train_dataloader()))
+    assert set(batch) == {"input_ids", "labels"}
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
+    for tensor in batch.values():
+        assert tensor.dtype == torch.int64
+        assert tensor.shape == (4, 16)
+
+
+def test_shuffle_can_be_off(build):
+    data = build(validation_fraction=0, shuffle=False)
+    read = rows(data.train_dataloader())
+    assert read == cut(TEXTS, 16)[: len(read)]
+
+
+def test_order_changes_with_seed_and_epoch_only(build):
+    def read(epoch, seed):
+        loader = build(validation_fraction=0, seed=seed).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        return rows(loader)
+
+    assert read(0, 0) == read(0, 0)
+    assert len({tuple(read(epoch, seed)) for epoch, seed in [(0, 0), (1, 0), (0, 7), (1, 7)]}) == 4
+
+
+def test_validation_is_in_order_complete_and_disjoint_from_training(build):
+    data = build(validation_fraction=0.3)
+    train, validation = data.train_dataset["input_ids"], data.validation_dataset["input_ids"]
+    assert rows(data.val_dataloader()) == [tuple(row.tolist()) for row in validation]
+    in_train, in_validation = (
+        [text for text in TEXTS if text[:20] in data.tokenizer.decode(torch.cat(list(split)))]
+        for split in (train, validation)
+    )
+    # what is cut off at the end is less than a sequence
+    assert len(TEXTS) - 2 <= len(in_train) + len(in_validation) <= len(TEXTS)
+    assert not set(in_train) & set(in_validation)
+    assert len(in_validation) > 3
+
+
+def test_validation_path(build, tmp_path):
+    (tmp_path / "validation.txt").write_text("to validate on, only")
+    data = build(validation_path=str(tmp_path / "validation.txt"))
+    assert rows(data.val_dataloader()) == cut(["to validate on, only"], 16)
+    assert len(data.train_dataset) == len(cut(TEXTS, 16))
+
+
+def test_max_documents_takes_the_first_ones(build):
+    data = build(max_documents=3, validation_fraction=0, shuffle=False, batch_size=1)
+    assert rows(data.train_dataloader()) == cut(TEXTS[:3], 16)
+
+
+def test_two_ranks_see_other_samples_and_together_those_of_one(build):
+    of_one = rows(build(batch_size=8).train_dataloader())
+    first, second = (rows(build(ranks=2, rank=rank).train_dataloader()) for rank in (0, 1))
+    assert len(first) == len(second) > 0
+    assert not set(first) & set(second)
+    assert set(first) | set(second) == set(of_one)
+
+
+def test_ranks_validate_as_many_batches_and_miss_no_sequence(build):
+    data = [build(ranks=3, rank=rank, validation_fraction=0.3) for rank in range(3)]
+    loaders = [one.val_dataloader() for one in data]
+    assert len(data[0].validation_dataset) % 3  # else there is nothing to pad
+    assert len({len(rows(loader)) for loader in loaders}) == 1
+    read = set(itertools.chain(*map(rows, loaders)))
+    assert read == {tuple(row.tolist()) for row in data[0].validation_dataset["input_ids"]}
+
+
+def test_python_stdlib(build):
+    data = build(path="python-stdlib", max_documents=3, validation_fraction=0, batch_size=1, sequence_length=64)
+    assert "import" in data.tokenizer.decode(data.train_dataset[:]["input_ids"].flatten())
+
+
+def test_tokenizer_of_a_directory(build, tmp_path):
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_tokens(["document"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = build(tokenizer=str(tmp_path / "tokenizer"))
+    assert data.vocab_size == len(data.tokenizer) == 258
+    assert (data.train_dataset[:]["input_ids"] == 257).sum() > 10
+    assert build().vocab_size == 257
+
+
+def test_the_other_ranks_find_the_tokens_of_the_first(build, monkeypatch):
+    data = build(sequence_length=24)
+
+    def build_without_tokenising(**settings):
+        monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", None)
+        data = build(sequence_length=24, **settings)
+        return data.train_dataset._fingerprint, data.validation_dataset._fingerprint
+
+    fingerprints = (data.train_dataset._fingerprint, data.validation_dataset._fingerprint)
+    assert run_ranks(build_without_tokenising, 2, group=False) == [fingerprints] * 2
+    with pytest.raises(TypeError, match="not callable"):
+        build_without_tokenising(max_documents=21)  # other documents, so the cache does not have them
+
+
+@pytest.mark.slow
+def test_another_run_finds_the_tokens(build, corpus, cache):
+    data = build(sequence_length=24)
+    script = f"""
+import sys
+from lightning_fsdp2.data import TextDataModule
+assert "datasets" not in sys.modules, "importing the data module must stay light"
+data = TextDataModule(path={corpus!r}, cache_dir={cache!r}, sequence_length=24)
+type(data.tokenizer).__call__ = None  # any call is an error
+data.setup("fit")
+print(data.train_dataset._fingerprint, data.validation_dataset._fingerprint)
+"""
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert other.returncode == 0, other.stderr
+    assert other.stdout.split() == [data.train_dataset._fingerprint, data.validation_dataset._fingerprint]
+
+
+def test_loaders_leave_the_global_random_numbers_alone(build):
+    data = build()
+    state = torch.get_rng_state()
+    rows(data.train_dataloader())
+    rows(data.val_dataloader())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Recorder(L.LightningModule):
+    """Remembers the rows it was trained on and how many it was validated on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.trained = []
+        self.validated = 0
+
+    def training_step(self, batch, batch_idx):
+        self.trained += [tuple(row) for row in batch["input_ids"].tolist()]
+        return (self.weight * batch["input_ids"]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += len(batch["input_ids"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def build_trainer(**settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "enable_checkpointing": False} | quiet | settings))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_path, num_workers):
+    def fit(ckpt_path=None, **settings):
+        module = Recorder()
+        data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8, num_workers=num_workers)
+        build_trainer(max_epochs=2, **settings).fit(module, data, ckpt_path=ckpt_path)
+        return module, data
+
+    save = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    whole, data = fit(callbacks=[save], enable_checkpointing=True)
+    assert len(whole.trained) == 2 * (len(data.train_dataset) // 8 * 8)
+    assert whole.validated == 2 * len(data.validation_dataset) > 0
+    assert sorted(whole.trained[: len(whole.trained) // 2]) != sorted(whole.trained[len(whole.trained) // 2 :])
+    paths = sorted((tmp_path / "saved").glob("*.ckpt"))
+    assert len(paths) >= 2
+    for path in paths:
+        step = torch.load(path, weights_only=False)["global_step"]
+        assert fit(ckpt_path=path)[0].trained == whole.trained[step * 8 :]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fit_without_validation(corpus, cache):
+    module = Recorder()
+    data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, validation_fraction=0)
+    build_trainer(max_steps=2).fit(module, data)
+    assert len(module.trained) == 16
+    assert module.validated == 0
+
+
+def test_fit_on_two_processes(corpus, cache):
+    def fit():
+        module = Recorder()
+        data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=4)
+        build_trainer(strategy="ddp", devices=2, max_epochs=1).fit(module, data)
+        return module.trained
+
+    first, second = run_ranks(fit, 2, group=False)
+    data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8)
+    data.setup("fit")
+    of_one = rows(data.train_dataloader())
+    assert list(itertools.chain(*zip(first, second, strict=True))) == of_one
+
+
+YAML = """
+class_path: lightning_fsdp2.data.TextDataModule
+init_args:
+  path: [{corpus}/0*.txt, {more}]
+  tokenizer: null
+  sequence_length: 32
+  batch_size: 2
+  validation_fraction: 0.25
+  suffixes: [.rst]
+  num_workers: 1
+  max_documents: 15
+  cache_dir: {cache}
+"""
+
+
+def test_yaml(corpus, cache, tmp_path):
+    (tmp_path / "more.rst").write_text("text " * 20)
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(L.LightningDataModule, "data")
+    config = parser.parse_string(
+        "data:\n" + YAML.format(corpus=corpus, cache=cache, more=tmp_path).replace("\n", "\n  ")
+    )
+    data = parser.instantiate(config).data
+    data.setup("fit")
+    assert isinstance(data, TextDataModule)
+    assert "text text" in data.tokenizer.decode(data.train_dataset[:]["input_ids"].flatten())
+    assert data.train_dataloader().num_workers == 1
+    assert next(iter(data.train_dataloader()))["input_ids"].shape == (2, 32)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_cli(corpus, cache, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({"data": {"path": corpus, "cache_dir": cache, "batch_size": 3}}))
+    arguments = ["--config", str(file), "--data.sequence_length=8", f"--data.validation_path={corpus}"]
+    cli = LightningCLI(Recorder, TextDataModule, run=False, args=arguments, save_config_callback=None)
+    cli.datamodule.setup("fit")
+    assert next(iter(cli.datamodule.train_dataloader()))["labels"].shape == (3, 8)
+    assert "Tokens per sequence." in " ".join(cli.parser.format_help().split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequence_length": 1}, "sequence_length=1 is less than 2"),
+        ({"batch_size": 0}, "batch_size=0 is less than 1"),
+        ({"num_workers": -1}, "num_workers=-1 is less than 0"),
+        ({"max_documents": 0}, "max_documents=0 is less than 1"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 is not in \[0, 1\).* use 0.05"),
+        ({"validation_fraction": -0.1}, r"validation_fraction=-0.1 is not in \[0, 1\)"),
+        ({"validation_fraction": 0.1, "validation_path": "x"}, "both say what to validate on; leave one of them out"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_settings(corpus, settings, message):
+    with pytest.raises(ValueError, match=message):
+        TextDataModule(**({"path": corpus} | settings))
+
+
+@pytest.mark.parametrize("option", ["path", "validation_path"])
+def test_missing_path(corpus, option):
+    with pytest.raises(FileNotFoundError, match="path='/no/such/file' is no file or directory"):
+        TextDataModule(**({"path": corpus} | {option: "/no/such/file"}))
+
+
+def test_tokenizer_without_end(corpus, tmp_path):
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer='.*' has no end-of-text token.*set its eos_token"):
+        TextDataModule(path=corpus, tokenizer=str(tmp_path)).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequence_length": 10**6}, r"sequence_length=1000000 is longer than all \d+ training document\(s\) together"),
+        ({"sequence_length": 600, "validation_fraction": 0.05}, r"longer than all \d+ validation document\(s\)"),
+        ({"max_documents": 1}, r"validation_fraction=0.05 splits 1 document\(s\) into 1 for training and 0"),
+        ({"max_documents": 1, "validation_fraction": 0.999}, r"splits 1 document\(s\) into 0 for training and 1"),
+        ({"text_column": "body", "path": "rows"}, r"text_column='body' is no column of"),
+        ({"path": "empty"}, r"path holds no text"),
+    ],
+    ids=["train-short", "validation-short", "no-validation", "no-training", "column", "empty"],
+)
+def test_text_that_does_not_do(build, tmp_path, settings, message):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("")
+    if "path" in settings:
+        settings = settings | {"path": str(tmp_path / settings["path"])}
+    with pytest.raises(ValueError, match=message):
+        build(**settings)
+
+
+def test_fewer_sequences_than_one_step_needs(build):
+    data = build(ranks=4, batch_size=100)
+    with pytest.raises(
+        ValueError, match=r"batch_size=100 on 4 data parallel rank\(s\) needs 400 sequences for one step"
+    ):
+        data.train_dataloader()

@@ -1,0 +1,267 @@
+"""The oracle: one process, no strategy, the same global batch (DESIGN, "What correct means").
+
+A case trains a few steps on a mesh, through the Trainer, and in a plain torch loop that shares no code with the
+package, and compares losses, every gradient, the gradient norm and the weights.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import PretrainedConfig
+
+from lightning_fsdp2 import FSDP2Strategy
+
+LEARNING_RATE = 1e-3
+
+EPSILON = 1e-6
+"""Of AdamW: some gradients are mathematically zero (key biases), and its default would scale their rounding up to steps."""
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]
+"""(model, batch) -> (summed loss, weight): the loss of a step is the sum of sums over the sum of weights."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One training run to compare."""
+
+    make_module: Callable[[], pl.LightningModule]
+    """The LightningModule, whose model is (or becomes, in ``configure_model``) its attribute ``model``."""
+
+    make_model: Callable[[], nn.Module]
+    """The plain model for the oracle; its weights are replaced by the mesh's initial ones."""
+
+    loss: LossFunction
+    batches: Sequence[Batch]
+    """Micro-batches; step s, micro-batch m of data parallel rank r is number ``(s * accumulate + m) * dp + r``."""
+
+    steps: int = 3
+    accumulate: int = 1
+    clip: float | None = None
+    precision: str = "32-true"
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a run leaves to compare; all tensors whole."""
+
+    initial: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_parity(case: Case) -> None:
+    """Train on this rank's mesh and alone, and compare; call it on every rank of ``run_ranks``."""
+    actual = train_on_mesh(case)
+    if torch.distributed.get_rank() == 0:
+        world_size = torch.distributed.get_world_size()
+        if case.precision == "32-true":
+            assert_equal_runs(actual, train_alone(case, actual.initial, world_size))
+        else:
+            assert_bf16_gradients(case, actual, world_size)
+
+
+def train_on_mesh(case: Case) -> Record:
+    """Train through the Trainer with FSDP2Strategy and return what this rank saw."""
+    module = case.make_module()
+    recorder, logger = _Recorder(), _MetricsLogger()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=FSDP2Strategy(**case.strategy),
+        precision=case.precision,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip,
+        callbacks=[recorder],
+        use_distributed_sampler=False,
+        log_every_n_steps=1,
+        **{**QUIET, "logger": logger},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=_RankBatches(case.batches))
+    record = recorder.record
+    record.losses = [metrics["train/loss"] for metrics in logger.history]
+    record.norms = [metrics["train/gradient_norm"] for metrics in logger.history]
+    record.weights = whole(dict(module.model.named_parameters()))
+    return record
+
+
+def train_alone(case: Case, initial: dict[str, Tensor], dp_size: int, dtype: torch.dtype | None = None) -> Record:
+    """The same steps in one process; with ``dtype``, one step computed in that dtype from the same weights."""
+    model = case.make_model()
+    model.load_state_dict(initial, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    record = Record(initial=initial)
+    window = case.accumulate * dp_size
+    for step in range(case.steps if dtype is None else 1):
+        batches = case.batches[step * window : (step + 1) * window]
+        compute = model if dtype is None else copy.deepcopy(model).to(dtype)
+        parts = [case.loss(compute, batch) for batch in batches]
+        loss = sum(part for part, _ in parts) / sum(weight for _, weight in parts)
+        compute.zero_grad()
+        loss.backward()
+        record.losses.append(loss.item())
+        record.gradients.append({name: p.grad.float().clone() for name, p in compute.named_parameters()})
+        norm = torch.nn.utils.clip_grad_norm_(compute.parameters(), case.clip or float("inf"))
+        record.norms.append(norm.item())
+        if dtype is None:
+            optimizer.step()
+    record.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return record
+
+
+def assert_equal_runs(actual: Record, expected: Record) -> None:
+    """Compare two fp32 runs within the tolerances of DESIGN §5."""
+    assert len(actual.losses) == len(expected.losses) > 0
+    for step, (loss, reference) in enumerate(zip(actual.losses, expected.losses, strict=True)):
+        assert abs(loss - reference) <= 1e-5, f"step {step}: loss {loss} instead of {reference}"
+    for step, (norm, reference) in enumerate(zip(actual.norms, expected.norms, strict=True)):
+        assert abs(norm - reference) <= 1e-5 * reference * (1 if step == 0 else 10), f"step {step}: norm {norm}"
+    for step, (gradients, references) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        _assert_equal_gradients(gradients, references, step)
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, weight in actual.weights.items():
+        error = (weight - expected.weights[name]).abs().max().item()
+        assert error <= 5e-5, f"{name}: weight off by {error} after {len(actual.losses)} steps"
+
+
+def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
+    """The mesh's gradient error against fp32 is at most 1.25 times that of one bf16 process."""
+    exact = train_alone(case, actual.initial, dp_size).gradients[0]
+    one_process = train_alone(case, actual.initial, dp_size, torch.bfloat16).gradients[0]
+    error, reference = (_distance(gradients, exact) for gradients in (actual.gradients[0], one_process))
+    assert 0 < error <= 1.25 * reference, f"gradient error {error}, one bf16 process has {reference}"
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather DTensors; every rank must call it."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+        for name, tensor in tensors.items()
+    }
+
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def _assert_equal_gradients(gradients: dict[str, Tensor], references: dict[str, Tensor], step: int) -> None:
+    assert gradients.keys() == references.keys()
+    largest = max(reference.abs().max().item() for reference in references.values())
+    factor = 1 if step == 0 else 10
+    for name, reference in references.items():
+        error = (gradients[name] - reference).abs().max().item()
+        allowed = factor * (1e-5 * reference.abs().max().item() + 1e-7 * largest)
+        assert error <= allowed, f"step {step}: gradient of {name} off by {error}, allowed {allowed}"
+
+
+def _distance(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:
+    return sum((gradients[name] - reference).square().sum().item() for name, reference in references.items()) ** 0.5
+
+
+class _RankBatches(pl.LightningDataModule):
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        strategy = self.trainer.strategy
+        own = list(self.batches[strategy.data_parallel_rank :: strategy.data_parallel_size])
+        return DataLoader(own, batch_size=None)
+
+
+class _Recorder(pl.Callback):
+    """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.record = Record(initial=whole(module.model.state_dict()))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        gradients = {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
+        self.record.gradients.append(whole(gradients))
+
+
+class _MetricsLogger(Logger):
+    """Keeps what a logger is given."""
+
+    name = version = "metrics"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[dict[str, float]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "train/loss" in metrics:
+            self.history.append(metrics)
+
+
+class ScalarLossModule(pl.LightningModule):
+    """A user's own module: it owns a model, returns a mean loss, and knows nothing of this package."""
+
+    def __init__(self, make_model: Callable[[], nn.Module], loss: LossFunction, *, meta: bool = False) -> None:
+        super().__init__()
+        self.make_model, self.loss = make_model, loss
+        self.model = None if meta else make_model()
+        self.window: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = self.make_model()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss_sum, weight = self.loss(self.model, batch)
+        self.window.append((loss_sum / weight).detach())
+        return loss_sum / weight
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        gradients = whole({name: p.grad for name, p in self.model.named_parameters()})
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        self.log("train/gradient_norm", norm)
+        self.log("train/loss", torch.stack(self.window).mean(), sync_dist=True)
+        self.window.clear()
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+
+
+def token_sum_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """Sum over the label tokens of a causal language model, and their number."""
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
+    labels = batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+
+
+def hf_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """The mean loss that the model itself computes."""
+    return model(**batch).loss, 1
+
+
+def make_config(config: dict[str, Any]) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    fields = dict(config)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -1,0 +1,606 @@
+"""What a user of ``Trainer(strategy=FSDP2Strategy())`` relies on, apart from dtypes, data loaders and launchers."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import QUIET, token_sum_loss, whole
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.parallelizer import unshard_fsdp2_model
+
+WIDTH = 8
+WORLD = 2
+
+Batch = dict[str, Tensor]
+
+
+class Regressor(pl.LightningModule):
+    """A user's own module: blocks, a head, a parameter of its own; nothing of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.build()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        return self.head(inputs * self.scale)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self(batch["inputs"]), batch["targets"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch["inputs"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+REGRESSOR_UNITS = 5
+"""Three blocks, the head, and what the LightningModule holds itself."""
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"inputs": torch.randn(2, WIDTH, generator=generator), "targets": torch.randn(2, 1, generator=generator)}
+        for _ in range(count)
+    ]
+
+
+def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
+    """Rank r of n reads the batches r, r + n, ..."""
+    return DataLoader(list(batches[dist.get_rank() :: dist.get_world_size()]), batch_size=None)
+
+
+def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
+    world_size = dist.get_world_size() if dist.is_initialized() else WORLD
+    options = {"max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
+    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy or FSDP2Strategy(), **options)
+
+
+def train_alone(
+    module: pl.LightningModule,
+    batches: Sequence[Batch],
+    *,
+    steps: int = 2,
+    window: int = WORLD,
+    clip: Callable[[Any], Any] = lambda parameters: None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = make_optimizer,
+) -> None:
+    """The oracle: step s takes the next ``window`` batches, which are those of all ranks and micro-batches."""
+    stepper = optimizer(module.parameters())
+    for step in range(steps):
+        stepper.zero_grad()
+        (sum(module.loss(batch) for batch in batches[step * window : (step + 1) * window]) / window).backward()
+        clip(module.parameters())
+        stepper.step()
+
+
+def assert_same_weights(module: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(whole(dict(module.named_parameters())), dict(expected.named_parameters()))
+
+
+# ---------------------------------------------------------------------- lifetime
+
+STAGES = ["fit, save, test, fit", "validate, fit", "fit, predict, validate", "predict, fit, fit"]
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_stages_in_any_order_on_one_module(stages: str, tmp_path: Path) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, trainer = Regressor(), make_trainer(max_steps=0)
+        loader = make_loader(batches)
+        expected = Regressor()
+        for stage in stages.split(", "):
+            if stage == "fit":
+                trainer.fit_loop.epoch_loop.max_steps += 2
+                trainer.fit(module, loader)
+                train_alone(expected, batches)
+                assert_same_weights(module, expected)
+            elif stage == "save":
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            elif stage == "predict":
+                predictions = trainer.predict(module, loader)
+                inputs = [batch["inputs"] for batch in loader]
+                torch.testing.assert_close(predictions, [expected(x).detach() for x in inputs])
+            else:
+                (metrics,) = getattr(trainer, stage)(module, loader, verbose=False)
+                loss = sum(expected.loss(batch).item() for batch in batches) / len(batches)
+                assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        if "save" in stages:
+            other = Regressor()
+            (metrics,) = make_trainer().test(other, loader, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+            after_first_fit = Regressor()
+            train_alone(after_first_fit, batches)
+            assert_same_weights(other, after_first_fit)
+
+    run_ranks(run, WORLD)
+
+
+def test_second_trainer_on_the_same_mesh_trains_the_same_module_on() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        meshes = []
+        for _ in range(2):
+            trainer = make_trainer()
+            trainer.fit(module, make_loader(batches))
+            train_alone(expected, batches)
+            meshes.append(trainer.strategy.full_device_mesh)
+        assert_same_weights(module, expected)
+        assert meshes[0] is meshes[1], "a second mesh means a second set of process groups"
+
+    run_ranks(run, WORLD)
+
+
+def test_second_trainer_on_another_mesh_trains_a_new_module_and_refuses_the_old_one() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        loader, module = make_loader(batches), Regressor()
+        make_trainer().fit(module, loader)
+        other = Regressor()
+        make_trainer(FSDP2Strategy(dp_replicate_size=2)).fit(other, loader)
+        expected = Regressor()
+        train_alone(expected, batches)
+        assert_same_weights(other, expected)
+
+        with pytest.raises(ValueError, match=r"sharded over .* by an earlier Trainer.*same sizes"):
+            make_trainer(FSDP2Strategy(dp_replicate_size=2)).fit(module, loader)
+        for precision in ("bf16-mixed", "bf16-true"):
+            with pytest.raises(ValueError, match=r"sharded with .* by an earlier Trainer.*same precision"):
+                make_trainer(precision=precision).fit(module, loader)
+        with pytest.raises(ValueError, match="same precision"):
+            policy = {"param_dtype": "bfloat16"}
+            make_trainer(FSDP2Strategy(config=FSDP2Config(mp_policy=policy))).validate(module, loader)
+
+        # the refused Trainers left the module as it was
+        make_trainer().fit(module, loader)
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- communication counts
+
+
+@contextmanager
+def count_collectives() -> Iterator[dict[str, int]]:
+    """Count what FSDP2 communicates; the Trainer's own all-reduces are of single numbers."""
+    counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    names = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, names[0]):  # torch < 2.13
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += name != "all_reduce" or args[0].numel() > 1
+            return function(*args, **kwargs)
+
+        return call
+
+    functions = dict(zip(counts, (*names, "all_reduce"), strict=True))
+    with patch.multiple(dist, **{name: counted(key, getattr(dist, name)) for key, name in functions.items()}):
+        yield counts
+
+
+class RecordReductions(pl.Callback):
+    """The number of reduce-scatters of every micro-batch."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+        self.totals = [0]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.totals.append(self.counts["reduce_scatter"])
+
+    @property
+    def per_batch(self) -> list[int]:
+        return [after - before for before, after in itertools.pairwise(self.totals)]
+
+
+# ---------------------------------------------------------------------- manual optimisation
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, each stepped every ``accumulate`` batches."""
+
+    def __init__(self, accumulate: int, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.accumulate, self.order = accumulate, order
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def loss(self, player: str, batch: Batch) -> Tensor:
+        noise, real = batch["inputs"], batch["inputs"] ** 2
+        if player == "generator":
+            return F.softplus(-self.discriminator(self.generator(noise))).mean()
+        with torch.no_grad():
+            fake = self.generator(noise)
+        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers = dict(zip(("generator", "discriminator"), self.optimizers(), strict=True))
+        steps = (batch_idx + 1) % self.accumulate == 0
+        for player in self.order.split(", "):
+            optimizer = optimizers[player]
+            with optimizer.toggle_model(sync_grad=steps):
+                self.manual_backward(self.loss(player, batch) / self.accumulate)
+                if steps:
+                    self.gradients.append(whole({n: p.grad for n, p in getattr(self, player).named_parameters()}))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def train_alone(self, batches: Sequence[Batch]) -> None:
+        optimizers = dict(zip(("generator", "discriminator"), self.configure_optimizers(), strict=True))
+        for micro_batch in range(len(batches) // WORLD):
+            for player in self.order.split(", "):
+                parameters = dict(getattr(self, player).named_parameters())
+                losses = [self.loss(player, batch) for batch in batches[micro_batch * WORLD :][:WORLD]]
+                loss = sum(losses) / WORLD / self.accumulate
+                loss.backward(inputs=list(parameters.values()))
+                if (micro_batch + 1) % self.accumulate == 0:
+                    self.gradients.append({name: p.grad.clone() for name, p in parameters.items()})
+                    optimizers[player].step()
+                    optimizers[player].zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [make_optimizer(model.parameters()) for model in (self.generator, self.discriminator)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
+def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
+    batches = make_batches(3 * accumulate * WORLD)
+
+    def run() -> None:
+        for order in ("generator, discriminator", "discriminator, generator"):
+            module, expected = Gan(accumulate, order), Gan(accumulate, order)
+            with count_collectives() as counts:
+                recorder = RecordReductions(counts)
+                make_trainer(max_steps=6, callbacks=[recorder]).fit(module, make_loader(batches))
+            assert [n > 0 for n in recorder.per_batch] == [(i + 1) % accumulate == 0 for i in range(3 * accumulate)]
+            expected.train_alone(batches)
+            torch.testing.assert_close(module.gradients, expected.gradients)
+            assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "reduce_scatters", "all_reduces"),
+    [
+        pytest.param(2, {"defer": True}, 2, 0, id="dp2-defer"),
+        pytest.param(2, {"defer": False}, 6, 0, id="dp2-reduce_every_micro_batch"),
+        pytest.param(4, {"defer": True, "dp_replicate_size": 2}, 2, 2, id="hsdp2x2-defer"),
+        pytest.param(4, {"defer": False, "dp_replicate_size": 2}, 6, 2, id="hsdp2x2-reduce_every_micro_batch"),
+    ],
+)
+def test_accumulation_communicates_no_gradient_that_can_wait(
+    world_size: int, options: dict[str, Any], reduce_scatters: int, all_reduces: int
+) -> None:
+    accumulate, steps = 3, 2
+    batches = make_batches(steps * accumulate * world_size)
+
+    def run() -> None:
+        config = FSDP2Config(defer_fsdp_grad_sync=options["defer"])
+        strategy = FSDP2Strategy(dp_replicate_size=options.get("dp_replicate_size", 1), config=config)
+        module, expected = Regressor(), Regressor()
+        with count_collectives() as counts:
+            trainer = make_trainer(strategy, max_steps=steps, accumulate_grad_batches=accumulate)
+            trainer.fit(module, make_loader(batches))
+        assert counts["reduce_scatter"] == reduce_scatters * REGRESSOR_UNITS
+        assert counts["all_reduce"] == all_reduces * REGRESSOR_UNITS
+        train_alone(expected, batches, steps=steps, window=accumulate * world_size)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, world_size)
+
+
+def test_gradients_of_a_partial_last_window_are_synchronised() -> None:
+    # 5 micro-batches, 3 per step: the second step has two, and Lightning divides them by 3 all the same
+    batches = make_batches(5 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        make_trainer(max_epochs=1, max_steps=-1, accumulate_grad_batches=3).fit(module, make_loader(batches))
+        optimizer = make_optimizer(expected.parameters())
+        for window in (batches[: 3 * WORLD], batches[3 * WORLD :]):
+            optimizer.zero_grad()
+            (sum(expected.loss(batch) for batch in window) / (3 * WORLD)).backward()
+            optimizer.step()
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- clipping
+
+CLIPS = {
+    "norm": (partial(nn.utils.clip_grad_norm_, max_norm=0.05), 0.05),
+    "value": (partial(nn.utils.clip_grad_value_, clip_value=0.01), 0.01),
+}
+
+
+def test_clipping_is_that_of_one_process() -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        weights = []
+        for algorithm, (clip, limit) in CLIPS.items():
+            for accumulate in (1, 2):
+                module, expected = Regressor(), Regressor()
+                options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+                make_trainer(accumulate_grad_batches=accumulate, **options).fit(module, make_loader(batches))
+                train_alone(expected, batches, window=accumulate * WORLD, clip=clip)
+                assert_same_weights(module, expected)
+                weights.append(expected.head.weight)
+        unclipped = Regressor()
+        train_alone(unclipped, batches)
+        assert not any(torch.allclose(weight, unclipped.head.weight) for weight in weights), "nothing was clipped"
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- where the module comes from
+
+
+class ShardedByUser(Regressor):
+    """``everything``: the LightningModule too; ``submodules``: all that holds parameters; ``blocks``: a part."""
+
+    def __init__(self, extent: str) -> None:
+        super().__init__()
+        self.extent = extent
+        if extent == "submodules":
+            self.scale.requires_grad_(False)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or isinstance(self.blocks[0], FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        if self.extent == "submodules":
+            fully_shard(self.head, mesh=mesh)
+        if self.extent == "everything":
+            fully_shard(self, mesh=mesh)
+
+
+@pytest.mark.parametrize("extent", ["everything", "submodules"])
+def test_module_that_shards_itself(extent: str) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = ShardedByUser(extent), ShardedByUser(extent)
+        trainer = make_trainer()
+        trainer.validate(module, make_loader(batches), verbose=False)
+        trainer.fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+def test_module_that_shards_only_a_part_of_itself_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"sharded a part of ShardedByUser, but not scale, head.weight, head.bias"):
+            make_trainer().fit(ShardedByUser("blocks"), make_loader(make_batches(4)))
+
+    run_ranks(run, WORLD)
+
+
+class BuiltOnMeta(Regressor):
+    def build(self) -> None:
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device("meta"):
+                super().build()
+
+    def on_fit_start(self) -> None:
+        self.initial = whole(self.state_dict())
+
+
+def test_module_built_on_the_meta_device() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = BuiltOnMeta(), Regressor()
+        torch.manual_seed(dist.get_rank())  # ranks may disagree about it
+        make_trainer().fit(module, make_loader(batches))
+        expected.load_state_dict(module.initial)
+        assert all(block.weight.std() > 0.1 for block in expected.blocks)
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+class OwnParameters(pl.LightningModule):
+    """All parameters lie directly on the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.zeros(1))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(F.linear(batch["inputs"], self.weight, self.bias), batch["targets"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def test_parameters_directly_on_the_module_are_trained_in_sync() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = OwnParameters(), OwnParameters()
+        make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        with torch.no_grad():
+            module.head.weight += dist.get_rank()
+        make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+class StaleOptimizer(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale = make_optimizer(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.stale
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids="{} ranks".format)
+def test_optimizer_built_before_sharding_is_refused(world_size: int) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* inside `configure_optimizers`"):
+            make_trainer().fit(StaleOptimizer(), make_loader(make_batches(4)))
+
+    run_ranks(run, world_size)
+
+
+# ---------------------------------------------------------------------- logging and collectives
+
+
+class Logging(Regressor):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        weights = self.blocks[0].weight
+        assert isinstance(weights, DTensor)
+        self.log("mean_of_ranks", torch.tensor(float(self.global_rank)), sync_dist=True)
+        self.log("sum_of_ranks", torch.tensor(float(self.global_rank + 1)), sync_dist=True, reduce_fx="sum")
+        self.log("largest_rank", torch.tensor(float(self.global_rank)), sync_dist=True, reduce_fx="max")
+        self.log("sharded", weights.detach().square().sum(), sync_dist=True)
+        self.log("sharded_unsynced", weights.detach().square().sum())
+        self.log("epoch", weights.detach().square().sum(), on_step=True, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_logged_values() -> None:
+    def run() -> None:
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(Logging(), make_loader(make_batches(4)))
+        squares = Regressor().blocks[0].weight.square().sum().item()
+        metrics = trainer.callback_metrics
+        assert not any(isinstance(value, DTensor) for value in metrics.values())
+        expected = {
+            "mean_of_ranks": 0.5,
+            "sum_of_ranks": 3.0,
+            "largest_rank": 1.0,
+            "sharded": squares,
+            "sharded_unsynced": squares,
+            "epoch": squares,
+        }
+        assert {name: metrics[name].item() for name in expected} == pytest.approx(expected, rel=1e-6)
+
+    run_ranks(run, WORLD)
+
+
+class Gathering(pl.LightningModule):
+    """Runs ``check`` in the middle of a training step."""
+
+    def __init__(self, check: Callable[[pl.LightningModule], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.check = check
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.check(self)
+        return self.layer(batch["inputs"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def test_all_gather_and_boolean_decisions() -> None:
+    def check(module: pl.LightningModule) -> None:
+        rank = module.global_rank
+        own = torch.tensor([1.0, 2.0]) + 10 * rank
+        everyone = torch.tensor([[1.0, 2.0], [11.0, 12.0]])
+        assert torch.equal(module.all_gather(own), everyone)
+        assert torch.equal(module.all_gather(torch.tensor(rank)), torch.tensor([0, 1]))
+        nested = module.all_gather({"a": own, "b": [own]})
+        assert torch.equal(nested["a"], everyone)
+        assert torch.equal(nested["b"][0], everyone)
+
+        own.requires_grad_()
+        gathered = module.all_gather(own, sync_grads=True)
+        assert torch.equal(gathered, everyone)
+        # rank r weighs row i by 2 r + i + 1, and every rank's loss counts
+        weights = torch.tensor([[2.0 * rank + 1], [2.0 * rank + 2]])
+        (gathered * weights).sum().backward()
+        assert torch.equal(own.grad, torch.full((2,), [1.0 + 3.0, 2.0 + 4.0][rank]))
+        assert not module.all_gather(own).requires_grad
+
+        decide = module.trainer.strategy.reduce_boolean_decision
+        assert [decide(x) for x in (True, rank == 0, False)] == [True, False, False]
+        assert [decide(x, all=False) for x in (True, rank == 0, False)] == [True, True, False]
+
+    def run() -> None:
+        make_trainer(max_steps=1).fit(Gathering(check), make_loader(make_batches(4)))
+
+    run_ranks(run, WORLD)

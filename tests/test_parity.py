@@ -1,0 +1,91 @@
+"""The numbers of every data parallel mesh are those of one process (DESIGN, "What correct means")."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, check_parity, token_sum_loss
+from helpers.ranks import run_ranks
+from torch import nn
+
+from lightning_fsdp2 import CausalLM
+
+MESHES = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "dp3": (3, {}),
+    "dp4": (4, {}),
+    "hsdp2x1": (2, {"dp_replicate_size": 2}),
+    "hsdp2x2": (4, {"dp_replicate_size": 2}),
+}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+MODELS = ("llama", "gpt2", "plain")
+SAMPLE = [
+    ("dp1", "32-true", "llama"),
+    ("dp2", "32-true", "llama"),
+    ("dp2", "32-true", "plain"),
+    ("dp3", "32-true", "gpt2"),
+    ("hsdp2x1", "bf16-mixed", "llama"),
+    ("dp2", "bf16-true", "gpt2"),
+    ("hsdp2x2", "32-true", "llama"),
+]
+
+
+def make_case(model: str, *, accumulate: int, clip: float | None, tied: bool, meta: bool, **options: Any) -> Case:
+    batches = make_token_batches(3 * accumulate * 4)
+    if model == "plain":
+        make_model: Callable[[], nn.Module] = partial(PlainTransformer, tied=tied)
+        make_module = partial(ScalarLossModule, make_model, plain_loss, meta=meta)
+        loss = plain_loss
+    else:
+        config = {**(LLAMA if model == "llama" else GPT2), "tie_word_embeddings": tied}
+        make_model = partial(make_causal_lm, config)
+        make_module = partial(make_causal_lm_module, config, meta=meta)
+        loss = token_sum_loss
+    return Case(
+        make_module=make_module,
+        make_model=make_model,
+        loss=loss,
+        batches=batches,
+        accumulate=accumulate,
+        clip=clip,
+        **options,
+    )
+
+
+def make_causal_lm_module(config: dict[str, Any], *, meta: bool) -> CausalLM:
+    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+    module = CausalLM(config=config, optimizer=optimizer, decay_norms_and_biases=True)
+    if not meta:
+        module.model = make_causal_lm(config)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "model"),
+    [
+        pytest.param(*values, marks=() if values in SAMPLE else pytest.mark.slow, id="-".join(values))
+        for values in itertools.product(MESHES, PRECISIONS, MODELS)
+    ],
+)
+def test_losses_gradients_norm_and_weights_are_those_of_one_process(mesh: str, precision: str, model: str) -> None:
+    world_size, strategy = MESHES[mesh]
+    # every pair of (accumulate, clip, tied, meta) values, and in the matrix every combination
+    combinations = list(itertools.product((1, 3), (None, 0.1), (False, True), (False, True)))
+    if (mesh, precision, model) in SAMPLE:
+        combinations = [(1, None, False, False), (3, 0.1, False, True), (3, None, True, False), (1, 0.1, True, True)]
+
+    def run() -> None:
+        for accumulate, clip, tied, meta in combinations:
+            options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta}
+            case = make_case(model, precision=precision, strategy=strategy, **options)
+            try:
+                check_parity(case)
+            except AssertionError as error:
+                raise AssertionError(f"{options}: {error}") from error
+
+    run_ranks(run, world_size)
