@@ -89,9 +89,7 @@ def fsdp2_strategy_parallelize(
         reshard_after_forward=reshard_after_forward,
     )
     if enable_fsdp2_prefetch:
-        apply_prefetch(
-            plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth
-        )
+        apply_prefetch(plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth)
     weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     load_pretrained(model, weights_device)
     materialize(model, weights_device)
@@ -115,9 +113,7 @@ def apply_fsdp_sharding_recursively(
         mp_policy: None for the dtypes of the parameters themselves.
         offload_policy: None keeps shards on the mesh's device.
     """
-    apply_layer_sharding(
-        module, mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
-    )
+    apply_layer_sharding(module, mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy)
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
@@ -161,9 +157,7 @@ def resolve_mp_policy(
     ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
     """
     if mp_policy is None:
-        return MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     return replace(mp_policy, reduce_dtype=mp_policy.reduce_dtype or torch.float32)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
-from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, check_parity, token_sum_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, check_parity, hf_loss, token_sum_loss
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -89,3 +89,63 @@ def test_losses_gradients_norm_and_weights_are_those_of_one_process(mesh: str, p
                 raise AssertionError(f"{options}: {error}") from error
 
     run_ranks(run, world_size)
+
+
+def make_vit() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(**ENCODER, image_size=16, patch_size=8, num_labels=5)
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": torch.tensor([i % 5, 1])}
+        for i in range(6)
+    ]
+    return ViTForImageClassification(config), batches
+
+
+def make_t5() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=101,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    return model, make_token_batches(6, ragged=False)
+
+
+def make_bert() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**ENCODER, vocab_size=101)), make_token_batches(6, ragged=False)
+
+
+ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+@pytest.mark.parametrize("make", [make_vit, make_t5, make_bert], ids=["vit-classification", "t5", "bert"])
+def test_other_architectures_train_under_dp2(make: Callable[[], tuple[nn.Module, Any]]) -> None:
+    def run() -> None:
+        _, batches = make()
+        case = Case(
+            make_module=lambda: ScalarLossModule(lambda: make()[0], hf_loss),
+            make_model=lambda: make()[0].train(),
+            loss=hf_loss,
+            batches=batches,
+        )
+        check_parity(case)
+
+    run_ranks(run, 2)

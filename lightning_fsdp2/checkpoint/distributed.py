@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,16 +156,13 @@ def read_tensors(
     on_first_rank(lambda: _check_complete(path), group)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
-    keys = [key for key in metadata.state_dict_metadata if with_optimizers or _path_of(metadata, key)[0] == "state_dict"]
+    keys = [
+        key for key in metadata.state_dict_metadata if with_optimizers or _path_of(metadata, key)[0] == "state_dict"
+    ]
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     planner = _LoadPlanner(weights_only)
-    _rename_exception(
-        lambda: dcp.load(
-            flat, storage_reader=reader, planner=planner, process_group=group, no_dist=not dist.is_initialized()
-        ),
-        path,
-    )
+    _call_dcp(lambda: dcp.load(flat, storage_reader=reader, planner=planner, process_group=group), path)
     loaded = _unflatten({_path_of(metadata, key): flat[key] for key in keys})
     model_state = loaded.pop("state_dict", {})
     return model_state, [loaded[name] for name in sorted(loaded, key=lambda name: int(name.removeprefix("optimizer_")))]
@@ -243,16 +241,16 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def _save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     writer = FileSystemWriter(folder)
-    no_dist = not dist.is_initialized()
-    _rename_exception(
-        lambda: dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=no_dist), folder
-    )
+    _call_dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), folder)
 
 
-def _rename_exception(action: Callable[[], Any], path: Path) -> None:
+def _call_dcp(action: Callable[[], Any], path: Path) -> None:
     """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
     try:
-        action()
+        with warnings.catch_warnings():
+            # one process without a process group is as good a use as any
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            action()
     except dcp.api.CheckpointException as error:
         raise RuntimeError(f"The checkpoint {str(path)!r} could not be written or read: {error}") from error
 

@@ -167,7 +167,10 @@ class CausalLM(LightningModule):
         optimizer = self._optimizer(self._get_parameter_groups())
         if self._lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self._lr_scheduler(optimizer), "interval": "step"},
+        }
 
     def _get_parameter_groups(self) -> list[dict[str, Any]]:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -205,7 +208,9 @@ class CausalLM(LightningModule):
         numbers = torch.stack([value.double() for value in values]).cpu()
         metrics = dict(zip(names, numbers, strict=True))
         metrics["train/perplexity"] = metrics["train/loss"].exp()
-        metrics["train/learning_rate"] = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float64)
+        metrics["train/learning_rate"] = torch.tensor(
+            self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float64
+        )
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
         self._token_mean = None

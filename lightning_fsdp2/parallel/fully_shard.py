@@ -133,7 +133,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
         units.extend(ends)
         taken.update(module for unit in ends for top in unit.modules for module in top.modules())
         _extend_chain(chains, hf_model, embedding, head)
-    units.extend(_build_child_units(model, taken))
+    units.extend(_build_child_units(model, taken, owners))
     units.append(_build_root_unit(model))
     return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
 
@@ -234,34 +234,48 @@ def _build_end_units(
     return embedding_unit, head_unit
 
 
-def _build_child_units(model: nn.Module, taken: set[nn.Module]) -> list[Unit]:
+def _build_child_units(
+    model: nn.Module, taken: set[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
+) -> list[Unit]:
     """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
     if is_hf_model(model):
         return []
-    hf_models = get_hf_models(model)
-    units = [_build_model_unit(hf_model, casts_output=True) for hf_model in hf_models]
-    taken = taken | {module for hf_model in hf_models for module in hf_model.modules()}
-    casts_output = is_lightning_module(model)
+    tops = list(get_hf_models(model))
+    inside = taken | {module for top in tops for module in top.modules()}
     for child in dict.fromkeys(model.children()):
-        if not any(_owns_parameters_directly(module) for module in child.modules() if module not in taken):
-            continue
-        tops = [top for top in _expand_containers(child) if top not in taken]
-        units.extend(_build_model_unit(top, casts_output=casts_output) for top in tops)
-        taken.update(module for top in tops for module in top.modules())
-    return units
+        if any(_owns_parameters_directly(module) for module in child.modules() if module not in inside):
+            tops += [top for top in _expand_containers(child) if top not in inside]
+            inside.update(child.modules())
+    groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
+    return [_build_model_unit(group, casts_output=is_lightning_module(model)) for group in groups]
 
 
-def _build_model_unit(module: nn.Module, *, casts_output: bool) -> Unit:
+def _group_tied(
+    tops: list[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
+) -> list[list[nn.Module]]:
+    """Put modules that share a parameter into one group: a parameter belongs to one unit."""
+    top_of = {module: top for top in reversed(tops) for module in top.modules()}
+    group_of = {top: [top] for top in tops}
+    for holders in owners.values():
+        first, *others = dict.fromkeys(top_of[module] for module, _ in holders if module in top_of) or [None]
+        for other in others:
+            if group_of[other] is not group_of[first]:
+                group_of[first].extend(group_of[other])
+                for top in group_of[other]:
+                    group_of[top] = group_of[first]
+    unique = {id(group): group for group in group_of.values()}
+    return [sorted(group, key=tops.index) for group in unique.values()]
+
+
+def _build_model_unit(modules: list[nn.Module], *, casts_output: bool) -> Unit:
     # backward begins in the model whose forward ended last: one that was split into layers keeps its few own weights
-    keep = bool(get_layer_lists(module)) and _is_trainable([module])
-    return Unit(modules=[module], reshard_after_forward=not keep, casts_output=casts_output)
+    keep = any(get_layer_lists(module) for module in modules) and _is_trainable(modules)
+    return Unit(modules=modules, reshard_after_forward=not keep, casts_output=casts_output)
 
 
 def _build_root_unit(model: nn.Module) -> Unit:
     is_container = is_lightning_module(model)
-    return Unit(
-        modules=[model], reshard_after_forward=False, casts_output=not is_container, is_container=is_container
-    )
+    return Unit(modules=[model], reshard_after_forward=False, casts_output=not is_container, is_container=is_container)
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
@@ -293,14 +307,14 @@ def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
         if len(by_dtype) > 1:
             main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
             minority = [module for dtype, group in by_dtype.items() if dtype != main for module in group]
-            result.extend(Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority)
+            result.extend(
+                Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority
+            )
         result.append(unit)
     return result
 
 
-def _group_by_dtype(
-    modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
-) -> dict[torch.dtype, list[nn.Module]]:
+def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]) -> dict[torch.dtype, list[nn.Module]]:
     groups: dict[torch.dtype, list[nn.Module]] = {}
     for module in modules:
         trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -325,7 +339,9 @@ def _check_layers_own_their_parameters(
     block_of = {module: block for blocks in layer_lists for block in blocks for module in block.modules()}
     names = {module: name for name, module in model.named_modules()}
     for holders in owners.values():
-        if len({block_of.get(module) for module, _ in holders}) > 1 and any(module in block_of for module, _ in holders):
+        if len({block_of.get(module) for module, _ in holders}) > 1 and any(
+            module in block_of for module, _ in holders
+        ):
             shared = sorted(f"{names[module]}.{attribute}" for module, attribute in holders)
             raise ValueError(
                 f"The parameters {', '.join(shared)} are tied, but lie in different blocks, which FSDP2 shards one by"

@@ -1,9 +1,12 @@
 """Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
@@ -75,9 +78,25 @@ def _load(model: nn.Module, folder: Path, device: torch.device) -> None:
         weight_mapping=get_model_conversion_mapping(model),
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    info, _ = type(model)._load_pretrained_model(model, None, get_weight_files(folder), config)
-    info = model._finalize_model_loading(config, info)
+    with _one_progress_bar():
+        info, _ = type(model)._load_pretrained_model(model, None, get_weight_files(folder), config)
+    info = type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
     if info.mismatched_keys:
         raise ValueError(f"pretrained={str(folder)!r} does not fit {type(model).__name__}: {info.mismatched_keys}.")
+
+
+@contextmanager
+def _one_progress_bar() -> Iterator[None]:
+    """Every rank reads its shards, but only rank 0 needs to show it."""
+    from transformers.utils import logging
+
+    hide = dist.is_initialized() and dist.get_rank() > 0 and logging.is_progress_bar_enabled()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()

@@ -125,9 +125,7 @@ class CheckpointingStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_states(
-            self._loaded_path, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
-        )
+        load_optimizer_states(self._loaded_path, self.lightning_module, self.optimizers, checkpoint["optimizer_states"])
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -58,9 +58,11 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     if sync_grads:
-        from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+        from torch.distributed import _functional_collectives as collectives
 
-        return wait_tensor(all_gather_tensor_autograd(tensor.contiguous()[None], 0, group))
+        # torch 2.13 renamed it and warns of the earlier name
+        gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+        return collectives.wait_tensor(gather(tensor.contiguous()[None], 0, group))
     result = [torch.empty_like(tensor) for _ in range(group.size())]
     with torch.no_grad():
         dist.all_gather(result, tensor.contiguous(), group=group)

@@ -146,8 +146,7 @@ def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
     loose = [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-        and (not isinstance(parameter, DTensor) or parameter.device_mesh.size() < world_size)
+        if parameter.requires_grad and (not isinstance(parameter, DTensor) or parameter.device_mesh.size() < world_size)
     ]
     if loose and world_size > 1:
         raise ValueError(

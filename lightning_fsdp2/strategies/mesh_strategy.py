@@ -321,9 +321,15 @@ class MeshStrategy(CheckpointingStrategy):
         return self._missing_predict_steps[dataloader_idx] if is_last else 0
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # the base class's lines, but for the region, which must not take in the hooks before and after backward
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._step_region():
-            return super().backward(*args, **kwargs)
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -427,4 +433,6 @@ class MeshStrategy(CheckpointingStrategy):
 def _check_checkpoint_config(config: CheckpointConfig) -> None:
     for name, default in (("format", "sharded"), ("async_save", False), ("verify", False)):
         if (value := getattr(config, name)) != default:
-            raise ValueError(f"CheckpointConfig.{name}={value!r} is not supported in this version yet; use {default!r}.")
+            raise ValueError(
+                f"CheckpointConfig.{name}={value!r} is not supported in this version yet; use {default!r}."
+            )

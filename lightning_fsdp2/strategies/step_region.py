@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user
+from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.parallel.structure import get_layer_lists
 
 
@@ -47,7 +47,7 @@ class StepRegion:
         handles = []
         for module in watched:
             handles.append(module.register_forward_pre_hook(self._make_enter_hook(names[module]), prepend=True))
-            handles.append(module.register_forward_hook(self._exit_hook, always_call=True))
+            handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
         return handles
 
     def _make_enter_hook(self, name: str) -> Any:
@@ -58,8 +58,14 @@ class StepRegion:
 
         return enter_hook
 
-    def _exit_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
+    def _make_exit_hook(self, root: nn.Module) -> Any:
+        def exit_hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._depth -= 1
+            if self._depth == 0 and not is_unsharded_by_user(module):
+                # what stayed gathered would hide sharded parameters and their gradients from later hooks
+                reshard(root)
+
+        return exit_hook
 
     def _wait_for_all_ranks(self, name: str) -> None:
         try:

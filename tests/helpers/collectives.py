@@ -36,7 +36,7 @@ class StepCounter(TorchDispatchMode):
     Attributes:
         collectives: Calls by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ...
         elements: Elements of the largest tensor of each call, by kind, in order: which unit it was.
-        operations: Everything that was dispatched.
+        operations: Everything that was dispatched, but for the profiler's marks.
         host_syncs: Reads of a device value by the host: ``item()``, ``bool(tensor)``, ``nonzero``.
     """
 
@@ -52,7 +52,8 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = func._schema.name.split("::")
-        self.operations[f"{namespace}::{name}"] += 1
+        if namespace != "profiler":
+            self.operations[f"{namespace}::{name}"] += 1
         if namespace in ("c10d", "_c10d_functional") and name not in _NOT_COLLECTIVES:
             kind = _KINDS.get(name, name)
             self.collectives[kind] += 1

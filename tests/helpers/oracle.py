@@ -77,7 +77,7 @@ def check_parity(case: Case) -> None:
 def train_on_mesh(case: Case) -> Record:
     """Train through the Trainer with FSDP2Strategy and return what this rank saw."""
     module = case.make_module()
-    recorder, logger = _Recorder(), _MetricsLogger()
+    recorder, logger = _Recorder(), MetricsLogger()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
@@ -200,7 +200,7 @@ class _Recorder(pl.Callback):
         self.record.gradients.append(whole(gradients))
 
 
-class _MetricsLogger(Logger):
+class MetricsLogger(Logger):
     """Keeps what a logger is given."""
 
     name = version = "metrics"

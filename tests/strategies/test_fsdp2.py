@@ -1,5 +1,6 @@
 """What a user of ``Trainer(strategy=FSDP2Strategy())`` relies on, apart from dtypes, data loaders and launchers."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -602,5 +603,162 @@ def test_all_gather_and_boolean_decisions() -> None:
 
     def run() -> None:
         make_trainer(max_steps=1).fit(Gathering(check), make_loader(make_batches(4)))
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- calls from hooks and callbacks
+
+PROMPT = torch.tensor([[1, 5, 9, 7]])
+SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 2}
+CALLS_FROM = {
+    "no_grad": [
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "on_validation_epoch_end",
+        "on_train_epoch_end",
+    ],
+    "grad": ["on_before_backward", "on_after_backward", "on_train_batch_end"],
+}
+
+
+def make_language_model() -> CausalLM:
+    torch.manual_seed(0)
+    module = CausalLM(config=SMALL_LLAMA, optimizer=partial(torch.optim.SGD, lr=0.3))
+    module.model = make_causal_lm(SMALL_LLAMA)
+    return module
+
+
+class CallsModel(pl.Callback):
+    """Calls the model and generates from one hook, and keeps what came of it with the step it happened at."""
+
+    def __init__(self, hook: str, with_grad: bool) -> None:
+        setattr(self, hook, self._call)
+        self.with_grad = with_grad
+        self.results: list[tuple[int, Tensor, Tensor]] = []
+
+    def _call(self, trainer: pl.Trainer, module: CausalLM, *args: Any) -> None:
+        with torch.set_grad_enabled(self.with_grad):
+            logits = module.model(input_ids=PROMPT).logits
+        self.results.append((trainer.global_step, logits.detach().clone(), generate(module.model)))
+
+
+def generate(model: Any) -> Tensor:
+    return model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+
+
+def train_language_model_alone(batches: Sequence[Batch], steps: int, window: int) -> tuple[list[nn.Module], float]:
+    """The models after 0, 1, 2, ... steps, and the last step's gradient norm before clipping."""
+    models, norm = [make_language_model().model], torch.tensor(0.0)
+    for step in range(steps):
+        model = copy.deepcopy(models[-1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        parts = [token_sum_loss(model, batch) for batch in batches[step * window : (step + 1) * window]]
+        optimizer.zero_grad()
+        (sum(loss for loss, _ in parts) / sum(tokens for _, tokens in parts)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        models.append(model)
+    return models, norm.item()
+
+
+@pytest.mark.parametrize("mode", CALLS_FROM)
+def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(mode: str) -> None:
+    steps, accumulate = 2, 2
+    batches = make_token_batches(steps * accumulate * WORLD)
+
+    def check(hook: str, models: list[nn.Module], norm: float) -> None:
+        module, callback = make_language_model(), CallsModel(hook, with_grad=mode == "grad")
+        loader = make_loader(batches)
+        trainer = make_trainer(
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=0.5,
+            val_check_interval=4,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            callbacks=[callback],
+        )
+        trainer.fit(module, loader, loader)
+        assert callback.results, "never called"
+        for step, logits, generated in callback.results:
+            torch.testing.assert_close(logits, models[step](PROMPT).logits)
+            assert torch.equal(generated, generate(models[step]))
+        assert trainer.callback_metrics["train/gradient_norm"].item() == pytest.approx(norm, rel=1e-4)
+        assert_same_weights(module.model, models[-1])
+
+    def run() -> None:
+        models, norm = train_language_model_alone(batches, steps, accumulate * WORLD)
+        for hook in CALLS_FROM[mode]:
+            try:
+                check(hook, models, norm)
+            except AssertionError as error:
+                raise AssertionError(f"{hook}: {error}") from error
+
+    run_ranks(run, WORLD)
+
+
+def test_model_called_after_fit() -> None:
+    batches = make_token_batches(2 * WORLD)
+
+    def run() -> None:
+        module = make_language_model()
+        make_trainer(gradient_clip_val=0.5).fit(module, make_loader(batches))
+        expected = train_language_model_alone(batches, 2, WORLD)[0][-1]
+        with torch.no_grad():
+            torch.testing.assert_close(module.model(PROMPT).logits, expected(PROMPT).logits)
+            torch.testing.assert_close(module(PROMPT), expected(PROMPT).logits)
+        assert torch.equal(generate(module.model), generate(expected))
+        assert_same_weights(module.model, expected)
+        make_trainer().validate(module, make_loader(batches), verbose=False)
+        make_trainer().fit(module, make_loader(batches))
+
+    run_ranks(run, WORLD)
+
+
+class CallsSubmodules(pl.Callback):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.results: list[dict[str, Tensor]] = []
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, module: CausalLM, *args: Any) -> None:
+        self.results.append(call_submodules(module.model, self.names))
+
+
+def call_submodules(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
+    hidden = torch.linspace(-1, 1, 4 * 32).view(1, 4, 32)
+    inputs = {"model.embed_tokens": PROMPT}
+    rotary = model.model.rotary_emb(hidden, torch.arange(4)[None])
+    keywords = {"model.layers.0": {"position_embeddings": rotary}}
+    return {
+        name: model.get_submodule(name)(inputs.get(name, hidden), **keywords.get(name, {})) for name in names
+    }
+
+
+SUBMODULES = [
+    ["lm_head"],
+    ["model.norm"],
+    ["model.embed_tokens"],
+    ["model.layers.0"],
+    ["model.norm", "lm_head", "model.layers.0", "lm_head"],
+]
+
+
+def test_submodules_called_from_a_callback() -> None:
+    batches = make_token_batches(2 * WORLD)
+
+    def run() -> None:
+        models, _ = train_language_model_alone(batches, 2, WORLD)
+        for names in SUBMODULES:
+            module, callback = make_language_model(), CallsSubmodules(names)
+            make_trainer(gradient_clip_val=0.5, callbacks=[callback]).fit(module, make_loader(batches))
+            with torch.no_grad():
+                torch.testing.assert_close(callback.results, [call_submodules(model, names) for model in models[1:]])
+            assert_same_weights(module.model, models[-1])
 
     run_ranks(run, WORLD)

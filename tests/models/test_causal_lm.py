@@ -1,0 +1,204 @@
+"""CausalLM: any Hugging Face causal language model, from a config or from weights, under our strategy and others."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, MetricsLogger, token_sum_loss, whole
+from helpers.ranks import RankError, run_ranks
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CausalLM, FSDP2Strategy
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PRETRAINED = {"llama": LLAMA, "llama-tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2, "mixtral": MIXTRAL}
+
+
+def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        strategy=strategy or FSDP2Strategy(),
+        **{**QUIET, "max_steps": 2, "log_every_n_steps": 1, **options},
+    )
+
+
+def make_loader(count: int = 8, **options: Any) -> DataLoader[Any]:
+    return DataLoader(make_token_batches(count, **options), batch_size=None)
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_pretrained_weights_are_read_as_shards(name: str, precision: str, tmp_path: Path) -> None:
+    source = make_causal_lm(PRETRAINED[name]).eval()
+    source.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
+    tokens = make_token_batches(1)[0]["input_ids"]
+
+    def run() -> tuple[dict[str, torch.Tensor], bool, torch.Tensor]:
+        module = CausalLM(pretrained=str(tmp_path), attn_implementation="eager")
+        make_trainer(precision=precision, limit_train_batches=0).fit(module, make_loader())
+        model = module.model
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        with torch.no_grad():
+            logits = model.eval()(input_ids=tokens, use_cache=False).logits
+        return whole(model.state_dict()), tied, logits.float()
+
+    weights, tied, logits = run_ranks(run, 2)[0]
+    assert tied == bool(source.config.tie_word_embeddings)
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    for key, value in source.state_dict().items():
+        torch.testing.assert_close(weights[key], value.to(dtype).float(), rtol=0, atol=0, msg=key)
+    if precision == "32-true":
+        torch.testing.assert_close(logits, source(input_ids=tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_parameters_stay_frozen_when_weights_are_read(tmp_path: Path) -> None:
+    make_causal_lm(LLAMA).save_pretrained(tmp_path)
+
+    class Frozen(CausalLM):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.model.embed_tokens.requires_grad_(False)
+
+    def run() -> list[str]:
+        module = Frozen(pretrained=str(tmp_path))
+        make_trainer().fit(module, make_loader())
+        return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+    assert run_ranks(run, 2)[0] == ["model.model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str) -> None:
+    """Same loss and weights as the oracle: the token mean does not depend on our strategy."""
+    ranks = 1 if strategy == "auto" else 2
+    batches = make_token_batches(8)
+
+    def run() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+        module = CausalLM(config=LLAMA, optimizer=optimizer, decay_norms_and_biases=True)
+        module.configure_model()
+        initial = {name: value.clone() for name, value in module.model.state_dict().items()}
+        logger = MetricsLogger()
+        chosen = "auto" if strategy == "auto" else DDPStrategy()
+        trainer = make_trainer(chosen, accumulate_grad_batches=2, logger=logger, use_distributed_sampler=False)
+        rank = torch.distributed.get_rank() if ranks > 1 else 0
+        trainer.fit(module, DataLoader(batches[rank::ranks], batch_size=None))
+        return initial, module.model.state_dict(), [metrics["train/loss"] for metrics in logger.history]
+
+    initial, weights, losses = run_ranks(run, ranks, group=ranks > 1)[0]
+    model = make_causal_lm(LLAMA)
+    model.load_state_dict(initial)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    window = 2 * ranks
+    for step, actual in enumerate(losses):
+        parts = [token_sum_loss(model, batch) for batch in batches[step * window : (step + 1) * window]]
+        loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
+        assert actual == pytest.approx(loss.item(), abs=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=5e-5, msg=name)
+
+
+def test_what_is_logged_and_when() -> None:
+    def run() -> tuple[list[dict[str, float]], dict[str, float]]:
+        logger = MetricsLogger()
+        module = CausalLM(config=LLAMA, lr_scheduler=partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.5))
+        trainer = make_trainer(max_steps=4, log_every_n_steps=2, logger=logger, use_distributed_sampler=False)
+        loader = make_loader(4, ragged=False)
+        trainer.fit(module, loader, loader)
+        metrics = trainer.validate(module, loader, verbose=False)[0]
+        return logger.history, metrics
+
+    history, validation = run_ranks(run, 2)[0]
+    assert [sorted(name for name in metrics if name != "epoch") for metrics in history] == [
+        ["train/gradient_norm", "train/learning_rate", "train/loss", "train/perplexity", "train/tokens"]
+    ] * 2
+    assert [metrics["train/tokens"] for metrics in history] == [2 * 2 * 11] * 2  # ranks, sequences, predictions
+    assert history[0]["train/perplexity"] == pytest.approx(math.exp(history[0]["train/loss"]))
+    assert 0 < history[0]["train/learning_rate"] < history[1]["train/learning_rate"] < 3e-4
+    assert validation["val/perplexity"] == pytest.approx(math.exp(validation["val/loss"]), rel=1e-6)
+
+
+def test_evaluation_loss_counts_every_token_once_and_prediction_scores_every_sequence() -> None:
+    batches = make_token_batches(4)
+
+    def run() -> tuple[dict[str, torch.Tensor], float, float, list[dict[str, torch.Tensor]]]:
+        module = CausalLM(config=LLAMA)
+        trainer = make_trainer(use_distributed_sampler=False)
+        own = DataLoader(batches[torch.distributed.get_rank() :: 2], batch_size=None)
+        validated = trainer.validate(module, own, verbose=False)[0]["val/loss"]
+        tested = trainer.test(module, own, verbose=False)[0]["test/loss"]
+        return whole(module.model.state_dict()), validated, tested, trainer.predict(module, own)
+
+    results = run_ranks(run, 2)
+    weights, validated, tested, _ = results[0]
+    model = make_causal_lm(LLAMA)
+    model.load_state_dict(weights)
+    parts = [token_sum_loss(model, batch) for batch in batches]
+    expected = sum(part.item() for part, _ in parts) / sum(count for _, count in parts)
+    assert validated == pytest.approx(expected, abs=1e-5)
+    assert tested == pytest.approx(expected, abs=1e-5)
+    for index, (part, count) in enumerate(parts):
+        scores = results[index % 2][3][index // 2]
+        assert scores["log_probability"].shape == scores["tokens"].shape == (2,)
+        assert scores["log_probability"].sum() == pytest.approx(-part.item(), abs=1e-4)
+        assert scores["tokens"].sum() == count
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    module = CausalLM(config=GPT2, optimizer=partial(torch.optim.AdamW, weight_decay=0.3))
+    module.configure_model()
+    decayed, undecayed = module.configure_optimizers().param_groups
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert decayed["weight_decay"] == 0.3
+    assert undecayed["weight_decay"] == 0.0
+    assert all(names[id(p)].endswith("weight") and "ln_" not in names[id(p)] for p in decayed["params"])
+    assert all(names[id(p)].endswith("bias") or "ln_" in names[id(p)] for p in undecayed["params"])
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give exactly one"):
+        CausalLM()
+    with pytest.raises(ValueError, match="give exactly one"):
+        CausalLM(pretrained="x", config=LLAMA)
+    with pytest.raises(ValueError, match="no `model_type`"):
+        CausalLM(config={"hidden_size": 3})
+    make_causal_lm(LLAMA).config.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        CausalLM(pretrained=str(tmp_path)).configure_model()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_the_first_step() -> None:
+    class Data(pl.LightningDataModule):
+        tokenizer = range(VOCABULARY + 1)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return make_loader()
+
+    def run() -> None:
+        make_trainer().fit(CausalLM(config=LLAMA), datamodule=Data())
+
+    with pytest.raises(RankError, match=r"tokenizer has 102 tokens, but the model's vocab_size is 101"):
+        run_ranks(run, 2)
