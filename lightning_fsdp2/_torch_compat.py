@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,18 @@ def assert_async(condition: Tensor, message: str) -> None:
     ``torch._assert_async`` has no public twin; torchtitan guards its steps with it too.
     """
     torch._assert_async(condition, message)
+
+
+def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along dim 0; backward sums the gradients of all ranks.
+
+    ``torch.distributed.nn.functional.all_gather`` is deprecated since torch 2.13, and the functional collective was
+    renamed in the same version.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    return collectives.wait_tensor(gather(tensor, 0, group))
 
 
 def initialize_root(module: FSDPModule) -> None:

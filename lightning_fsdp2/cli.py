@@ -15,7 +15,11 @@ from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_fsdp2.strategies.precision import ShardedPrecision
+
 __all__ = ["FSDP2CLI", "main"]
+
+_STRATEGY_NAMES = ("fsdp2", "fsdp2_offload")
 
 _USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 _HEADINGS = (
@@ -75,6 +79,17 @@ class FSDP2CLI(LightningCLI):
             run=run,
         )
 
+    def before_instantiate_classes(self) -> None:
+        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could."""
+        strategy = self._get(self.config, "trainer.strategy")
+        name = str(getattr(strategy, "class_path", strategy))
+        is_ours = name.startswith("lightning_fsdp2.") or name in _STRATEGY_NAMES
+        if is_ours and str(self._get(self.config, "trainer.precision")) in ("16", "16-mixed"):
+            try:
+                ShardedPrecision("16-mixed")
+            except ValueError as error:
+                self._parser(self.subcommand).error(f"trainer.{error}", error)
+
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; a wrong option they find ends like one that the parser finds."""
         try:
@@ -116,6 +131,8 @@ def _summarize(message: str) -> str:
                 deepest, reasons, value = depth, [], ""
             reasons.append(text)
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
+    # where one kind of value was right and its content wrong, what other kinds there are does not help
+    reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))
     if all(reason.startswith("Expected ") for reason in reasons):
         summary += f". Got value: {value}"

@@ -81,6 +81,8 @@ def fsdp2_strategy_parallelize(
     broadcast_from_first_rank(model, device)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
+    if device.type == "cpu":
+        offload_policy = None  # the shards are in host memory anyway, and nothing could pin it
     plan = apply_fully_shard(
         model,
         fsdp_mesh,

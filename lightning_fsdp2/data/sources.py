@@ -25,13 +25,16 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 log = logging.getLogger(__name__)
 
 
-def find_files(path: str | Sequence[str], suffixes: Iterable[str] = DEFAULT_SUFFIXES) -> list[str]:
+def find_files(
+    path: str | Sequence[str], suffixes: Iterable[str] = DEFAULT_SUFFIXES, *, option: str = "path"
+) -> list[str]:
     """Find the files that ``path`` means: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
 
     Args:
         path: What to look for. A directory gives its files with one of the ``suffixes``, at any depth, but for hidden
             ones. Files and globs give what they name, whatever its suffix.
         suffixes: Endings of file names, with their dot.
+        option: What to call ``path`` in an error.
 
     Returns:
         Absolute paths, in the order of ``path`` and sorted within each of its members, each once.
@@ -40,32 +43,32 @@ def find_files(path: str | Sequence[str], suffixes: Iterable[str] = DEFAULT_SUFF
         FileNotFoundError: A member of ``path`` gives no file.
     """
     members = [path] if isinstance(path, str | os.PathLike) else path
-    files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes))]
+    files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes), option)]
     if not files:
-        raise FileNotFoundError(f"path={path!r} is empty; name a file, a directory, a glob or {PYTHON_STDLIB!r}.")
+        raise FileNotFoundError(f"{option}={path!r} is empty; name a file, a directory, a glob or {PYTHON_STDLIB!r}.")
     return list(dict.fromkeys(files))
 
 
-def _expand(member: str, suffixes: tuple[str, ...]) -> list[Path]:
+def _expand(member: str, suffixes: tuple[str, ...], option: str) -> list[Path]:
     if member == PYTHON_STDLIB:
         return _find_stdlib_files()
     path = Path(member).expanduser()
     if path.is_dir():
-        return _find_files_of_directory(path, suffixes)
+        return _find_files_of_directory(path, suffixes, option)
     files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
     if not files:
         raise FileNotFoundError(
-            f"path={member!r} is no file or directory of this machine and, as a glob, matches no file; "
+            f"{option}={member!r} is no file or directory of this machine and, as a glob, matches no file; "
             f"check its spelling, or use {PYTHON_STDLIB!r} for a corpus that every machine has."
         )
     return files
 
 
-def _find_files_of_directory(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _find_files_of_directory(directory: Path, suffixes: tuple[str, ...], option: str) -> list[Path]:
     files = _walk(directory, suffixes, leave_out=lambda name: name.startswith("."))
     if not files:
         raise FileNotFoundError(
-            f"path={str(directory)!r} is a directory without a file that ends in one of suffixes={list(suffixes)}; "
+            f"{option}={str(directory)!r} is a directory without a file that ends in one of suffixes={list(suffixes)}; "
             "set suffixes to the endings of your files."
         )
     return files

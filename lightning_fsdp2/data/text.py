@@ -108,8 +108,11 @@ class TextDataModule(LightningDataModule):
         self.cache_dir = cache_dir
         self._tokenizer_name = tokenizer
         # Here, and not in prepare_data, so that a misspelt path fails on every rank at once.
-        self._files = find_files(path, suffixes or DEFAULT_SUFFIXES)
-        self._validation_files = find_files(validation_path, suffixes or DEFAULT_SUFFIXES) if validation_path else []
+        suffixes = suffixes or list(DEFAULT_SUFFIXES)
+        self._files = find_files(path, suffixes)
+        self._validation_files = (
+            find_files(validation_path, suffixes, option="validation_path") if validation_path else []
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

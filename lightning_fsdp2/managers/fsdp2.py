@@ -40,7 +40,7 @@ class FSDP2Manager:
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
         if moe_mesh is not None:
             raise ValueError("moe_mesh: expert parallelism is not supported in this release; pass None.")
-        _check_supported(config)
+        check_supported(config)
         self.config = config
         self.device_mesh = device_mesh
 
@@ -68,7 +68,12 @@ class FSDP2Manager:
         )
 
 
-def _check_supported(config: FSDP2Config) -> None:
+def check_supported(config: FSDP2Config) -> None:
+    """Refuse flags that this version does not support yet.
+
+    Raises:
+        ValueError: The message names the flag.
+    """
     for name in _NOT_YET:
         value = getattr(config, name)
         if value not in (False, None):

@@ -159,7 +159,7 @@ class CausalLM(LightningModule):
         # host tensors, so that the progress bar need not wait for the device at every refresh
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
-        self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True)
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True, sync_dist=True)
 
     # ------------------------------------------------------------------ optimizer
 

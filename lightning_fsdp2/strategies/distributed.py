@@ -11,6 +11,8 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._torch_compat import all_gather_with_gradient
+
 
 def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
     """Start the default process group, unless the user did; it ends with the interpreter.
@@ -58,11 +60,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     if sync_grads:
-        from torch.distributed import _functional_collectives as collectives
-
-        # torch 2.13 renamed it and warns of the earlier name
-        gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-        return collectives.wait_tensor(gather(tensor.contiguous()[None], 0, group))
+        return all_gather_with_gradient(tensor.contiguous()[None], group)
     result = [torch.empty_like(tensor) for _ in range(group.size())]
     with torch.no_grad():
         dist.all_gather(result, tensor.contiguous(), group=group)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
-from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
+from lightning_fsdp2.managers.fsdp2 import FSDP2Manager, check_supported
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -65,12 +65,14 @@ class FSDP2Strategy(MeshStrategy):
         for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
             if size not in (None, 1):
                 raise ValueError(f"{name}={size!r} is not supported in this version yet; use {name}=1.")
+        config = config or FSDP2Config()
+        check_supported(config)
         super().__init__(
             dp_size=dp_size,
             dp_replicate_size=dp_replicate_size,
             tp_size=tp_size,
             cp_size=cp_size,
-            config=config or FSDP2Config(),
+            config=config,
             checkpoint=checkpoint,
             timeout=timeout,
         )
@@ -117,7 +119,6 @@ class FSDP2Strategy(MeshStrategy):
                 register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
-        self._step_region.watch(module)
         module.__dict__[_SHARDED_ATTRIBUTE] = sharded
 
     @contextmanager

@@ -232,6 +232,7 @@ class MeshStrategy(CheckpointingStrategy):
             loop.inference_mode = False
         self.parallelize()
         reshard(self.lightning_module)
+        self._step_region.watch(self.lightning_module)
         self.model_to_device()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -268,7 +269,18 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._restore_loader_positions()
         self.restore_random_state()
+
+    def _restore_loader_positions(self) -> None:
+        """Load what Lightning left out where `configure_optimizers` reads `trainer.estimated_stepping_batches`.
+
+        That makes the loaders before their states are restored (Lightning-AI/pytorch-lightning#20550).
+        """
+        fit_loop = self.lightning_module.trainer.fit_loop
+        if fit_loop._combined_loader_states_to_load:
+            fit_loop._load_combined_loader_states()
+            iter(fit_loop._data_fetcher)
 
     @override
     def on_validation_end(self) -> None:
@@ -416,7 +428,8 @@ class MeshStrategy(CheckpointingStrategy):
             return tensor
         if group is None:
             group = get_mesh(self.full_device_mesh, DATA_PARALLEL).get_group()
-        return distributed.reduce(tensor, group, reduce_op)
+        # the accelerator's backend may have no way with host tensors
+        return distributed.reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -4,7 +4,7 @@ A forward of a sharded module is a collective. Inside a step of the Trainer ever
 callback somebody may guard it with ``if trainer.is_global_zero``, and the job would hang.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.parallel.structure import get_layer_lists
+
+_HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 
 
 class StepRegion:
@@ -39,26 +41,32 @@ class StepRegion:
         finally:
             self._depth -= 1
 
-    def watch(self, root: nn.Module) -> list[Any]:
-        """Watch the forwards of the sharded modules in ``root``, but for blocks, which models call; return the hooks."""
-        blocks = {module for layers in get_layer_lists(root) for block in layers for module in block.modules()}
-        names = {module: name or type(module).__name__ for name, module in root.named_modules()}
-        watched = [module for module in names if module not in blocks and _holds_units(module)]
-        handles = []
-        for module in watched:
-            handles.append(module.register_forward_pre_hook(self._make_enter_hook(names[module]), prepend=True))
-            handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
-        return handles
+    def watch(self, root: nn.Module) -> None:
+        """Watch the forwards of the sharded modules in ``root``, but for those of blocks, which models call.
 
-    def _make_enter_hook(self, name: str) -> Any:
+        The hooks outlive the Trainer, as the sharded module does; those of an earlier one are replaced.
+        """
+        for handle in root.__dict__.pop(_HANDLES_ATTRIBUTE, ()):
+            handle.remove()
+        blocks = {module for layers in get_layer_lists(root) for block in layers for module in block.modules()}
+        handles = []
+        for name, module in root.named_modules():
+            if module not in blocks and _holds_units(module):
+                enter_hook = self._make_enter_hook(name or type(module).__name__)
+                handles.append(module.register_forward_pre_hook(enter_hook, prepend=True))
+                handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
+        root.__dict__[_HANDLES_ATTRIBUTE] = handles
+
+    def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
-            if self._depth == 0 and self._group.size() > 1 and not is_unsharded_by_user(module):
+            is_outside = self._depth == 0 and self._group.size() > 1 and not is_unsharded_by_user(module)
+            self._depth += 1  # before anything can raise: the exit hook is called in any case
+            if is_outside:
                 self._wait_for_all_ranks(name)
-            self._depth += 1
 
         return enter_hook
 
-    def _make_exit_hook(self, root: nn.Module) -> Any:
+    def _make_exit_hook(self, root: nn.Module) -> Callable[..., None]:
         def exit_hook(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and not is_unsharded_by_user(module):

@@ -33,9 +33,17 @@ class KillAt(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class PlansAhead(CausalLM):
+    """Asks for the number of steps while it configures its optimizer, which makes the data loaders early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == STEPS
+        return super().configure_optimizers()
+
+
 def train(folder: Path, *, ckpt_path: str | None = None, callbacks: list[pl.Callback] | None = None) -> dict[str, Any]:
     pl.seed_everything(1, workers=True, verbose=False)
-    module = CausalLM(config=CONFIG, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1))
+    module = PlansAhead(config=CONFIG, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1))
     data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.2)
     trainer = pl.Trainer(
         accelerator="cpu",

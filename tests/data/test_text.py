@@ -321,7 +321,7 @@ def test_wrong_settings(corpus, settings, message):
 
 @pytest.mark.parametrize("option", ["path", "validation_path"])
 def test_missing_path(corpus, option):
-    with pytest.raises(FileNotFoundError, match="path='/no/such/file' is no file or directory"):
+    with pytest.raises(FileNotFoundError, match=f"^{option}='/no/such/file' is no file or directory"):
         TextDataModule(**({"path": corpus} | {option: "/no/such/file"}))
 
 
