@@ -1,31 +1,31 @@
 """What a training step costs in our Trainer run, against plain FSDP2 and against Lightning's ModelParallelStrategy.
 
-Three runs train the same Llama-architecture model from the same weights on the same batches over the same two ranks::
+Three runs train the same Llama-architecture model from the same weights on the same batches over the same two ranks:
 
     a  Trainer(strategy=FSDP2Strategy())
     b  a hand-written torch loop: fully_shard by hand, in the same units
     c  Trainer(strategy=ModelParallelStrategy()), with the same fully_shard calls in configure_model
 
 All three live in the same processes and take turns, one block of steps each (a b c a b c ...), so that the machine's
-noise hits them alike: each run is a Python thread, and a token decides whose turn it is. A step lasts from the start
-of one batch to the start of the next, Lightning's loop included. Collectives and dispatched operations are counted in
-separate steps at the end, which are not timed. The losses of the three runs must be equal at every step.
+noise hits them alike: each run is a Python thread, and a relay decides whose turn it is. A step lasts from the start of
+one batch to the start of the next, Lightning's loop included. Collectives and dispatched operations are counted in
+steps of their own at the end. The losses of the three runs must be equal.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py
 """
+# ruff: noqa: T201
 
 import argparse
 import os
 import platform
 import random
-import statistics
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import lightning
@@ -34,115 +34,87 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fsdp2 import FSDP2Strategy
 
-RUNS = ("a", "b", "c")
-TITLES = {"a": "FSDP2Strategy", "b": "torch loop", "c": "ModelParallelStrategy"}
-COLLECTIVES = {
-    "_allgather_base_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "allreduce_": "all-reduce",
+RUNS = {"a": "FSDP2Strategy", "b": "torch loop", "c": "ModelParallelStrategy"}
+CLOCKS = {"wall": time.perf_counter, "CPU": time.thread_time}
+COUNTED = {
+    "c10d::_allgather_base_": "all-gathers",
+    "c10d::_reduce_scatter_base_": "reduce-scatters",
+    "c10d::allreduce_": "all-reduces",
+    "c10d::broadcast_": "broadcasts",
+    "aten::_local_scalar_dense": "host reads",
 }
 VOCABULARY = 512
-
-
-class TokenDataset(Dataset[dict[str, Tensor]]):
-    """Random tokens; item i is the batch of step i, different on every rank."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.length = total_steps(args)
-        self.shape = (args.batch_size, args.sequence_length)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index * dist.get_world_size() + dist.get_rank())
-        tokens = torch.randint(VOCABULARY, self.shape, generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
+SEQUENCE_LENGTH = 64
+LEARNING_RATE = 1e-3
 
 
 class Relay:
     """Hands the turn from run to run: one works, the others wait."""
 
     def __init__(self) -> None:
-        self._events = {run: threading.Event() for run in RUNS}
-        self._events[RUNS[0]].set()
-
-    def wait(self, run: str) -> None:
-        self._events[run].wait()
+        self.events = {run: threading.Event() for run in RUNS}
+        self.events["a"].set()
 
     def pass_on(self, run: str) -> None:
-        self._events[run].clear()
-        self._events[RUNS[(RUNS.index(run) + 1) % len(RUNS)]].set()
+        """End this run's turn and begin that of the next."""
+        self.events[run].clear()
+        self.events[{"a": "b", "b": "c", "c": "a"}[run]].set()
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts what reaches the dispatcher: operations, and collectives by kind."""
+    """Counts what reaches the dispatcher, but for the profiler's marks; by name what is in ``COUNTED``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts["operations"] += func.namespace != "profiler"
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.split("::")[1]
-            self.counts[COLLECTIVES.get(name, name)] += 1
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.counts["host sync"] += 1
+        name = func._schema.name
+        self.counts["operations"] += not name.startswith("profiler::")
+        if name in COUNTED or name.startswith("c10d::"):
+            self.counts[COUNTED.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class Stepper:
-    """One run's clock: told of every batch start, it keeps the times of its blocks and passes the turn between them."""
+class Stepper(pl.Callback):
+    """One run's clock: it is told of every batch start, keeps the durations, and passes the turn after each block."""
 
-    run: str
-    relay: Relay
-    args: argparse.Namespace
-    blocks: list[list[float]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    counter: OperationCounter = field(default_factory=OperationCounter)
-    batches: int = 0
-    started: float = 0.0
-
-    def on_batch_start(self) -> None:
-        args, now = self.args, time.perf_counter()
-        timed = self.batches - args.warmup_steps
-        if timed > 0 and timed <= args.blocks * args.steps:
-            self.blocks[-1].append(now - self.started)
-        if timed == args.blocks * args.steps:
-            self.relay.pass_on(self.run)
-            self.relay.wait(self.run)
-            self.counter.__enter__()
-        elif timed % args.steps == 0 and 0 <= timed < args.blocks * args.steps:
-            self.relay.pass_on(self.run)
-            self.relay.wait(self.run)
-            self.blocks.append([])
-            dist.barrier()
-        elif self.batches == total_steps(args) - 1:
-            # the last step only lets the one before it end
-            self.counter.__exit__(None, None, None)
-        self.batches += 1
-        self.started = time.perf_counter()
-
-
-class StepperCallback(pl.Callback):
-    """Connects a :class:`Stepper` to a Trainer."""
-
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
+    def __init__(self, run: str, relay: Relay, args: argparse.Namespace) -> None:
+        self.run, self.relay, self.args = run, relay, args
+        self.blocks: list[dict[str, list[float]]] = []
+        self.losses: list[Tensor] = []
+        self.counter = OperationCounter()
+        self.batches = 0
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.stepper.on_batch_start()
+        """End the time of the last step, let the others have their turn, start that of the next."""
+        now = {clock: read() for clock, read in CLOCKS.items()}
+        step, timed_steps = self.batches - self.args.warmup_steps, self.args.blocks * self.args.steps
+        self.batches += 1
+        if 0 < step <= timed_steps:
+            for clock, started in self.started.items():
+                self.blocks[-1][clock].append(now[clock] - started)
+        if 0 <= step <= timed_steps and step % self.args.steps == 0:
+            self.relay.pass_on(self.run)
+            self.relay.events[self.run].wait()
+            self.blocks.append({clock: [] for clock in CLOCKS})
+            dist.barrier()
+        if step == timed_steps:
+            del self.blocks[-1]
+            self.counter.__enter__()
+        if self.batches == count_steps(self.args):
+            # the last step is there so that the one before it has an end
+            self.counter.__exit__(None, None, None)
+        self.started = {clock: read() for clock, read in CLOCKS.items()}
 
 
 class Module(pl.LightningModule):
@@ -159,7 +131,7 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model)
+        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
 
 class HandShardedModule(Module):
@@ -169,30 +141,30 @@ class HandShardedModule(Module):
         shard_by_hand(self.model, self.device_mesh["data_parallel"])
 
 
-def run_trainer(make_module: Callable[..., Module], strategy: Any, stepper: Stepper, args: argparse.Namespace) -> None:
+def run_trainer(module: Module, strategy: Any, stepper: Stepper) -> None:
+    """Runs a and c."""
     trainer = pl.Trainer(
-        accelerator=dist_device_type(),
+        accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
-        max_steps=total_steps(args),
-        callbacks=[StepperCallback(stepper)],
+        max_steps=count_steps(stepper.args),
+        callbacks=[stepper],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(make_module(args, stepper.losses), DataLoader(TokenDataset(args), batch_size=None))
+    trainer.fit(module, make_loader(stepper.args))
 
 
-def run_torch_loop(stepper: Stepper, args: argparse.Namespace) -> None:
-    model = make_model(args)
-    device = torch.device(dist_device_type())
-    shard_by_hand(model.to(device), init_device_mesh(device.type, (dist.get_world_size(),)))
-    optimizer = make_optimizer(model)
-    for batch in DataLoader(TokenDataset(args), batch_size=None):
-        stepper.on_batch_start()
-        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+def run_torch_loop(model: LlamaForCausalLM, stepper: Stepper) -> None:
+    """Run b."""
+    shard_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for batch in make_loader(stepper.args):
+        stepper.on_train_batch_start()
+        loss = model(**batch).loss
         stepper.losses.append(loss.detach())
         optimizer.zero_grad()
         loss.backward()
@@ -200,8 +172,8 @@ def run_torch_loop(stepper: Stepper, args: argparse.Namespace) -> None:
 
 
 def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
-    """The units, the reshard rules and the prefetch chain that ``FSDP2Strategy`` finds by itself."""
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    """The units, reshard rules and prefetch chain that ``FSDP2Strategy`` finds by itself."""
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     layers = list(model.model.layers)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=layer is not layers[-1], **options)
@@ -218,7 +190,16 @@ def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
             module.set_modules_to_backward_prefetch(behind[::-1])
 
 
+def make_loader(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
+    """This rank's random tokens, the same at every call."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (count_steps(args), args.batch_size, SEQUENCE_LENGTH)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    return DataLoader([{"input_ids": batch, "labels": batch} for batch in tokens], batch_size=None)
+
+
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """The same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -231,68 +212,67 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def dist_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def total_steps(args: argparse.Namespace) -> int:
+def count_steps(args: argparse.Namespace) -> int:
+    """Of each run, the untimed ones included."""
     return args.warmup_steps + args.blocks * args.steps + args.counted_steps + 1
 
 
-def bootstrap(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:
+def bootstrap(ratios: list[float], samples: int = 5000) -> tuple[float, float]:
     """The 95 % interval of the median of ``ratios``."""
     generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(samples))
+    medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(samples))
     return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
 
 
 def print_report(steppers: dict[str, Stepper], args: argparse.Namespace) -> None:
+    """Print versions and two Markdown tables: times and counts per run, ratios of the times."""
     parameters = sum(parameter.numel() for parameter in make_model(args).parameters())
     print(
         f"torch {torch.__version__}, lightning {lightning.__version__}, transformers {transformers.__version__}, Python"
-        f" {platform.python_version()}; {dist.get_world_size()} ranks, {dist.get_backend()}, {torch.get_num_threads()}"
-        f" thread per rank; {parameters / 1e6:.1f}M parameters, {args.batch_size} x {args.sequence_length} tokens per"
-        f" rank; {args.blocks} blocks of {args.steps} steps per run\n"
+        f" {platform.python_version()}; {os.cpu_count()} CPU cores, {dist.get_world_size()} ranks of"
+        f" {torch.get_num_threads()} thread, {dist.get_backend()}; {parameters / 1e6:.1f}M parameters,"
+        f" {args.batch_size} x {SEQUENCE_LENGTH} tokens per rank; {args.blocks} blocks of {args.steps} steps.\n"
     )
-    kinds = sorted({kind for stepper in steppers.values() for kind in stepper.counter.counts} - {"operations"})
-    print(f"| run | median step (ms) | {' | '.join([*kinds, 'operations'])} |")
-    print(f"|---|--:|{'--:|' * (len(kinds) + 1)}")
-    medians = {run: statistics.median(sum(stepper.blocks, [])) for run, stepper in steppers.items()}
+    columns = [*COUNTED.values(), "operations"]
+    print(f"| run | {' | '.join(f'{clock} ms' for clock in CLOCKS)} | {' | '.join(columns)} |")
+    print(f"|---|{'--:|' * (len(CLOCKS) + len(columns))}")
+    times = {
+        (run, clock): median(duration for block in stepper.blocks for duration in block[clock])
+        for run, stepper in steppers.items()
+        for clock in CLOCKS
+    }
     for run, stepper in steppers.items():
-        counts = [f"{stepper.counter.counts[kind] / args.counted_steps:g}" for kind in [*kinds, "operations"]]
-        print(f"| {run}: {TITLES[run]} | {medians[run] * 1e3:.2f} | {' | '.join(counts)} |")
-    print("\n| ratio | of medians | paired by block, median | 95 % interval |\n|---|--:|--:|--:|")
+        cells = [f"{times[run, clock] * 1e3:.2f}" for clock in CLOCKS]
+        cells += [f"{stepper.counter.counts[column] / args.counted_steps:g}" for column in columns]
+        print(f"| {run}: {RUNS[run]} | {' | '.join(cells)} |")
+    print("\n| ratio | clock | of medians | median of paired blocks | 95 % interval |\n|---|---|--:|--:|--:|")
     for other in ("b", "c"):
-        blocks = zip(steppers["a"].blocks, steppers[other].blocks, strict=True)
-        ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in blocks]
-        low, high = bootstrap(ratios)
-        ratio = medians["a"] / medians[other]
-        print(f"| a/{other} | {ratio:.4f} | {statistics.median(ratios):.4f} | {low:.4f} to {high:.4f} |")
+        for clock in CLOCKS:
+            pairs = zip(steppers["a"].blocks, steppers[other].blocks, strict=True)
+            ratios = [median(ours[clock]) / median(theirs[clock]) for ours, theirs in pairs]
+            low, high = bootstrap(ratios)
+            cells = [f"{times['a', clock] / times[other, clock]:.3f}", f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            print(f"| a/{other} | {clock} | {' | '.join(cells)} |")
 
 
 def main() -> None:
+    """Start the three runs, let them take turns, compare them."""
     args = parse_args()
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    dist.init_process_group()
+    dist.init_process_group("gloo")
     relay = Relay()
     steppers = {run: Stepper(run, relay, args) for run in RUNS}
-    world_size = dist.get_world_size()
+    mps = ModelParallelStrategy(dist.get_world_size(), 1)
     bodies: dict[str, Callable[[], None]] = {
-        "a": lambda: run_trainer(Module, FSDP2Strategy(), steppers["a"], args),
-        "b": lambda: run_torch_loop(steppers["b"], args),
-        "c": lambda: run_trainer(HandShardedModule, ModelParallelStrategy(world_size, 1), steppers["c"], args),
+        "a": lambda: run_trainer(Module(args, steppers["a"].losses), FSDP2Strategy(), steppers["a"]),
+        "b": lambda: run_torch_loop(make_model(args), steppers["b"]),
+        "c": lambda: run_trainer(HandShardedModule(args, steppers["c"].losses), mps, steppers["c"]),
     }
 
     def take_turns(run: str) -> None:
         try:
+            relay.events[run].wait()
             torch.set_num_threads(1)
-            relay.wait(run)
             bodies[run]()
             relay.pass_on(run)
         except BaseException:  # the other runs would wait for ever
@@ -306,23 +286,23 @@ def main() -> None:
         thread.join()
     losses = {run: torch.stack(stepper.losses) for run, stepper in steppers.items()}
     for run in ("b", "c"):
-        torch.testing.assert_close(losses["a"], losses[run], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(losses[run], losses["a"], rtol=1e-5, atol=1e-5)
     if dist.get_rank() == 0:
         print_report(steppers, args)
-        print(f"\nThe losses of the three runs are equal; the last one is {losses['a'][-1]:.4f}.")
+        print(f"\nThe losses of the three runs are equal; the last is {losses['a'][-1]:.4f}.")
     dist.destroy_process_group()
 
 
 def parse_args() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, help="blocks of each run")
-    parser.add_argument("--steps", type=int, default=20, help="steps per block")
-    parser.add_argument("--warmup-steps", type=int, default=5, help="steps of each run before the first block")
+    parser.add_argument("--blocks", type=int, default=80, help="blocks of each run")
+    parser.add_argument("--steps", type=int, default=4, help="steps per block")
+    parser.add_argument("--warmup-steps", type=int, default=5, help="steps of each run before its first block")
     parser.add_argument("--counted-steps", type=int, default=3, help="steps of each run whose operations are counted")
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
-    parser.add_argument("--sequence-length", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences of 64 tokens per rank")
     return parser.parse_args()
 
 

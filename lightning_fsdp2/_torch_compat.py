@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, .
     """View the one axis of ``mesh`` as several axes.
 
     ``DeviceMesh._unflatten`` (torch 2.11 to 2.15) is the only way to several views of one world that all share a root,
-    which FSDP2 with tensor parallel needs; ``_flatten``\\ ed names sliced from a root are deprecated. It can go once a
-    public twin exists.
+    which FSDP2 with tensor parallel needs; names made by ``_flatten`` and sliced from a root are deprecated. It can go
+    once a public twin exists.
     """
     return mesh._unflatten(0, sizes, names)
 
@@ -55,7 +56,7 @@ def keep_unsharded_after_forward(modules: list[FSDPModule]) -> Iterator[None]:
     ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them. The attribute was
     ``_fsdp_param_group`` in torch 2.11 and is a list since.
     """
-    groups = []
+    groups: list[Any] = []
     for module in modules:
         state = module._get_fsdp_state()
         groups.extend(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])

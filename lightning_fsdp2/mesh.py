@@ -2,16 +2,16 @@
 
 An *axis* belongs to a mesh; a *dim* belongs to a tensor. All meshes of a run are views of one world mesh:
 
-=====================  =============================================================================================
-view                   axes
-=====================  =============================================================================================
-:func:`get_mesh` root  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: what ``create_device_mesh`` returns
-sharding               ``dp_replicate, dp_shard_cp, tensor_parallel``: what FSDP shards and replicates over
-loss                   ``dp_cp, tensor_parallel``: what losses and gradients are averaged over
-data                   ``data_parallel, context_parallel, tensor_parallel``: who reads which batch; the mesh that
-                       modules written for Lightning's ``ModelParallelStrategy`` expect
-model                  ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
-=====================  =============================================================================================
+===============  ===================================================================================================
+view             axes
+===============  ===================================================================================================
+the mesh itself  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: what :func:`create_device_mesh` returns
+sharding         ``dp_replicate, dp_shard_cp, tensor_parallel``: what FSDP shards and replicates over
+loss             ``dp_cp, tensor_parallel``: what losses and gradients are averaged over
+data             ``data_parallel, context_parallel, tensor_parallel``: who reads which batch; the mesh that modules
+                 written for Lightning's ``ModelParallelStrategy`` expect
+model            ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
+===============  ===================================================================================================
 
 Every view has all of its axes, those of size 1 included, so that one rank runs the same code as a thousand.
 """

@@ -104,7 +104,7 @@ class RunReport(Callback):
             lines.append(f"A sample, continuing {self.prompt!r}:\n{sample}")
         rank_zero_info("\n".join(lines))
 
-    def _write_sample(self, trainer: Trainer, pl_module: LightningModule) -> str:
+    def _write_sample(self, trainer: Any, pl_module: Any) -> str:
         """All ranks generate the same text: each holds a part of the weights."""
         tokenizer = trainer.datamodule.tokenizer
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)

@@ -22,10 +22,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -162,7 +165,7 @@ def read_tensors(
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     planner = _LoadPlanner(weights_only)
-    _call_dcp(lambda: dcp.load(flat, storage_reader=reader, planner=planner, process_group=group), path)
+    _call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, process_group=group), path)
     loaded = _unflatten({_path_of(metadata, key): flat[key] for key in keys})
     model_state = loaded.pop("state_dict", {})
     return model_state, [loaded[name] for name in sorted(loaded, key=lambda name: int(name.removeprefix("optimizer_")))]
@@ -222,9 +225,9 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
             outcome[0] = action()
         except Exception as error:
             outcome[1] = error
-    result, error = _broadcast(outcome, group)
-    if error is not None:
-        raise error
+    result, failure = _broadcast(outcome, group)
+    if failure is not None:
+        raise failure
     return result
 
 
@@ -241,7 +244,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def _save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     writer = FileSystemWriter(folder)
-    _call_dcp(lambda: dcp.save(tensors, storage_writer=writer, process_group=group), folder)
+    _call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), folder)
 
 
 def _call_dcp(action: Callable[[], Any], path: Path) -> None:
@@ -251,7 +254,7 @@ def _call_dcp(action: Callable[[], Any], path: Path) -> None:
             # one process without a process group is as good a use as any
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             action()
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         raise RuntimeError(f"The checkpoint {str(path)!r} could not be written or read: {error}") from error
 
 
@@ -307,8 +310,8 @@ def _check_complete(path: Path) -> None:
         missing += [name if sizes[name] < 0 else f"{name} (truncated)" for name in ends if sizes[name] < ends[name]]
     if missing:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only in"
-            " part, or written by something that died; use an earlier one."
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only"
+            " in part, or written by something that died; use an earlier one."
         )
 
 

@@ -10,9 +10,9 @@ import torch
 def get_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of torch (host and ``device``), numpy and Python."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
+    state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "python": random.getstate(),
     }
     if device.type != "cpu":

@@ -1,8 +1,10 @@
 """FSDP2 for any torch loop: ``FSDP2Manager(config, device_mesh).parallelize(model)``."""
 
+from typing import cast
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
@@ -60,7 +62,7 @@ class FSDP2Manager:
             model,
             self.device_mesh,
             mp_policy=self.mp_policy,
-            offload_policy=config.offload_policy,
+            offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
             reshard_after_forward=config.reshard_after_forward,
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
             fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,

@@ -2,13 +2,13 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.parallel.gradients import get_total_norm
@@ -65,8 +65,10 @@ class CausalLM(LightningModule):
                 " start from a model's weights, `config` to start a new model."
             )
         self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation")
+        self.pretrained, self.attn_implementation = pretrained, attn_implementation
+        self.decay_norms_and_biases = decay_norms_and_biases
         self.hf_config = _build_config(pretrained or config)
-        self.model = None  # type: ignore[assignment]  # built in `configure_model`, where the mesh is known
+        self.model = None  # built in `configure_model`, where the mesh is known
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
@@ -76,16 +78,16 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ model
 
     def prepare_data(self) -> None:
-        if self.hparams.pretrained is not None:
-            _find_weights(self.hparams.pretrained, download=True)
+        if self.pretrained is not None:
+            _find_weights(self.pretrained, download=True)
 
     def configure_model(self) -> None:
         if self.model is not None:
             return
         from transformers import AutoModelForCausalLM
 
-        folder = None if self.hparams.pretrained is None else _find_weights(self.hparams.pretrained, download=False)
-        options = {"attn_implementation": self.hparams.attn_implementation, "dtype": torch.get_default_dtype()}
+        folder = None if self.pretrained is None else _find_weights(self.pretrained, download=False)
+        options = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.device_mesh is not None:
             # the strategy shards the model before it gives it weights
             with torch.device("meta"):
@@ -99,7 +101,7 @@ class CausalLM(LightningModule):
         self.model.train()
 
     def setup(self, stage: str) -> None:
-        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         vocab_size = self.hf_config.get_text_config().vocab_size
         if tokenizer is not None and len(tokenizer) > vocab_size:
             raise ValueError(
@@ -174,11 +176,11 @@ class CausalLM(LightningModule):
 
     def _get_parameter_groups(self) -> list[dict[str, Any]]:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if self.hparams.decay_norms_and_biases:
+        if self.decay_norms_and_biases:
             return [{"params": parameters}]
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -216,7 +218,7 @@ class CausalLM(LightningModule):
         self._token_mean = None
 
     def _is_logging_step(self, step: int) -> bool:
-        return step % self.trainer.log_every_n_steps == 0
+        return step % cast(Any, self.trainer).log_every_n_steps == 0
 
 
 def _build_config(source: dict[str, Any] | str) -> "PretrainedConfig":

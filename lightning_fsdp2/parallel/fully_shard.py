@@ -4,9 +4,11 @@ A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its par
 its gradients in one reduce-scatter.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +41,7 @@ class Unit:
     """False keeps the weights gathered for backward; an int reshards to that many ranks."""
 
     casts_output: bool = False
-    """Whether ``MixedPrecisionPolicy.output_dtype`` applies: to whole models only, or it would leak into every block."""
+    """Whether ``MixedPrecisionPolicy.output_dtype`` applies: to whole models only, lest it leak into every block."""
 
     is_container: bool = False
     """The LightningModule: it computes in its own dtype and leaves the batch as it is."""
@@ -108,7 +110,7 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
         backward_depth: The same for backward, where 0 means torch's own prefetch of one unit.
     """
     for chain in plan.chains:
-        modules = [unit.modules[0] for unit in chain]
+        modules: list[Any] = [unit.modules[0] for unit in chain]
         for index, module in enumerate(modules):
             ahead = modules[index + 1 : index + 1 + forward_depth]
             behind = modules[max(0, index - backward_depth) : index][::-1]
@@ -152,12 +154,12 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
         try:
             for module in modules:
                 module.unshard()
-            for module in marked:
-                module.__dict__[_UNSHARDED_ATTRIBUTE] = True
+            for inside in marked:
+                inside.__dict__[_UNSHARDED_ATTRIBUTE] = True
             yield
         finally:
-            for module in marked:
-                module.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            for inside in marked:
+                inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
             for module in modules:
                 module.reshard()
 
@@ -197,7 +199,7 @@ def _shard_unit(
         offload_policy=offload_policy or OffloadPolicy(),
     )
     if not unit.unshard_in_backward:
-        unit.modules[0].set_unshard_in_backward(False)
+        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
 
 
 def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
@@ -218,9 +220,8 @@ def _build_end_units(
     reshard_after_forward: bool | int | None,
 ) -> tuple[Unit | None, Unit | None]:
     """The embedding's unit and that of ``[norm, head]``; one unit for both where they are tied."""
-    embedding, head = get_embedding_and_head(model)
-    norm = get_optional_final_norm(model)
-    embedding, head, norm = (module if module not in taken else None for module in (embedding, head, norm))
+    ends = (*get_embedding_and_head(model), get_optional_final_norm(model))
+    embedding, head, norm = (module if module not in taken else None for module in ends)
     keep = reshard_after_forward is not True and _is_trainable([model])
     tail = [module for module in (norm, head) if module is not None]
     if embedding is not None and head is not None and any(p in set(head.parameters()) for p in embedding.parameters()):
@@ -257,8 +258,8 @@ def _group_tied(
     top_of = {module: top for top in reversed(tops) for module in top.modules()}
     group_of = {top: [top] for top in tops}
     for holders in owners.values():
-        first, *others = dict.fromkeys(top_of[module] for module, _ in holders if module in top_of) or [None]
-        for other in others:
+        tied = list(dict.fromkeys(top_of[module] for module, _ in holders if module in top_of))
+        for first, other in itertools.pairwise(tied):
             if group_of[other] is not group_of[first]:
                 group_of[first].extend(group_of[other])
                 for top in group_of[other]:
@@ -296,10 +297,10 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of a minority dtype units of their own: torch wants one dtype among a unit's trainable parameters."""
+    """Give modules of a minority dtype their own units: torch wants one dtype among a unit's trainable parameters."""
     names = get_parameter_names(model)
     claimed: set[nn.Module] = set()
-    result = []
+    result: list[Unit] = []
     for unit in units:
         modules = [module for top in unit.modules for module in top.modules() if module not in claimed]
         claimed.update(modules)

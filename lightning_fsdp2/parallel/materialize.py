@@ -6,7 +6,7 @@ shard, so that a seed gives one model on any mesh. One module is held in full at
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ def _allocate(model: nn.Module, device: torch.device) -> _Fresh:
                     empty = torch.empty_like(tensor, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                slots[name] = replaced[tensor]
+                slots[name] = replaced[tensor]  # type: ignore[assignment]
     return _Fresh(replaced.values())
 
 
@@ -113,7 +113,7 @@ def _initialize(module: nn.Module, fresh: _Fresh, init: Callable[[nn.Module], No
     if is_hf_model(module):
         from transformers.initialization import guard_torch_init_functions
 
-        init, guard = module._init_weights, guard_torch_init_functions()
+        init, guard = cast(Any, module)._init_weights, guard_torch_init_functions()
     with guard:
         for child in module.children():
             _initialize(child, fresh, init)
@@ -122,7 +122,7 @@ def _initialize(module: nn.Module, fresh: _Fresh, init: Callable[[nn.Module], No
                 init(module)
         elif init is None and fresh.is_in(module):
             with _whole_parameters(module, fresh):
-                _get_optional_reset(module)()
+                _get_reset(module)()
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
 
     A parameter that has its values already, from before or through a module it is tied to, keeps them.
     """
-    sharded = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
     plain = {name: p for name, p in module._parameters.items() if p is not None and name not in sharded}
     kept = {name: p.detach().clone() for name, p in plain.items() if not fresh.is_uninitialized(p)}
@@ -174,7 +174,7 @@ class _WholeRandomNumbers(TorchDispatchMode):
 @contextmanager
 def _random_state_of_first_rank(device: torch.device) -> Iterator[None]:
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    states = [torch.get_rng_state(), accelerator.get_rng_state(device) if accelerator else None]
+    states: list[Any] = [torch.get_rng_state(), accelerator.get_rng_state(device) if accelerator else None]
     if dist.is_initialized():
         dist.broadcast_object_list(states, src=0)
     with torch.random.fork_rng([device] if accelerator else [], device_type=device.type if accelerator else "cuda"):
@@ -191,7 +191,7 @@ def _check_can_initialize(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if module not in inside_hf
         and any(tensor.is_meta for tensor in _direct_tensors(module))
-        and _get_optional_reset(module) is None
+        and _get_reset(module) is None
     ]
     if stuck:
         raise ValueError(
@@ -201,7 +201,7 @@ def _check_can_initialize(model: nn.Module) -> None:
         )
 
 
-def _get_optional_reset(module: nn.Module) -> Callable[..., None] | None:
+def _get_reset(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def get_weight_files(folder: str | Path) -> list[str]:
     return files
 
 
-def _load(model: nn.Module, folder: Path, device: torch.device) -> None:
+def _load(model: Any, folder: Path, device: torch.device) -> None:
     # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
     # whole model on one rank or get packed experts wrong
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -75,7 +76,7 @@ def _load(model: nn.Module, folder: Path, device: torch.device) -> None:
         pretrained_model_name_or_path=str(folder),
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=cast(Any, get_model_conversion_mapping(model)),
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with _one_progress_bar():

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -118,7 +119,7 @@ def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _get_embedding(model: nn.Module) -> nn.Embedding | None:
+def _get_embedding(model: Any) -> nn.Embedding | None:
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -126,7 +127,7 @@ def _get_embedding(model: nn.Module) -> nn.Embedding | None:
     return embedding if isinstance(embedding, nn.Embedding) else None
 
 
-def _get_head(model: nn.Module) -> nn.Module | None:
+def _get_head(model: Any) -> nn.Module | None:
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):

@@ -2,18 +2,19 @@
 
 import pickle
 import platform
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
-import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -31,7 +32,6 @@ from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.io import CheckpointIO
 
 _RANKS_KEY = "lightning_fsdp2"
@@ -47,6 +47,25 @@ class CheckpointingStrategy(ParallelStrategy):
     checkpoint_config: CheckpointConfig
     _control_group: dist.ProcessGroup | None
     _random_state_to_restore: dict[str, Any] | None = None
+
+    @abstractmethod
+    def parallelize(self) -> None:
+        """Shard the LightningModule, once; every stage calls it."""
+
+    @property
+    @abstractmethod
+    def full_device_mesh(self) -> DeviceMesh:
+        """The mesh with all four axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different data: replicas x shards."""
 
     @property
     @override

@@ -109,7 +109,8 @@ class _LockstepLoader(_LoaderWrapper):
     def _end(self, ranks_with_batch: int) -> None:
         if ranks_with_batch == 0:
             return
-        message = f"{self._group.size() - ranks_with_batch} of {self._group.size()} ranks ran out of batches before the others"
+        ranks = self._group.size()
+        message = f"{ranks - ranks_with_batch} of {ranks} ranks ran out of batches before the others"
         remedy = "Give all data parallel ranks the same number of batches, or the loader a length."
         if not self._may_drop:
             raise ValueError(f"{message}, whose predictions would be lost. {remedy}")

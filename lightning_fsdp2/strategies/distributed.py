@@ -23,7 +23,7 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout: t
         return
     rank, world_size = environment.global_rank(), environment.world_size()
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     else:
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -38,7 +38,7 @@ def get_default_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def reduce(tensor: Tensor, group: dist.ProcessGroup, op: str | dist.ReduceOp | None) -> Tensor:
+def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
     """All-reduce a copy of ``tensor``; a DTensor is gathered first.
 
     Args:

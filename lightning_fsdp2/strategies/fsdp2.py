@@ -51,6 +51,7 @@ class FSDP2Strategy(MeshStrategy):
     """
 
     strategy_name = "fsdp2"
+    config: FSDP2Config
 
     def __init__(
         self,

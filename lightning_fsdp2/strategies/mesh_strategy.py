@@ -2,7 +2,6 @@
 
 import os
 import sys
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,8 +76,9 @@ class MeshStrategy(CheckpointingStrategy):
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.num_nodes = 1
         self.token_mean: TokenMean | None = None
-        self._sizes = {"dp_size": dp_size, "dp_replicate_size": dp_replicate_size, "tp_size": tp_size}
-        self._sizes["cp_size"] = cp_size
+        self._get_sizes = partial(
+            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
+        )
         self._timeout = timeout
         self._full_device_mesh: DeviceMesh | None = None
         self._control_group: dist.ProcessGroup | None = None
@@ -87,17 +87,11 @@ class MeshStrategy(CheckpointingStrategy):
         self._checked_batches: set[tuple[str, int]] = set()
         _check_checkpoint_config(self.checkpoint_config)
 
-    # ------------------------------------------------------------------ what a concrete strategy adds
-
-    @abstractmethod
-    def parallelize(self) -> None:
-        """Shard the LightningModule, once; every stage calls it."""
-
     # ------------------------------------------------------------------ mesh and ranks
 
     @property
+    @override
     def full_device_mesh(self) -> DeviceMesh:
-        """The mesh with all four axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         if self._full_device_mesh is None:
             raise RuntimeError("The device mesh exists once the Trainer has started its processes (`setup`).")
         return self._full_device_mesh
@@ -108,13 +102,13 @@ class MeshStrategy(CheckpointingStrategy):
         return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
 
     @property
+    @override
     def data_parallel_rank(self) -> int:
-        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
         return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
 
     @property
+    @override
     def data_parallel_size(self) -> int:
-        """Number of ranks that read different data: replicas x shards."""
         return get_mesh(self.full_device_mesh, DATA_PARALLEL).size()
 
     @property
@@ -145,7 +139,7 @@ class MeshStrategy(CheckpointingStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ processes
 
@@ -165,7 +159,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        sizes = get_mesh_sizes(world_size=self.world_size, num_nodes=self.num_nodes, **self._sizes)
+        sizes = self._get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -375,7 +369,7 @@ class MeshStrategy(CheckpointingStrategy):
     # ------------------------------------------------------------------ data
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
+    def process_dataloader(self, dataloader: Any) -> Any:
         if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed by global rank, and the ranks of one replica would augment differently
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)

@@ -253,14 +253,18 @@ def get_sync_flags(model: nn.Module) -> set[tuple[bool, bool, bool]]:
 def test_defer_grad_sync_restores_the_flags_after_an_exception(
     reduce_scatter: bool, deferred: tuple[bool, bool, bool]
 ) -> None:
+    def fail_inside(model: nn.Module) -> None:
+        with defer_grad_sync(model, reduce_scatter=reduce_scatter):
+            assert get_sync_flags(model) == {deferred}
+            raise KeyError("inside")
+
     def run() -> None:
         mesh = create_device_mesh(dp_replicate_size=2, device_type="cpu")
         model = fsdp2_strategy_parallelize(PlainTransformer(), mesh, mp_policy=MixedPrecisionPolicy())
         model(torch.ones(1, 2, dtype=torch.long)).sum().backward()
         assert get_sync_flags(model) == {(True, True, True)}
-        with pytest.raises(KeyError, match="inside"), defer_grad_sync(model, reduce_scatter=reduce_scatter):
-            assert get_sync_flags(model) == {deferred}
-            raise KeyError("inside")
+        with pytest.raises(KeyError, match="inside"):
+            fail_inside(model)
         assert get_sync_flags(model) == {(True, True, True)}
 
     run_ranks(run, 2)
