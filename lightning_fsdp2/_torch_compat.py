@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -49,18 +50,33 @@ def initialize_root(module: FSDPModule) -> None:
     module._get_fsdp_state()._lazy_init()
 
 
+def end_forward(module: FSDPModule) -> None:
+    """End what a forward of a part of the model left open in ``module``, so that ``reshard`` shards it again.
+
+    A call of one block gathers the next one ahead of time; a call of one module of a list unit (``lm_head`` without
+    the norm) leaves the unit waiting for the others. Both would keep weights from before the next optimizer step.
+    ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
+    """
+    state = module._get_fsdp_state()
+    if state._modules_to_run_forward:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        if state._state_ctx.iter_forward_root is state:
+            state._state_ctx.iter_forward_root = None
+        for group in _get_param_groups(module):
+            group._training_state = TrainingState.IDLE
+    for group in _get_param_groups(module):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+
+
 @contextmanager
 def keep_unsharded_after_forward(modules: list[FSDPModule]) -> Iterator[None]:
     """Let forwards leave gathered weights gathered; the settings of the modules are put back at the end.
 
-    ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them. The attribute was
-    ``_fsdp_param_group`` in torch 2.11 and is a list since.
+    ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them.
     """
-    groups: list[Any] = []
-    for module in modules:
-        state = module._get_fsdp_state()
-        groups.extend(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
-    groups = [group for group in groups if group is not None]
+    groups = [group for module in modules for group in _get_param_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
     try:
         for group in groups:
@@ -69,3 +85,10 @@ def keep_unsharded_after_forward(modules: list[FSDPModule]) -> Iterator[None]:
     finally:
         for group, setting in zip(groups, settings, strict=True):
             group.post_forward_mesh_info = setting
+
+
+def _get_param_groups(module: FSDPModule) -> list[Any]:
+    """Parameters and gradients of a unit: one group or none in torch 2.11 (``_fsdp_param_group``), a list since."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightning_fsdp2._torch_compat import keep_unsharded_after_forward
+from lightning_fsdp2._torch_compat import end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.parallel.structure import (
     get_embedding_and_head,
     get_hf_models,
@@ -173,9 +173,10 @@ def reshard(model: nn.Module) -> None:
     """Shard every unit of ``model`` that a forward without backward left gathered.
 
     Such a copy would be stale after the next optimizer step or load, and hides the sharded parameter from
-    ``named_parameters()``. Costs nothing where there is none.
+    ``named_parameters()``. Costs nothing where there is none. Not to be called while a forward runs.
     """
     for module in get_fsdp_modules(model):
+        end_forward(module)
         module.reshard()
 
 

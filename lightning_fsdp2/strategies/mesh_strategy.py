@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -191,6 +192,8 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("log", None)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -228,6 +231,9 @@ class MeshStrategy(CheckpointingStrategy):
         reshard(self.lightning_module)
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
+        # a metric computed from a sharded parameter would be logged as this rank's part of it
+        log = partial(_log_whole, type(self.lightning_module).log, self.lightning_module)
+        self.lightning_module.__dict__["log"] = log
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -435,6 +441,10 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return distributed.all_gather(tensor, group or dist.group.WORLD, sync_grads)
+
+
+def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    log(module, name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
 def _check_checkpoint_config(config: CheckpointConfig) -> None:

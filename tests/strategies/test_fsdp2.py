@@ -550,7 +550,6 @@ class LogsSharded(Regressor):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.xfail(strict=True, reason="`self.log(DTensor)` without sync_dist keeps this rank's part of it")
 def test_logged_sharded_values_without_sync_dist() -> None:
     def run() -> None:
         trainer = make_trainer(max_steps=1)
@@ -775,13 +774,11 @@ PARTS_OF_A_UNIT = [["model.norm"], ["lm_head", "lm_head"]]
             "on_before_optimizer_step",
             WHOLE_UNITS,
             id="on_before_optimizer_step-whole_units",
-            marks=pytest.mark.xfail(strict=True, reason="the next unit was prefetched, and stays so over the step"),
         ),
         pytest.param(
             "on_before_optimizer_step",
             PARTS_OF_A_UNIT,
             id="on_before_optimizer_step-part_of_a_unit",
-            marks=pytest.mark.xfail(strict=True, reason="torch waits for the other half, and it stays gathered"),
         ),
     ],
 )

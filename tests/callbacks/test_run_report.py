@@ -1,0 +1,84 @@
+"""What RunReport says at the end of a run."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.models import LLAMA
+from helpers.oracle import QUIET
+from helpers.ranks import run_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
+from lightning_fsdp2.callbacks import RunReport
+
+
+def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, list[float]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    sys.argv = ["lightning-fsdp2", "fit", "--config=run.yaml", f"--trainer.max_steps={max_steps}"]
+    losses: list[float] = []
+
+    class Losses(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            losses.append(float(trainer.callback_metrics["val/loss"]))
+
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=FSDP2Strategy(),
+        max_steps=max_steps,
+        num_sanity_val_steps=-1,
+        val_check_interval=2,
+        callbacks=[
+            Losses(),
+            RunReport(prompt="do", max_new_tokens=5),
+            ModelCheckpoint(folder / "run", every_n_train_steps=2, save_top_k=0, save_last=True),
+        ],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    module = CausalLM(config={**LLAMA, "vocab_size": 257, "eos_token_id": 256})
+    data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.3)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return next((text for text in records if text.startswith("Training ended")), ""), losses
+
+
+def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for index in range(12):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 8}{index}")
+    (report, losses), (other, _) = run_ranks(train, 2, tmp_path, None, 2)
+    assert other == "", "every rank reported"
+    assert "Training ended after 2 steps." in report
+    before = losses[0]
+    assert f"Validation loss: {losses[-1]:.3f} nats per token (before training: {before:.3f})" in report
+    assert re.search(r"Speed: [\d,]+ tokens per second on 2 rank\(s\)", report)
+    assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'}" in report
+    assert "lightning-fsdp2 fit --config=run.yaml --ckpt_path=last --trainer.max_steps=4" in report
+    assert "A sample, continuing 'do':\ndo" in report
+
+    report, losses = run_ranks(train, 2, tmp_path, "last", 40)[0]
+    assert losses, "no validation ran"
+    assert f"(before training: {before:.3f})" in report
+
+
+@pytest.mark.parametrize("strategy", ["auto"])
+def test_it_works_under_any_strategy_and_without_validation_or_checkpoint(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("again and again " * 40)
+
+    def run() -> None:
+        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_steps=1, callbacks=[RunReport()], **QUIET)
+        data = TextDataModule(
+            path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=2, validation_fraction=0.0
+        )
+        trainer.fit(CausalLM(config={**LLAMA, "vocab_size": 257}), data)
+
+    run_ranks(run, 1, group=False)

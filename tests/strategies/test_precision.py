@@ -1,0 +1,395 @@
+"""``Trainer(precision=)`` and ``FSDP2Config.mp_policy``: which tensor has which dtype, and what they refuse."""
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from helpers.models import LLAMA, VOCABULARY, make_causal_lm, make_token_batches
+from helpers.oracle import QUIET, whole
+from helpers.ranks import run_ranks
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.strategies.precision import ShardedPrecision, get_mp_policy
+
+WIDTH = 16
+FP32, BF16 = torch.float32, torch.bfloat16
+
+Batch = dict[str, Tensor]
+
+
+def make_trainer(config: FSDP2Config | None = None, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        strategy=FSDP2Strategy(config=config),
+        use_distributed_sampler=False,
+        **{"max_steps": 2, **QUIET, **options},
+    )
+
+
+def make_batches(count: int) -> list[Batch]:
+    """Tokens, and floats in [sequence, width] with a target each."""
+    generator = torch.Generator().manual_seed(2)
+    batches = make_token_batches(count, ragged=False)
+    for batch in batches:
+        batch["floats"] = torch.randn(2, 6, WIDTH, generator=generator)
+        batch["targets"] = torch.randn(2, 6, generator=generator)
+    return batches
+
+
+def make_loader(batches: list[Batch]) -> DataLoader[Batch]:
+    return DataLoader(batches[dist.get_rank() :: dist.get_world_size()], batch_size=None)
+
+
+# ---------------------------------------------------------------------- who has which dtype
+
+
+class Observed(pl.LightningModule):
+    """A Hugging Face model, a layer and a parameter of its own; writes down every dtype it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = make_causal_lm(LLAMA)
+        self.layer = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = nn.Parameter(torch.ones(VOCABULARY))
+        self.dtypes: dict[str, set[torch.dtype]] = defaultdict(set)
+        self.autocast: set[bool] = set()
+
+    def configure_model(self) -> None:
+        if not self.dtypes:
+            blocks = {name: m for name, m in self.model.named_modules() if name.endswith("q_proj")}
+            assert len(blocks) == LLAMA["num_hidden_layers"]
+            ends = {"embedding": self.model.get_input_embeddings(), "head": self.model.get_output_embeddings()}
+            for module in (*blocks.values(), *ends.values()):
+                module.register_forward_hook(self._observe("weight in a unit"))
+            for module in blocks.values():
+                module.register_forward_hook(self._observe_output("between blocks"))
+            self.layer.register_forward_hook(self._observe("weight in a unit"))
+
+    def _observe(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.dtypes[name].add(module.weight.dtype)
+            self.autocast.add(torch.is_autocast_enabled("cpu"))
+
+        return hook
+
+    def _observe_output(self, name: str) -> Any:
+        return lambda module, args, output: self.dtypes[name].add(output.dtype)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
+        own = self.layer(batch["floats"])
+        scaled = logits * self.scale
+        loss = F.cross_entropy(scaled.flatten(0, 1), batch["labels"].flatten()) + own.square().mean()
+        self.autocast.add(torch.is_autocast_enabled("cpu"))
+        assert batch["input_ids"].dtype == torch.int64
+        for name, value in {
+            "batch": batch["floats"],
+            "logits": logits,
+            "output of an own layer": own,
+            "own parameter": self.scale,
+            "loss": loss,
+        }.items():
+            self.dtypes[name].add(value.dtype)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        self.dtypes["gradient"].update(gradient.dtype for gradient in gradients)
+
+    def on_train_end(self) -> None:
+        self.dtypes["stored parameter"].update(p.dtype for p in self.parameters())
+        states = self.trainer.optimizers[0].state.values()
+        assert len(states) == len(list(self.parameters()))
+        self.dtypes["optimizer state"].update(s[name].dtype for s in states for name in ("exp_avg", "exp_avg_sq"))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@contextmanager
+def record_reductions(dtypes: set[torch.dtype]) -> Iterator[None]:
+    """The dtypes that gradients are reduced in."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    function = getattr(dist, name)
+
+    def recorded(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtypes.add(output.dtype)
+        return function(output, *args, **kwargs)
+
+    with patch.object(dist, name, recorded):
+        yield
+
+
+TABLE = {
+    "32-true": dict.fromkeys(
+        (
+            "stored parameter",
+            "weight in a unit",
+            "between blocks",
+            "logits",
+            "output of an own layer",
+            "own parameter",
+            "batch",
+            "loss",
+            "gradient",
+            "reduction",
+            "optimizer state",
+        ),
+        FP32,
+    )
+}
+TABLE["bf16-mixed"] = {**TABLE["32-true"], "weight in a unit": BF16, "between blocks": BF16}
+TABLE["bf16-true"] = {**dict.fromkeys(TABLE["32-true"], BF16), "reduction": FP32}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dtypes(world_size: int) -> None:
+    batches = make_batches(2 * world_size)
+
+    def run() -> dict[str, dict[str, set[torch.dtype]]]:
+        seen = {}
+        for precision in TABLE:
+            module = Observed()
+            with record_reductions(module.dtypes["reduction"]):
+                make_trainer(precision=precision).fit(module, make_loader(batches))
+            assert module.autocast == {False}, precision
+            seen[precision] = dict(module.dtypes)
+        return seen
+
+    expected = {precision: {name: {d} for name, d in row.items()} for precision, row in TABLE.items()}
+    for seen in run_ranks(run, world_size):
+        if world_size == 1:  # nothing to reduce
+            for rows in (seen, expected):
+                for row in rows.values():
+                    row.pop("reduction")
+        assert seen == expected
+
+
+POLICIES = {
+    "dtype names": ({"param_dtype": "bfloat16"}, {"logits": BF16, "output of an own layer": BF16}),
+    "output_dtype": (MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32), {}),
+    "reduce_dtype": (
+        MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),
+        {"logits": BF16, "output of an own layer": BF16, "reduction": BF16},
+    ),
+}
+"""Policies, and where they differ from bf16-mixed."""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_explicit_policy_wins(precision: Any) -> None:
+    batches = make_batches(4)
+
+    def run() -> None:
+        for name, (policy, differences) in POLICIES.items():
+            module, config = Observed(), FSDP2Config(mp_policy=policy)
+            module.dtypes.pop("loss", None)
+            with record_reductions(module.dtypes["reduction"]):
+                make_trainer(config, precision=precision, max_steps=1).fit(module, make_loader(batches))
+            expected = {**TABLE["bf16-mixed"], **differences}
+            assert module.dtypes == {key: {dtype} for key, dtype in expected.items()}, name
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- users' own modules under bf16-mixed
+
+
+class LinearOnModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.losses: list[Tensor] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.build()
+
+    def build(self) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss((self.layer(batch["floats"]) * self.scale).sum(-1), batch["targets"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(whole({name: p.grad for name, p in self.named_parameters()}))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+
+
+class FloatModel(nn.Module):
+    """Takes floats where a language model takes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, floats: Tensor) -> Tensor:
+        for block in self.blocks:
+            floats = block(floats)
+        return self.head(floats)
+
+
+class FloatInputs(LinearOnModule):
+    def build(self) -> None:
+        self.model = FloatModel()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self.model(batch["floats"]).squeeze(-1), batch["targets"])
+
+
+class OwnLossOnLogits(LinearOnModule):
+    def build(self) -> None:
+        self.model = make_causal_lm(LLAMA)
+        self.class_weights = nn.Parameter(torch.rand(VOCABULARY), requires_grad=True)
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits + self.class_weights
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+
+
+def get_gradient_error(module: pl.LightningModule, batches: list[Batch], gradients: dict[str, Tensor]) -> float:
+    """Distance to the gradients of ``module`` in float32 on all batches, relative to their norm."""
+    for batch in batches:
+        (module.loss(batch) / len(batches)).backward()
+    exact = {name: p.grad for name, p in module.named_parameters()}
+    assert gradients.keys() == exact.keys()
+    distance = sum((gradients[name] - gradient).square().sum() for name, gradient in exact.items())
+    return (distance / sum(gradient.square().sum() for gradient in exact.values())).sqrt().item()
+
+
+def get_autocast_gradients(module: pl.LightningModule, batches: list[Batch]) -> dict[str, Tensor]:
+    """One process under Lightning's own bf16-mixed."""
+    for batch in batches:
+        with torch.autocast("cpu", BF16):
+            loss = module.loss(batch) / len(batches)
+        loss.backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [LinearOnModule, FloatInputs, OwnLossOnLogits])
+def test_users_own_modules_train_under_bf16_mixed(kind: type[LinearOnModule]) -> None:
+    batches = make_batches(2)
+
+    def run() -> None:
+        module, expected = kind(), kind()
+        loader = DataLoader([batches[dist.get_rank()]] * 12, batch_size=None)
+        make_trainer(precision="bf16-mixed", max_steps=12).fit(module, loader)
+        assert {loss.dtype for loss in module.losses} == {FP32}
+        assert module.losses[-1] < 0.97 * module.losses[0]
+        reference = get_gradient_error(
+            copy.deepcopy(expected), batches, get_autocast_gradients(copy.deepcopy(expected), batches)
+        )
+        error = get_gradient_error(expected, batches, module.gradients[0])
+        print(kind, module.losses[0], module.losses[-1], error, reference)
+        assert 0 < error <= 1.25 * reference
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+CONTRADICTIONS = {
+    "bf16-mixed, float16": ("bf16-mixed", {"param_dtype": "float16"}, r"computes in bfloat16, but .* is torch.float16"),
+    "bf16-mixed, float32": ("bf16-mixed", {"param_dtype": "float32"}, r"computes in bfloat16, but .* is torch.float32"),
+    "bf16-true, float32": ("bf16-true", {"param_dtype": "float32"}, r"computes in bfloat16, but .* is torch.float32"),
+    "bf16-mixed, none": ("bf16-mixed", {"reduce_dtype": "float32"}, r"leaves param_dtype out"),
+}
+
+
+def test_a_policy_that_contradicts_the_precision_is_refused() -> None:
+    def run() -> None:
+        for name, (precision, policy, message) in CONTRADICTIONS.items():
+            trainer = make_trainer(FSDP2Config(mp_policy=policy), precision=precision)
+            with pytest.raises(ValueError, match=rf'precision="{precision}".*mp_policy.*{message}') as error:
+                trainer.fit(LinearOnModule(), DataLoader(make_batches(1), batch_size=None))
+            assert "mp_policy" in str(error.value), name
+            assert not dist.is_initialized()
+
+    run_ranks(run, 1, group=False)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(param_dtype=BF16), MixedPrecisionPolicy(reduce_dtype=BF16)])
+def test_a_policy_that_agrees_with_the_precision_is_taken_as_it_is(policy: MixedPrecisionPolicy) -> None:
+    assert get_mp_policy("bf16-true", policy) is policy
+    assert get_mp_policy("32-true", policy) is policy
+
+
+REFUSED = {
+    "16-mixed": "bf16-mixed",
+    "16-true": "bf16-true",
+    "64-true": "32-true",
+    "transformer-engine": "bf16-mixed",
+    "transformer-engine-float16": "bf16-mixed",
+    "8-true": "32-true",
+}
+
+
+@pytest.mark.parametrize("precision", REFUSED)
+def test_other_precisions_are_refused_and_the_alternative_named(precision: Any) -> None:
+    message = rf"precision='{precision}' is not supported.*use precision=\"{REFUSED[precision]}\""
+    with pytest.raises(ValueError, match=message):
+        ShardedPrecision(precision)
+    if precision in ("16-true", "64-true"):  # the others Lightning replaces on a CPU, or refuses itself
+        with pytest.raises(ValueError, match=message):
+            make_trainer(precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "lightning_fsdp2.FSDP2Strategy"])
+def test_the_command_line_refuses_16_mixed_which_lightning_would_replace_on_a_cpu(
+    strategy: str,
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fsdp2"])
+    chosen: Any = strategy if "." not in strategy else {"class_path": strategy}
+    trainer = {"accelerator": "cpu", "precision": precision, "strategy": chosen, "default_root_dir": str(tmp_path)}
+    model = {"class_path": f"{BoringModel.__module__}.BoringModel"}
+    data = {"class_path": f"{BoringModel.__module__}.BoringDataModule"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model, "data": data}))
+    with pytest.raises(SystemExit) as exit_:
+        FSDP2CLI(["fit", f"--config={tmp_path / 'run.yaml'}"])
+    assert exit_.value.code == 2
+    assert "error: trainer.precision='16-mixed' is not supported by this strategy" in (
+        message := capsys.readouterr().err
+    )
+    assert 'use precision="bf16-mixed"' in message
