@@ -7,7 +7,7 @@ Three runs train the same Llama-architecture model from the same weights on the 
     c  Trainer(strategy=ModelParallelStrategy()), with the same fully_shard calls in configure_model
 
 All three live in the same processes and take turns, one block of steps each (a b c a b c ...), so that the machine's
-noise hits them alike: each run is a Python thread, and a relay decides whose turn it is. A step lasts from the start of
+noise hits them alike: each run is a Python thread, and events say whose turn it is. A step lasts from the start of
 one batch to the start of the next, Lightning's loop included. Collectives and dispatched operations are counted in
 steps of their own at the end. The losses of the three runs must be equal.
 
@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
@@ -52,22 +53,8 @@ COUNTED = {
     "c10d::broadcast_": "broadcasts",
     "aten::_local_scalar_dense": "host reads",
 }
-VOCABULARY = 512
-SEQUENCE_LENGTH = 64
+VOCABULARY, SEQUENCE_LENGTH = 512, 64
 LEARNING_RATE = 1e-3
-
-
-class Relay:
-    """Hands the turn from run to run: one works, the others wait."""
-
-    def __init__(self) -> None:
-        self.events = {run: threading.Event() for run in RUNS}
-        self.events["a"].set()
-
-    def pass_on(self, run: str) -> None:
-        """End this run's turn and begin that of the next."""
-        self.events[run].clear()
-        self.events[{"a": "b", "b": "c", "c": "a"}[run]].set()
 
 
 class OperationCounter(TorchDispatchMode):
@@ -80,16 +67,15 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         self.counts["operations"] += not name.startswith("profiler::")
-        if name in COUNTED or name.startswith("c10d::"):
-            self.counts[COUNTED.get(name, name)] += 1
+        self.counts[COUNTED.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
 
 
 class Stepper(pl.Callback):
     """One run's clock: it is told of every batch start, keeps the durations, and passes the turn after each block."""
 
-    def __init__(self, run: str, relay: Relay, args: argparse.Namespace) -> None:
-        self.run, self.relay, self.args = run, relay, args
+    def __init__(self, run: str, turns: dict[str, threading.Event], args: argparse.Namespace) -> None:
+        self.run, self.turns, self.args = run, turns, args
         self.blocks: list[dict[str, list[float]]] = []
         self.losses: list[Tensor] = []
         self.counter = OperationCounter()
@@ -104,17 +90,22 @@ class Stepper(pl.Callback):
             for clock, started in self.started.items():
                 self.blocks[-1][clock].append(now[clock] - started)
         if 0 <= step <= timed_steps and step % self.args.steps == 0:
-            self.relay.pass_on(self.run)
-            self.relay.events[self.run].wait()
+            pass_turn(self.turns, self.run)
+            self.turns[self.run].wait()
             self.blocks.append({clock: [] for clock in CLOCKS})
             dist.barrier()
         if step == timed_steps:
             del self.blocks[-1]
             self.counter.__enter__()
         if self.batches == count_steps(self.args):
-            # the last step is there so that the one before it has an end
             self.counter.__exit__(None, None, None)
         self.started = {clock: read() for clock, read in CLOCKS.items()}
+
+
+def pass_turn(turns: dict[str, threading.Event], run: str) -> None:
+    """End this run's turn and begin that of the next."""
+    turns[run].clear()
+    turns[{"a": "b", "b": "c", "c": "a"}[run]].set()
 
 
 class Module(pl.LightningModule):
@@ -149,11 +140,8 @@ def run_trainer(module: Module, strategy: Any, stepper: Stepper) -> None:
         strategy=strategy,
         max_steps=count_steps(stepper.args),
         callbacks=[stepper],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     trainer.fit(module, make_loader(stepper.args))
 
@@ -192,9 +180,8 @@ def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
 
 def make_loader(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
     """This rank's random tokens, the same at every call."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (count_steps(args), args.batch_size, SEQUENCE_LENGTH)
-    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCABULARY, (count_steps(args), args.batch_size, SEQUENCE_LENGTH))
     return DataLoader([{"input_ids": batch, "labels": batch} for batch in tokens], batch_size=None)
 
 
@@ -213,7 +200,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def count_steps(args: argparse.Namespace) -> int:
-    """Of each run, the untimed ones included."""
+    """Of each run, the untimed ones included; the last lets the one before it end."""
     return args.warmup_steps + args.blocks * args.steps + args.counted_steps + 1
 
 
@@ -251,7 +238,11 @@ def print_report(steppers: dict[str, Stepper], args: argparse.Namespace) -> None
             pairs = zip(steppers["a"].blocks, steppers[other].blocks, strict=True)
             ratios = [median(ours[clock]) / median(theirs[clock]) for ours, theirs in pairs]
             low, high = bootstrap(ratios)
-            cells = [f"{times['a', clock] / times[other, clock]:.3f}", f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            cells = [
+                f"{times['a', clock] / times[other, clock]:.3f}",
+                f"{median(ratios):.3f}",
+                f"{low:.3f} to {high:.3f}",
+            ]
             print(f"| a/{other} | {clock} | {' | '.join(cells)} |")
 
 
@@ -260,8 +251,9 @@ def main() -> None:
     args = parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
-    relay = Relay()
-    steppers = {run: Stepper(run, relay, args) for run in RUNS}
+    turns = {run: threading.Event() for run in RUNS}
+    turns["a"].set()
+    steppers = {run: Stepper(run, turns, args) for run in RUNS}
     mps = ModelParallelStrategy(dist.get_world_size(), 1)
     bodies: dict[str, Callable[[], None]] = {
         "a": lambda: run_trainer(Module(args, steppers["a"].losses), FSDP2Strategy(), steppers["a"]),
@@ -271,25 +263,22 @@ def main() -> None:
 
     def take_turns(run: str) -> None:
         try:
-            relay.events[run].wait()
+            turns[run].wait()
             torch.set_num_threads(1)
             bodies[run]()
-            relay.pass_on(run)
+            pass_turn(turns, run)
         except BaseException:  # the other runs would wait for ever
             traceback.print_exc()
             os._exit(1)
 
-    threads = [threading.Thread(target=take_turns, args=(run,)) for run in RUNS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    losses = {run: torch.stack(stepper.losses) for run, stepper in steppers.items()}
-    for run in ("b", "c"):
-        torch.testing.assert_close(losses[run], losses["a"], rtol=1e-5, atol=1e-5)
+    with ThreadPoolExecutor(len(RUNS)) as pool:
+        pool.map(take_turns, RUNS)
+    losses = [torch.stack(stepper.losses) for stepper in steppers.values()]
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-5, atol=1e-5)
     if dist.get_rank() == 0:
         print_report(steppers, args)
-        print(f"\nThe losses of the three runs are equal; the last is {losses['a'][-1]:.4f}.")
+        print(f"\nThe losses of the three runs are equal; the last is {losses[0][-1]:.4f}.")
     dist.destroy_process_group()
 
 

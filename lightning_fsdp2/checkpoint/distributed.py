@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
@@ -335,7 +336,8 @@ def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place:
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
     if root == "state_dict" and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
-        return torch.distributed.tensor.empty(entry.size, dtype=dtype, device_mesh=mesh)
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)
     return torch.empty(entry.size, dtype=dtype)
 
 

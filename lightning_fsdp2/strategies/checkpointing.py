@@ -14,7 +14,9 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -140,7 +142,9 @@ class CheckpointingStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self._loaded_path, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        own = self.lightning_module.state_dict()
+        state = {name: _shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
+        load_model_state(self._loaded_path, self.lightning_module, state, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -216,6 +220,17 @@ class CheckpointingStrategy(ParallelStrategy):
             "lightning": lightning.__version__,
             "python": platform.python_version(),
         }
+
+
+def _shard_like(value: Any, own: Any) -> Any:
+    """A tensor that a hook renamed or made was not read with the sharding of its new name."""
+    if not (isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape):
+        return value
+    if isinstance(value, DTensor):
+        if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+            return value
+        value = value.full_tensor()
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:

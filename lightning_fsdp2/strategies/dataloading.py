@@ -2,7 +2,7 @@
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     Raises:
         ValueError: When a rank has no batch at all.
     """
-    if group is None or group.size() == 1:
+    if group is None:
         return loader
     length = _get_optional_length(loader)
     lengths = [0] * group.size()
@@ -71,6 +71,9 @@ class _ShortenedLoader(_LoaderWrapper):
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
         self._length = length
+        if hasattr(loader, "state_dict"):
+            # Lightning asks isinstance() of a protocol, which since Python 3.12 does not see what __getattr__ finds
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __len__(self) -> int:
         return self._length
@@ -161,7 +164,7 @@ def _update_digest(digest: Any, value: Any) -> None:
         data = value.detach().cpu().contiguous()
         digest.update(f"{data.dtype}{tuple(data.shape)}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):  # a tokenizer's BatchEncoding is no dict
         for key in value:
             digest.update(str(key).encode())
             _update_digest(digest, value[key])

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from traceback import walk_tb
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,7 +48,7 @@ from lightning_fsdp2.strategies.precision import ShardedPrecision
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 T = TypeVar("T")
 
@@ -200,6 +203,11 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, AssertionError) and _is_raised_in(
+            UnrepeatedDistributedSampler.__init__.__code__, exception
+        ):
+            # Lightning's sampler for predict fails on the ranks without samples only: the others wait in `keep_in_step`
+            keep_in_step((), self._control_group, may_drop=False)
         if "mixed torch.Tensor and DTensor" in str(exception):
             exception.args = (
                 f"{exception}\nA part of a sharded module was used outside of its unit's forward. Call the model or a"
@@ -222,6 +230,13 @@ class MeshStrategy(CheckpointingStrategy):
             self._precision_plugin = ShardedPrecision(str(precision_plugin.precision))
 
     @override
+    def connect(self, model: "LightningModule") -> None:
+        super().connect(model)
+        # a metric computed from a sharded parameter would be logged as this rank's part of it; here and not in
+        # `setup`, because callbacks get their `log` from the module before that
+        model.__dict__["log"] = partial(_log_whole, type(model).log, model)
+
+    @override
     def setup(self, trainer: "Trainer") -> None:
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -231,9 +246,6 @@ class MeshStrategy(CheckpointingStrategy):
         reshard(self.lightning_module)
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
-        # a metric computed from a sharded parameter would be logged as this rank's part of it
-        log = partial(_log_whole, type(self.lightning_module).log, self.lightning_module)
-        self.lightning_module.__dict__["log"] = log
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -445,6 +457,11 @@ class MeshStrategy(CheckpointingStrategy):
 
 def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     log(module, name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
+
+
+def _is_raised_in(code: CodeType, exception: BaseException) -> bool:
+    *_, (frame, _) = walk_tb(exception.__traceback__)
+    return frame.f_code is code
 
 
 def _check_checkpoint_config(config: CheckpointConfig) -> None:

@@ -25,7 +25,7 @@ _KINDS = {
     "all_reduce_": "all_reduce",
     "broadcast": "broadcast",
 }
-_NOT_COLLECTIVES = ("wait_tensor",)
+_NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class StepCounter(TorchDispatchMode):

@@ -318,31 +318,28 @@ def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "reduce_scatters", "all_reduces"),
-    [
-        pytest.param(2, {"defer": True}, 2, 0, id="dp2-defer"),
-        pytest.param(2, {"defer": False}, 6, 0, id="dp2-reduce_every_micro_batch"),
-        pytest.param(4, {"defer": True, "dp_replicate_size": 2}, 2, 2, id="hsdp2x2-defer"),
-        pytest.param(4, {"defer": False, "dp_replicate_size": 2}, 6, 2, id="hsdp2x2-reduce_every_micro_batch"),
-    ],
+    ("world_size", "dp_replicate_size", "all_reduces_per_step"),
+    [pytest.param(2, 1, 0, id="dp2"), pytest.param(4, 2, 1, id="hsdp2x2")],
 )
 def test_accumulation_communicates_no_gradient_that_can_wait(
-    world_size: int, options: dict[str, Any], reduce_scatters: int, all_reduces: int
+    world_size: int, dp_replicate_size: int, all_reduces_per_step: int
 ) -> None:
     accumulate, steps = 3, 2
     batches = make_batches(steps * accumulate * world_size)
 
     def run() -> None:
-        config = FSDP2Config(defer_fsdp_grad_sync=options["defer"])
-        strategy = FSDP2Strategy(dp_replicate_size=options.get("dp_replicate_size", 1), config=config)
-        module, expected = Regressor(), Regressor()
-        with count_collectives() as counts:
-            trainer = make_trainer(strategy, max_steps=steps, accumulate_grad_batches=accumulate)
-            trainer.fit(module, make_loader(batches))
-        assert counts["reduce_scatter"] == reduce_scatters * REGRESSOR_UNITS
-        assert counts["all_reduce"] == all_reduces * REGRESSOR_UNITS
+        expected = Regressor()
         train_alone(expected, batches, steps=steps, window=accumulate * world_size)
-        assert_same_weights(module, expected)
+        for defer, reduce_scatters_per_step in ((True, 1), (False, accumulate)):
+            config = FSDP2Config(defer_fsdp_grad_sync=defer)
+            strategy = FSDP2Strategy(dp_replicate_size=dp_replicate_size, config=config)
+            module = Regressor()
+            with count_collectives() as counts:
+                trainer = make_trainer(strategy, max_steps=steps, accumulate_grad_batches=accumulate)
+                trainer.fit(module, make_loader(batches))
+            assert counts["reduce_scatter"] == steps * reduce_scatters_per_step * REGRESSOR_UNITS
+            assert counts["all_reduce"] == steps * all_reduces_per_step * REGRESSOR_UNITS
+            assert_same_weights(module, expected)
 
     run_ranks(run, world_size)
 
@@ -366,28 +363,24 @@ def test_gradients_of_a_partial_last_window_are_synchronised() -> None:
 
 # ---------------------------------------------------------------------- clipping
 
-CLIPS = {
-    "norm": (partial(nn.utils.clip_grad_norm_, max_norm=0.05), 0.05),
-    "value": (partial(nn.utils.clip_grad_value_, clip_value=0.01), 0.01),
-}
+CLIPS = [
+    ("norm", 0.05, 2, partial(nn.utils.clip_grad_norm_, max_norm=0.05)),
+    ("value", 0.01, 1, partial(nn.utils.clip_grad_value_, clip_value=0.01)),
+]
 
 
 def test_clipping_is_that_of_one_process() -> None:
     batches = make_batches(4 * WORLD)
 
     def run() -> None:
-        weights = []
-        for algorithm, (clip, limit) in CLIPS.items():
-            for accumulate in (1, 2):
-                module, expected = Regressor(), Regressor()
-                options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-                make_trainer(accumulate_grad_batches=accumulate, **options).fit(module, make_loader(batches))
-                train_alone(expected, batches, window=accumulate * WORLD, clip=clip)
-                assert_same_weights(module, expected)
-                weights.append(expected.head.weight)
-        unclipped = Regressor()
-        train_alone(unclipped, batches)
-        assert not any(torch.allclose(weight, unclipped.head.weight) for weight in weights), "nothing was clipped"
+        for algorithm, limit, accumulate, clip in CLIPS:
+            module, expected, unclipped = Regressor(), Regressor(), Regressor()
+            options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+            make_trainer(accumulate_grad_batches=accumulate, **options).fit(module, make_loader(batches))
+            train_alone(expected, batches, window=accumulate * WORLD, clip=clip)
+            assert_same_weights(module, expected)
+            train_alone(unclipped, batches, window=accumulate * WORLD)
+            assert not torch.allclose(expected.head.weight, unclipped.head.weight), "nothing was clipped"
 
     run_ranks(run, WORLD)
 
@@ -520,13 +513,12 @@ class StaleOptimizer(Regressor):
         return self.stale
 
 
-@pytest.mark.parametrize("world_size", [1, 2], ids="{} ranks".format)
-def test_optimizer_built_before_sharding_is_refused(world_size: int) -> None:
+def test_optimizer_built_before_sharding_is_refused() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* inside `configure_optimizers`"):
             make_trainer().fit(StaleOptimizer(), make_loader(make_batches(4)))
 
-    run_ranks(run, world_size)
+    run_ranks(run, WORLD)
 
 
 # ---------------------------------------------------------------------- logging and collectives
@@ -546,17 +538,26 @@ class Logging(Regressor):
 
 class LogsSharded(Regressor):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.log("square_sum", self.blocks[0].weight.detach().square().sum())
+        square_sum = self.blocks[0].weight.detach().square().sum()
+        self.log("log", square_sum)
+        self.log_dict({"log_dict": square_sum})
         return super().training_step(batch, batch_idx)
 
 
-def test_logged_sharded_values_without_sync_dist() -> None:
+class LogsShardedFromCallback(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Regressor, *args: Any) -> None:
+        self.log("callback", module.blocks[0].weight.detach().square().sum())
+
+
+def test_logged_sharded_values_are_those_of_all_shards() -> None:
     def run() -> None:
-        trainer = make_trainer(max_steps=1)
+        trainer = make_trainer(max_steps=1, callbacks=[LogsShardedFromCallback()])
         trainer.fit(LogsSharded(), make_loader(make_batches(4)))
-        value = trainer.callback_metrics["square_sum"]
-        assert not isinstance(value, DTensor)
-        assert value.item() == pytest.approx(Regressor().blocks[0].weight.square().sum().item(), rel=1e-6)
+        expected = Regressor().blocks[0].weight.square().sum().item()
+        for name in ("log", "log_dict", "callback"):
+            value = trainer.callback_metrics[name]
+            assert not isinstance(value, DTensor), name
+            assert value.item() == pytest.approx(expected, rel=1e-6), name
 
     run_ranks(run, WORLD)
 
@@ -630,19 +631,6 @@ def test_all_gather_and_boolean_decisions() -> None:
 
 PROMPT = torch.tensor([[1, 5, 9, 7]])
 SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 2}
-CALLS_FROM = {
-    "no_grad": [
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        "on_validation_epoch_end",
-        "on_train_epoch_end",
-    ],
-    "grad": ["on_before_backward", "on_after_backward", "on_train_batch_end"],
-}
 
 
 def make_language_model() -> CausalLM:
@@ -685,13 +673,37 @@ def train_language_model_alone(batches: Sequence[Batch], steps: int, window: int
     return models, norm.item()
 
 
-@pytest.mark.parametrize("mode", CALLS_FROM)
-def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("with_grad", "hooks"),
+    [
+        pytest.param(
+            False,
+            ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end"],
+            id="no_grad",
+        ),
+        pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad"),
+        pytest.param(
+            False,
+            ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_epoch_end"],
+            id="no_grad-other_hooks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            True,
+            ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"],
+            id="grad-other_hooks",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
+    with_grad: bool, hooks: list[str]
+) -> None:
     steps, accumulate = 2, 2
     batches = make_token_batches(steps * accumulate * WORLD)
 
     def check(hook: str, models: list[nn.Module], norm: float) -> None:
-        module, callback = make_language_model(), CallsModel(hook, with_grad=mode == "grad")
+        module, callback = make_language_model(), CallsModel(hook, with_grad)
         loader = make_loader(batches)
         trainer = make_trainer(
             accumulate_grad_batches=accumulate,
@@ -712,7 +724,7 @@ def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(m
 
     def run() -> None:
         models, norm = train_language_model_alone(batches, steps, accumulate * WORLD)
-        for hook in CALLS_FROM[mode]:
+        for hook in hooks:
             try:
                 check(hook, models, norm)
             except AssertionError as error:
@@ -761,34 +773,23 @@ def call_submodules(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
     return results
 
 
-WHOLE_UNITS = [["model.embed_tokens"], ["model.layers.0"], ["model.norm", "lm_head", "model.layers.1"]]
-PARTS_OF_A_UNIT = [["model.norm"], ["lm_head", "lm_head"]]
-"""Final norm and head are one unit."""
+SUBMODULES = [
+    ["model.embed_tokens"],
+    ["model.norm", "lm_head", "model.layers.0"],
+    # final norm and head are one unit, of which these call a part
+    ["model.norm"],
+    ["lm_head", "lm_head"],
+]
 
 
-@pytest.mark.parametrize(
-    ("hook", "submodules"),
-    [
-        pytest.param("on_train_batch_end", WHOLE_UNITS + PARTS_OF_A_UNIT, id="on_train_batch_end"),
-        pytest.param(
-            "on_before_optimizer_step",
-            WHOLE_UNITS,
-            id="on_before_optimizer_step-whole_units",
-        ),
-        pytest.param(
-            "on_before_optimizer_step",
-            PARTS_OF_A_UNIT,
-            id="on_before_optimizer_step-part_of_a_unit",
-        ),
-    ],
-)
-def test_submodules_called_from_a_callback(hook: str, submodules: list[list[str]]) -> None:
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
+def test_submodules_called_from_a_callback(hook: str) -> None:
     batches = make_token_batches(3 * WORLD)
 
     def run() -> None:
         models, _ = train_language_model_alone(batches, 3, WORLD)
         called = models[1:] if hook == "on_train_batch_end" else models[:-1]
-        for names in submodules:
+        for names in SUBMODULES:
             module, callback = make_language_model(), CallsSubmodules(hook, names)
             make_trainer(max_steps=3, gradient_clip_val=0.5, callbacks=[callback]).fit(module, make_loader(batches))
             with torch.no_grad():

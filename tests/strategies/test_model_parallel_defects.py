@@ -116,6 +116,11 @@ def make_loader(steps: int = 2) -> DataLoader[Batch]:
     return DataLoader(make_batches(steps * WORLD)[rank::WORLD], batch_size=None)
 
 
+def make_loader_of_one_batch() -> DataLoader[Batch]:
+    """Epochs of one step: where a plain DataLoader goes on after a resume is Lightning's affair."""
+    return make_loader(steps=1)
+
+
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     options = {"max_steps": 2, "max_epochs": -1, "use_distributed_sampler": False, **QUIET, **options}
     return pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, **options)
@@ -127,7 +132,7 @@ def make_theirs(**options: Any) -> ModelParallelStrategy:
 
 def fit(strategy: Any, module: pl.LightningModule | None = None, **options: Any) -> pl.Trainer:
     trainer = make_trainer(strategy, **options)
-    trainer.fit(module or ShardsItself(), make_loader())
+    trainer.fit(module or ShardsItself(), make_loader_of_one_batch())
     return trainer
 
 
@@ -143,7 +148,7 @@ def fails(match: str) -> Iterator[None]:
     """Expect any failure whose text, causes included, matches: DCP wraps errors of the ranks in its own."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # CheckpointException of DCP is no Exception
         texts = []
         cause: BaseException | None = error
         while cause is not None:
@@ -259,13 +264,21 @@ def test_defect_8_logged_sharded_values() -> None:
 # ---------------------------------------------------------------------- stages and processes
 
 
+class LogsNothing(ShardsItself):
+    """Lightning's strategy cannot average over ranks with the backend of this test."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.loss(batch)
+
+
 def test_defect_10_validate_before_fit() -> None:
     """Lightning turns inference mode off for the backend "gloo" only; "cpu:gloo" stands for all others here."""
 
     def validate_then_fit(strategy: Any) -> None:
-        module, trainer = ShardsItself(), make_trainer(strategy)
+        module, trainer = LogsNothing(), make_trainer(strategy)
         trainer.validate(module, make_loader(), verbose=False)
         trainer.fit(module, make_loader())
+        assert trainer.global_step == 2
 
     def run_theirs() -> None:
         with fails("Inplace update to inference tensor outside InferenceMode"):
@@ -286,7 +299,7 @@ def test_defect_15_no_backend_for_host_tensors_beside_nccl() -> None:
 
 
 def test_defect_16_no_registered_name() -> None:
-    with pytest.raises(ValueError, match="invalid strategy name: strategy='model_parallel'"):
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='model_parallel'`"):
         make_trainer("model_parallel")
     assert isinstance(make_trainer("fsdp2").strategy, FSDP2Strategy)
 
@@ -305,7 +318,7 @@ def test_defect_2_weights_only_is_not_passed_on(tmp_path: Path) -> None:
         def resume(strategy: Callable[[], Any], path: Path) -> None:
             fit(strategy(), HasPath(tmp_path)).save_checkpoint(path)
             module, trainer = HasPath(tmp_path), make_trainer(strategy(), max_steps=4)
-            trainer.fit(module, make_loader(4), ckpt_path=path, weights_only=False)
+            trainer.fit(module, make_loader_of_one_batch(), ckpt_path=path, weights_only=False)
             assert trainer.global_step == 4
 
         with fails("UnpicklingError.*weights_only"):
@@ -350,13 +363,13 @@ def test_defect_4_resume_with_an_optimizer_without_state(tmp_path: Path) -> None
         def resume(make_strategy: Callable[[], Any], path: Path) -> dict[str, Tensor]:
             fit(make_strategy(), PlainSGD()).save_checkpoint(path)
             module, trainer = PlainSGD(), make_trainer(make_strategy(), max_steps=4)
-            trainer.fit(module, make_loader(), ckpt_path=path)
+            trainer.fit(module, make_loader_of_one_batch(), ckpt_path=path)
             assert trainer.global_step == 4
             return whole(dict(module.named_parameters()))
 
         with fails("IndexError: list index out of range"):
             resume(lambda: make_theirs(save_distributed_checkpoint=False), tmp_path / "theirs.ckpt")
-        with pytest.raises(ValueError, match="CheckpointConfig.format='full' is not supported"):
+        with pytest.raises(ValueError, match=r"CheckpointConfig\.format='full' is not supported"):
             FSDP2Strategy(checkpoint=CheckpointConfig(format="full"))
         resumed = resume(FSDP2Strategy, tmp_path / "ours.ckpt")
         uninterrupted = PlainSGD()
@@ -400,6 +413,7 @@ class Renamed(ShardsItself):
         state = checkpoint["state_dict"]
         for name in ("weight", "bias"):
             state[f"head.{name}"] = state.pop(f"output.{name}")
+        state["blocks.0.bias"] = torch.arange(float(WIDTH))  # a whole tensor, the same on every rank
 
 
 class OldNames(ShardsItself):
@@ -409,7 +423,7 @@ class OldNames(ShardsItself):
             state[f"output.{name}"] = state.pop(f"head.{name}")
 
 
-def test_defect_17_a_hook_that_renames_keys(tmp_path: Path) -> None:
+def test_defect_17_a_hook_that_changes_the_state(tmp_path: Path) -> None:
     def run() -> None:
         def test_old_checkpoint(make_strategy: Callable[[], Any], path: Path) -> None:
             old, new = OldNames(), Renamed()
@@ -417,7 +431,7 @@ def test_defect_17_a_hook_that_renames_keys(tmp_path: Path) -> None:
             with torch.no_grad():
                 new.head.weight.zero_()
             make_trainer(make_strategy()).test(new, make_loader(), ckpt_path=path, verbose=False)
-            weights = whole(dict(old.named_parameters()))
+            weights = {**whole(dict(old.named_parameters())), "blocks.0.bias": torch.arange(float(WIDTH))}
             torch.testing.assert_close(whole(dict(new.named_parameters())), weights, rtol=0, atol=0)
 
         with fails(r"Missing key.*head\.|KeyError: 'state_dict'"):
@@ -449,9 +463,8 @@ def test_defect_18_non_strict_loading_of_a_part(tmp_path: Path) -> None:
             with torch.no_grad():
                 resumed.head.weight.zero_()
             trainer = make_trainer(make_strategy(), max_steps=4)
-            trainer.fit(resumed, make_loader(), ckpt_path=path)
+            trainer.fit(resumed, make_loader_of_one_batch(), ckpt_path=path)
             assert trainer.global_step == 4
-            assert whole(dict(resumed.blocks.named_parameters())).keys() == base.keys()
             torch.testing.assert_close(whole(dict(resumed.blocks.named_parameters())), base, rtol=0, atol=0)
             uninterrupted = SavesTrainableOnly()
             fit(make_strategy(), uninterrupted, max_steps=4)

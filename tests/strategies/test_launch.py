@@ -1,0 +1,327 @@
+"""The real launchers, in real processes: ``python script.py``, torchrun and the command line.
+
+Every other test forks its ranks; here each process imports torch and Lightning anew, so most of these tests are slow.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+WORLD = 2
+TIMEOUT_SECONDS = 240.0
+"""Of one launch; most of it is two imports of torch on a machine that does other things."""
+
+END_SECONDS = 20.0
+"""How soon after a rank failed, or after Ctrl-C, all processes must have ended."""
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
+
+SCRIPT = f"""
+import os
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CausalLM, FSDP2Strategy
+
+LLAMA = {LLAMA!r}
+MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+class Tokens(pl.LightningDataModule):
+    def train_dataloader(self):
+        tokens = torch.randint(0, 256, (16, 8), generator=torch.Generator().manual_seed(1))
+        return DataLoader([{{"input_ids": row, "labels": row}} for row in tokens], batch_size=2)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Model(CausalLM):
+    def training_step(self, batch, batch_idx):
+        if MODE == f"fail-{{self.global_rank}}" and batch_idx == 1:
+            (FOLDER / "failed").write_text("")
+            raise RuntimeError(f"rank {{self.global_rank}} fails on purpose")
+        if MODE == "endless":
+            (FOLDER / f"trains-{{self.global_rank}}").write_text("")
+            time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self):
+        assert dist.get_world_size() == {WORLD}
+        (FOLDER / f"fitted-{{self.global_rank}}").write_text(str(self.trainer.global_step))
+
+    def on_test_end(self):
+        (FOLDER / f"tested-{{self.global_rank}}").write_text(str(self.trainer.callback_metrics["test/loss"].item()))
+
+
+if __name__ == "__main__":
+    # by the launch time, not by rank: torchrun and Lightning number the processes in other places
+    (FOLDER / f"pid-{{os.getpid()}}").write_text("")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices={WORLD},
+        strategy=FSDP2Strategy(),
+        max_steps=-1 if MODE == "endless" else 3,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = Model(config=LLAMA), Tokens()
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+    print("the end of the script")
+"""
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """A launch that came to its end."""
+
+    code: int
+    output: str
+    seconds_after_mark: float
+    """From the moment that ``mark`` existed, or that the signal was sent, until the launched process and all ranks
+    ended; infinite if a rank had to be killed."""
+
+
+def launch(
+    command: list[str], folder: Path, *, mark: str | None = None, on_start: Callable[[int], None] | None = None
+) -> Ended:
+    """Run ``command`` in a process group of its own; what does not end in time is killed.
+
+    Args:
+        command: Arguments of ``python``.
+        folder: Where the script leaves its files.
+        mark: Name of a file whose time of writing ``seconds_after_mark`` counts from; default: from ``on_start``.
+        on_start: Called with the id of the process group, once it runs.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PL_", "TORCHELASTIC"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
+        environment.pop(name, None)
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    log = folder / "output.log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        if on_start is not None:
+            on_start(process.pid)
+        moment = time.time()
+        process.wait(TIMEOUT_SECONDS)
+        # a rank that Lightning started notices the end of the first one by its broken connections
+        all_ended = wait_for(lambda: not get_running_ranks(folder), END_SECONDS)
+        ended = time.time() if all_ended else float("inf")
+    except BaseException as error:
+        text = log.read_text(errors="replace")[-6000:]
+        raise AssertionError(f"{' '.join(command)}: {error!r}. Its output:\n{text}") from error
+    finally:
+        kill_all(process.pid, folder)
+        process.wait()
+    text = log.read_text(errors="replace")
+    if mark is not None:
+        assert (folder / mark).exists(), text[-6000:]
+        moment = (folder / mark).stat().st_mtime
+    return Ended(code=process.returncode, output=text, seconds_after_mark=ended - moment)
+
+
+def kill_all(group: int, folder: Path) -> None:
+    """Kill what is left of a launch; torchrun's workers have process groups of their own."""
+    for pid in get_running_ranks(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def get_running_ranks(folder: Path) -> list[int]:
+    """Ids of the processes that ran the script in ``folder`` and have not ended."""
+    running = []
+    for path in folder.glob("pid-*"):
+        pid = int(path.name.removeprefix("pid-"))
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in arguments:  # and not another process that got the number
+            running.append(pid)
+    return running
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+def write_script(folder: Path) -> str:
+    path = folder / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)],
+}
+"""What stands before the script's name; ``torchrun`` is the console script of this module."""
+
+BY_LAUNCHER = pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
+
+
+def assert_clean(output: str) -> None:
+    for trace in ("Traceback", "destroy_process_group", "leaked", "Exception ignored", "terminate called"):
+        assert trace not in output, output[-6000:]
+
+
+@BY_LAUNCHER
+def test_fit_then_test(launcher: str, tmp_path: Path) -> None:
+    ended = launch([*LAUNCHERS[launcher], write_script(tmp_path), "train", str(tmp_path)], tmp_path)
+    assert ended.code == 0, ended.output[-6000:]
+    assert len(list(tmp_path.glob("pid-*"))) == WORLD
+    assert [(tmp_path / f"fitted-{rank}").read_text() for rank in range(WORLD)] == ["3"] * WORLD
+    losses = {float((tmp_path / f"tested-{rank}").read_text()) for rank in range(WORLD)}
+    assert len(losses) == 1, "the ranks disagree about the loss"
+    assert 4 < losses.pop() < 7, "log(257) = 5.5 is the loss of guessing"
+    assert ended.output.count("the end of the script") == WORLD
+    assert_clean(ended.output)
+
+
+@BY_LAUNCHER
+def test_a_failing_rank_ends_all(launcher: str, tmp_path: Path) -> None:
+    check_failing_rank(launcher, 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_failing_first_rank_ends_all(launcher: str, tmp_path: Path) -> None:
+    check_failing_rank(launcher, 0, tmp_path)
+
+
+def check_failing_rank(launcher: str, rank: int, folder: Path) -> None:
+    command = [*LAUNCHERS[launcher], write_script(folder), f"fail-{rank}", str(folder)]
+    ended = launch(command, folder, mark="failed")
+    assert ended.code != 0
+    assert ended.seconds_after_mark < END_SECONDS
+    own = re.search(
+        rf"Traceback.*in training_step.*RuntimeError: rank {rank} fails on purpose", ended.output, re.DOTALL
+    )
+    assert own, ended.output[-6000:]
+    assert "the end of the script" not in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ctrl_c_ends_all(launcher: str, tmp_path: Path) -> None:
+    def interrupt(group: int) -> None:
+        trains = [tmp_path / f"trains-{rank}" for rank in range(WORLD)]
+        assert wait_for(lambda: all(path.exists() for path in trains), TIMEOUT_SECONDS), "training did not start"
+        time.sleep(0.5)
+        os.killpg(group, signal.SIGINT)
+
+    command = [*LAUNCHERS[launcher], write_script(tmp_path), "endless", str(tmp_path)]
+    ended = launch(command, tmp_path, on_start=interrupt)
+    assert ended.seconds_after_mark < END_SECONDS
+    assert ended.code != 0
+    assert "the end of the script" not in ended.output
+    assert "destroy_process_group" not in ended.output
+
+
+@pytest.mark.slow
+def test_command_line_fits_and_then_validates_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for index in range(12):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 3}{index}")
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": WORLD,
+            "strategy": "fsdp2",
+            "max_steps": 3,
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""},
+            },
+            "log_every_n_steps": 1,
+            "val_check_interval": 3,
+            "limit_val_batches": 2,
+            "enable_progress_bar": False,
+            "callbacks": {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {"dirpath": str(tmp_path / "run"), "save_last": True, "every_n_train_steps": 3},
+            },
+        },
+        "model": {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": LLAMA}},
+        "data": {
+            "class_path": "lightning_fsdp2.TextDataModule",
+            "init_args": {
+                "path": str(tmp_path / "text"),
+                "sequence_length": 16,
+                "batch_size": 2,
+                "validation_fraction": 0.3,
+            },
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+
+    fitted = launch(["-m", "lightning_fsdp2", "fit", "--config", "run.yaml"], tmp_path)
+    assert fitted.code == 0, fitted.output[-6000:]
+    assert_clean(fitted.output)
+    checkpoint = tmp_path / "run" / "last.ckpt"
+    assert checkpoint.is_dir()
+    loss_after_fit = get_last_validation_loss(tmp_path / "run" / "metrics.csv")
+
+    command = ["-m", "lightning_fsdp2", "validate", "--config", "run.yaml", f"--ckpt_path={checkpoint}"]
+    validated = launch([*command, f"--trainer.logger.init_args.name={tmp_path / 'validated'}"], tmp_path)
+    assert validated.code == 0, validated.output[-6000:]
+    assert_clean(validated.output)
+    assert get_last_validation_loss(tmp_path / "validated" / "metrics.csv") == pytest.approx(loss_after_fit, rel=1e-6)
+
+
+def get_last_validation_loss(path: Path) -> float:
+    header, *rows = (line.split(",") for line in path.read_text().splitlines())
+    column = header.index("val/loss")
+    return float([row[column] for row in rows if row[column]][-1])
