@@ -122,6 +122,7 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
 
 def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
     """Decide on the units of ``model`` without changing it; arguments and errors as in :func:`apply_fully_shard`."""
+    _check_no_scalars(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
@@ -245,7 +246,9 @@ def _build_child_units(
     tops = list(get_hf_models(model))
     inside = taken | {module for top in tops for module in top.modules()}
     for child in dict.fromkeys(model.children()):
-        if any(_owns_parameters_directly(module) for module in child.modules() if module not in inside):
+        leftover = any(_owns_parameters_directly(module) for module in child.modules() if module not in inside)
+        # a model of a LightningModule needs a unit, even without parameters of its own, to cast inputs and outputs
+        if leftover or (is_lightning_module(model) and child not in inside):
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(child.modules())
     groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
@@ -330,6 +333,15 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
         for dtype in dtypes:
             groups.setdefault(dtype, []).append(module)
     return groups
+
+
+def _check_no_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"FSDP2 shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
+            " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
 
 
 def _check_layers_own_their_parameters(

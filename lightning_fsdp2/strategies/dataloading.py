@@ -1,6 +1,7 @@
 """Data loaders whose ranks must stay in step: a sharded forward is a collective, so a rank cannot stop alone."""
 
 import hashlib
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -45,7 +46,8 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
         f"The data loaders of the ranks have {min(lengths)} to {max(lengths)} batches; every rank stops after"
         f" {min(lengths)}. Give all data parallel ranks the same number of batches to use all data."
     )
-    return _ShortenedLoader(loader, min(lengths))
+    shortened = _StatefulShortenedLoader if hasattr(loader, "state_dict") else _ShortenedLoader
+    return shortened(loader, min(lengths))
 
 
 def get_fingerprint(batch: Any) -> str:
@@ -71,18 +73,36 @@ class _ShortenedLoader(_LoaderWrapper):
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
         self._length = length
-        if hasattr(loader, "state_dict"):
-            # Lightning asks isinstance() of a protocol, which since Python 3.12 does not see what __getattr__ finds
-            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        # zip would fetch one batch more
-        iterator = iter(self._loader)
-        for _ in range(self._length):
-            yield next(iterator)
+        return itertools.islice(self._loader, self._length)
+
+
+class _StatefulShortenedLoader(_ShortenedLoader):
+    """Adds the loader's state; behind the last batch it is that of a new epoch, whatever the loader has left."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader, length)
+        self._batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._batches if self._batches < self._length else 0
+        for count, batch in enumerate(itertools.islice(self._loader, self._length - start), start + 1):
+            self._batches = count
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._batches >= self._length:
+            return {"loader": None, "batches": 0}
+        return {"loader": self._loader.state_dict(), "batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches = state["batches"]
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
 
 
 class _LockstepLoader(_LoaderWrapper):
@@ -90,6 +110,7 @@ class _LockstepLoader(_LoaderWrapper):
         super().__init__(loader)
         self._group = group
         self._may_drop = may_drop
+        self._is_cut = False  # whether the last epoch ended although this rank had more batches
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)
@@ -100,6 +121,7 @@ class _LockstepLoader(_LoaderWrapper):
                 batch, has_batch = None, False
             ranks_with_batch = self._count(has_batch)
             if ranks_with_batch < self._group.size():
+                self._is_cut = has_batch
                 self._end(ranks_with_batch)
                 return
             yield batch
@@ -123,7 +145,8 @@ class _LockstepLoader(_LoaderWrapper):
 class _StatefulLockstepLoader(_LockstepLoader):
     """Adds the loader's state, as of the last batch that was trained on.
 
-    Lightning reads one batch ahead of a loader of unknown length, so the loader itself is one batch too far.
+    Lightning reads one batch ahead of a loader of unknown length, so the loader itself is one batch too far. Behind
+    the last batch the state is that of a new epoch, whatever the loader has left.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool) -> None:
@@ -143,10 +166,13 @@ class _StatefulLockstepLoader(_LockstepLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict() if self._state_before_last is None else self._state_before_last
+        if self._state_before_last is not None:
+            return {"loader": self._state_before_last}
+        return {"loader": None if self._is_cut else self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
 
 
 def _get_optional_length(loader: Any) -> int | None:

@@ -1,16 +1,18 @@
 """What ``Trainer(precision=)`` means for FSDP2, and clipping that works on any mix of meshes."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, clip_grad_value_
+from lightning_fsdp2.parallel.structure import get_hf_models
 
 _REMEDIES = {
     "16-mixed": '"bf16-mixed"',
@@ -66,7 +68,13 @@ class ShardedPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._half.convert_module(module) if self._half else module
+        if self._half is None:
+            return module
+        constants = list(_get_hf_constants(module))
+        module = self._half.convert_module(module)
+        for owner, name, buffer in constants:
+            owner._buffers[name] = buffer
+        return module
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -91,6 +99,17 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value_(self.main_params(optimizer), clip_val)
+
+
+def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Buffers that Hugging Face models compute in float32 and use so, such as rotary frequencies; positions far into a
+    sequence amplify their rounding.
+    """
+    for model in get_hf_models(module):
+        for owner in model.modules():
+            for name in owner._non_persistent_buffers_set:
+                if owner._buffers[name] is not None:
+                    yield owner, name, owner._buffers[name]
 
 
 def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:

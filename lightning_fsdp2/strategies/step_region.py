@@ -52,7 +52,7 @@ class StepRegion:
         handles = []
         for name, module in root.named_modules():
             if module not in blocks and _holds_units(module):
-                enter_hook = self._make_enter_hook(name or type(module).__name__)
+                enter_hook = self._make_enter_hook(name or "the LightningModule")
                 handles.append(module.register_forward_pre_hook(enter_hook, prepend=True))
                 handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
         root.__dict__[_HANDLES_ATTRIBUTE] = handles
@@ -80,7 +80,7 @@ class StepRegion:
             dist.monitored_barrier(self._group, timeout=self._timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {dist.get_rank()} called the sharded module {name!r} outside of a step, but not every rank did"
+                f"Rank {dist.get_rank()} called {name}, which is sharded, outside of a step, but not every rank did"
                 f" within {self._timeout}: its forward is a collective. Call it on all ranks, or gather the weights on"
                 " all ranks first (`with unshard_fsdp2_model(module):`) and call it inside the block on any."
             ) from error

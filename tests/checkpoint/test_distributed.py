@@ -143,9 +143,9 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
             load_checkpoint(path, wider)
         parameters = list(model.parameters())
         two_groups = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
-        with pytest.raises(ValueError, match="parameter groups of .* parameters"):
+        with pytest.raises(ValueError, match=r"parameter groups of .* parameters"):
             load_checkpoint(path, model, two_groups)
-        with pytest.raises(ValueError, match="1 optimizer.*this run has 2"):
+        with pytest.raises(ValueError, match=r"1 optimizer.*this run has 2"):
             load_checkpoint(path, model, [torch.optim.AdamW(parameters), torch.optim.SGD(parameters)])
         stale = torch.optim.AdamW(nn.Linear(2, 2).parameters())
         with pytest.raises(ValueError, match="2 of the 2 parameters of AdamW are not parameters"):

@@ -24,7 +24,7 @@ from lightning_fsdp2 import FSDP2Strategy
 LEARNING_RATE = 1e-3
 
 EPSILON = 1e-6
-"""Of AdamW: some gradients are mathematically zero (key biases), and its default would scale their rounding up to steps."""
+"""Of AdamW: some gradients are mathematically zero (key biases), and its default makes steps of their rounding."""
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]

@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel.fully_shard import Unit, build_unit_plan, reshard
+from lightning_fsdp2.parallel.structure import get_layer_lists
 from lightning_fsdp2.parallelizer import (
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,
@@ -691,23 +692,28 @@ def test_apply_fsdp_sharding_recursively_shards_the_blocks_and_nothing_else() ->
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_unshard_fsdp2_model(tied: bool) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "plain"])
+def test_unshard_fsdp2_model(name: str) -> None:
+    def compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+        output = model(tokens)
+        return getattr(output, "logits", output)
+
     def use_unsharded(model: nn.Module, reference: nn.Module) -> None:
         """What may be done inside the block, and an exception at its end."""
         with unshard_fsdp2_model(model), torch.no_grad(), StepCounter() as counter:
-            for name, parameter in model.named_parameters():
-                assert not isinstance(parameter, DTensor), name
-                torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=0, atol=0)
+            for parameter_name, parameter in model.named_parameters():
+                assert not isinstance(parameter, DTensor), parameter_name
+                torch.testing.assert_close(parameter, reference.get_parameter(parameter_name), rtol=0, atol=0)
             for tokens in map(make_tokens, range(3 * dist.get_rank())):  # rank 0 calls nothing
-                torch.testing.assert_close(model(tokens).logits, reference(tokens).logits, rtol=1e-6, atol=1e-6)
-                model.model.layers[1](torch.ones(1, 3, 32), position_embeddings=(torch.ones(1), torch.zeros(1)))
+                actual, expected = (compute_logits(each, tokens) for each in (model, reference))
+                torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+                get_layer_lists(model)[0][1].mlp(torch.ones(1, 3, 32))
             assert counter.collectives == {}
             raise KeyError("inside")
 
     def run() -> None:
         torch.manual_seed(0)
-        model = make_causal_lm({**LLAMA, "tie_word_embeddings": tied})
+        model = MODELS[name].make()
         reference = copy.deepcopy(model)
         parallelize(model)
         before = [counter.elements for counter in count_step(model)]
@@ -784,3 +790,22 @@ def test_a_model_is_parallelised_once() -> None:
             parallelize(model)
 
     run_ranks(run, 1)
+
+
+def test_a_scalar_parameter_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model["head"].temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"head\.temperature.*torch\.ones\(1\)"):
+        build_unit_plan(model)
+
+
+def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+    module = pl.LightningModule()
+    module.model = Stack()
+    (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
+    assert unit.casts_output
