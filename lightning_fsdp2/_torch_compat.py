@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
     gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     return collectives.wait_tensor(gather(tensor, 0, group))
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def initialize_root(module: FSDPModule) -> None:

@@ -78,7 +78,7 @@ def fsdp2_strategy_parallelize(
     _check_not_sharded(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
-    broadcast_from_first_rank(model, device)
+    broadcast_from_first_rank(model, device, device_mesh)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if device.type == "cpu":
@@ -94,7 +94,7 @@ def fsdp2_strategy_parallelize(
         apply_prefetch(plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth)
     weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     load_pretrained(model, weights_device)
-    materialize(model, weights_device)
+    materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), fsdp_mesh)
     return model
 
@@ -156,8 +156,16 @@ def resolve_mp_policy(
 ) -> MixedPrecisionPolicy:
     """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
 
+    Raises:
+        ValueError: For compute in float16 or float64.
+
     ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
     """
+    if mp_policy is not None and mp_policy.param_dtype in (torch.float16, torch.float64):
+        raise ValueError(
+            f"mp_policy.param_dtype={mp_policy.param_dtype} is not supported: there is no gradient scaler for float16,"
+            " and float64 is no mixed precision; use bfloat16 or float32."
+        )
     if mp_policy is None:
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     return replace(mp_policy, reduce_dtype=mp_policy.reduce_dtype or torch.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
+_REPLACED_OPTIONS = ("--ckpt_path", "--trainer.max_steps")
 _INITIAL_LOSS = "initial_loss"
 
 
@@ -24,8 +25,8 @@ class RunReport(Callback):
 
     Args:
         monitor: The logged validation loss.
-        prompt: What the model continues; None writes no sample. Needs a data module with a ``tokenizer`` and a
-            LightningModule whose ``model`` can ``generate``.
+        prompt: What the model continues; None writes no sample. Gathers the whole model on every rank, and needs a data
+            module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
         max_new_tokens: Length of the sample.
         temperature: Of sampling; 0 takes the likeliest token each time.
     """
@@ -110,7 +111,8 @@ class RunReport(Callback):
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
         was_training = pl_module.training
         pl_module.eval()
-        with torch.random.fork_rng(), torch.no_grad(), unshard_fsdp2_model(pl_module):
+        devices = [] if pl_module.device.type == "cpu" else [pl_module.device]
+        with torch.random.fork_rng(devices), torch.no_grad(), unshard_fsdp2_model(pl_module):
             torch.manual_seed(0)
             output = pl_module.model.generate(
                 prompt,
@@ -127,5 +129,10 @@ class RunReport(Callback):
 def _get_resume_command(max_steps: int) -> str:
     """The command line of this run, going on from its last checkpoint."""
     program = "lightning-fsdp2" if sys.argv[0].endswith(("lightning-fsdp2", "__main__.py")) else sys.argv[0]
-    arguments = [word for word in sys.argv[1:] if not word.startswith(("--ckpt_path", "--trainer.max_steps"))]
+    arguments, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word in _REPLACED_OPTIONS:
+            next(words, None)  # its value
+        elif not word.startswith(tuple(f"{option}=" for option in _REPLACED_OPTIONS)):
+            arguments.append(word)
     return shlex.join([program, *arguments, "--ckpt_path=last", f"--trainer.max_steps={max_steps}"])

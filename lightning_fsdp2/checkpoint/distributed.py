@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
+from lightning_fsdp2.checkpoint._rename import exchange
 from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
 
 FORMAT_VERSION = 1
@@ -273,12 +274,23 @@ def _finish_folder(folder: Path, path: Path, metadata: dict[str, Any], summary: 
         json.dump({"format_version": FORMAT_VERSION, "torch": torch.__version__, **summary}, file, indent=2)
         _sync(file.fileno())
     _sync_folder(folder)
-    replaced = folder.with_name(folder.name + "-replaced")
     if path.exists() or path.is_symlink():
-        path.rename(replaced)
-    folder.rename(path)
+        _replace(folder, path)
+    else:
+        folder.rename(path)
     _sync_folder(path.parent)
-    remove_checkpoint(replaced)
+
+
+def _replace(folder: Path, path: Path) -> None:
+    """Put ``folder`` in the place of ``path`` at once, and remove what was there."""
+    if path.is_symlink() or not exchange(folder, path):
+        # a kill between these two lines leaves the old checkpoint under its hidden name
+        old = folder.with_name(f"{folder.name}-replaced")
+        path.rename(old)
+        folder.rename(path)
+        remove_checkpoint(old)
+    else:
+        remove_checkpoint(folder)
 
 
 def _sync(descriptor: int) -> None:

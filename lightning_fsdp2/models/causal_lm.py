@@ -88,8 +88,9 @@ class CausalLM(LightningModule):
 
         folder = None if self.pretrained is None else _find_weights(self.pretrained, download=False)
         options = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
-        if self.device_mesh is not None:
-            # the strategy shards the model before it gives it weights
+        strategy = getattr(self._trainer, "strategy", None)  # `self.trainer` raises where there is none
+        if getattr(strategy, "materializes_models", False):
+            # our strategies: the strategy shards the model before it gives it weights
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
             if folder is not None:
@@ -201,7 +202,7 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ logging
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if self._token_mean is None or not self._is_logging_step(self.global_step):
+        if self._token_mean is None or self._gradient_norm is None or not self._is_logging_step(self.global_step):
             self._token_mean = None
             return
         names = ("train/loss", "train/tokens", "train/gradient_norm")
@@ -218,7 +219,8 @@ class CausalLM(LightningModule):
         self._token_mean = None
 
     def _is_logging_step(self, step: int) -> bool:
-        return step % cast(Any, self.trainer).log_every_n_steps == 0
+        interval = cast(Any, self.trainer).log_every_n_steps
+        return interval > 0 and step % interval == 0
 
 
 def _build_config(source: dict[str, Any] | str) -> "PretrainedConfig":

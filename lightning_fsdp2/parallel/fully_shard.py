@@ -287,6 +287,8 @@ def _expand_containers(module: nn.Module) -> list[nn.Module]:
     """``fully_shard`` refuses modules that have no forward of their own: take their items instead."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [top for child in module.children() for top in _expand_containers(child)]
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return []  # used by the parent's forward, so they belong to its unit
     return [module] if next(module.parameters(), None) is not None else []
 
 

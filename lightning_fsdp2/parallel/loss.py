@@ -117,6 +117,12 @@ def apply_token_mean_(
     return TokenMean(loss=loss_sum / tokens, tokens=tokens)
 
 
+def drop_token_windows(module: nn.Module) -> None:
+    """Forget what :func:`token_mean_loss` has added up for ``module`` and the modules in it."""
+    for submodule in module.modules():
+        submodule.__dict__.pop(_WINDOW_ATTRIBUTE, None)
+
+
 def _add_to_window(module: nn.Module, loss_sum: Tensor, tokens: Tensor) -> None:
     window: TokenWindow | None = module.__dict__.get(_WINDOW_ATTRIBUTE)
     if window is None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,17 +32,18 @@ def is_meta(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Allocate what is on the meta device and initialise it as the model's authors do.
 
     Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``; any other
     module that holds tensors by its ``reset_parameters`` (or ``_reset_parameters``). Non-persistent buffers are
     rebuilt by the same functions. Tied parameters stay tied. What is not on the meta device is left alone. The random
-    state of the caller is left as it was, and rank 0's is used on every rank.
+    state of the caller is left as it was; that of the mesh's first rank is used on every rank.
 
     Args:
         model: Any module; parameters may be DTensors of any placement.
         device: Where to allocate.
+        device_mesh: Its first rank's random state counts; None for one process.
 
     Raises:
         ValueError: When a module has tensors on the meta device and no way to initialise them.
@@ -50,24 +52,26 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         return
     _check_can_initialize(model)
     fresh = _allocate(model, device)
-    with _random_state_of_first_rank(device), _WholeRandomNumbers():
+    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
         _initialize(model, fresh)
 
 
-def broadcast_from_first_rank(model: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP does: ranks may have been seeded differently.
+def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh its first rank's parameters and buffers, as DDP does: seeds may differ by rank.
 
     Args:
         model: Not sharded yet; tensors on the meta device are skipped.
-        device: Where the process group can communicate.
+        device: Where the mesh's groups can communicate.
+        device_mesh: All of its axes are broadcast over.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if device_mesh.size() == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         message = tensor.detach().to(device).contiguous()
-        dist.broadcast(message, src=0)
+        for group in _get_groups(device_mesh):
+            dist.broadcast(message, group=group, group_src=0)
         tensor.data.copy_(message)
 
 
@@ -172,16 +176,23 @@ class _WholeRandomNumbers(TorchDispatchMode):
 
 
 @contextmanager
-def _random_state_of_first_rank(device: torch.device) -> Iterator[None]:
+def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     states: list[Any] = [torch.get_rng_state(), accelerator.get_rng_state(device) if accelerator else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(states, src=0)
+    for group in _get_groups(device_mesh):
+        dist.broadcast_object_list(states, group=group, group_src=0)
     with torch.random.fork_rng([device] if accelerator else [], device_type=device.type if accelerator else "cuda"):
         torch.set_rng_state(states[0])
         if accelerator:
             accelerator.set_rng_state(states[1], device)
         yield
+
+
+def _get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Groups along which a broadcast, one after the other, reaches the whole mesh from its first rank."""
+    if device_mesh is None:
+        return []
+    return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
 def _check_can_initialize(model: nn.Module) -> None:

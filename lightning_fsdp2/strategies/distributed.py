@@ -19,9 +19,14 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout: t
 
     Lightning calls ``teardown`` after every stage, and the sharded module outlives it.
     """
-    if dist.is_initialized():
-        return
     rank, world_size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise ValueError(
+                f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process belongs to a group"
+                f" of {dist.get_world_size()} already; use the same number, or start a new process."
+            )
+        return
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     else:

@@ -110,11 +110,12 @@ class FSDP2Strategy(MeshStrategy):
         self.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
-            materialize(module, self.root_device)
+            materialize(module, self.root_device, self.full_device_mesh)
         else:
             self.manager.parallelize(module)
             rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
         if isinstance(module, FSDPModule):
+            _check_manual_optimization(module)
             for name in _STEPS:
                 # the Trainer calls the steps, not `forward`, where FSDP2 has its hooks
                 register_fsdp_forward_method(module, name)
@@ -129,9 +130,19 @@ class FSDP2Strategy(MeshStrategy):
             yield
 
 
+def _check_manual_optimization(module: Any) -> None:
+    """Under manual optimisation backward runs inside the root's own step, before FSDP2 could prepare it for that."""
+    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    if own and not module.automatic_optimization:
+        raise ValueError(
+            f"The parameters {', '.join(own)} hang on the LightningModule itself, which cannot be trained under manual"
+            " optimisation (`automatic_optimization = False`); put them into a child module with a forward of its own."
+        )
+
+
 def _check_same_sharding(earlier: tuple[DeviceMesh, Any], current: tuple[DeviceMesh, Any]) -> None:
     (old_mesh, old_policy), (mesh, policy) = earlier, current
-    if old_mesh.shape != mesh.shape:
+    if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
         raise ValueError(
             f"The module was sharded over {old_mesh} by an earlier Trainer, but this strategy asks for {mesh}. Use the"
             " same sizes, or load a checkpoint into a new module."

@@ -22,9 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_fsdp2._torch_compat import set_group_timeout
+from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import (
@@ -40,7 +43,7 @@ from lightning_fsdp2.mesh import (
     get_views,
 )
 from lightning_fsdp2.parallel.fully_shard import reshard
-from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_
+from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
@@ -59,10 +62,14 @@ OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 class MeshStrategy(CheckpointingStrategy):
     """Base of the strategies that train on a device mesh.
 
+    Modules may leave models on the meta device: the strategy gives them weights once they are sharded.
+
     Attributes:
         token_mean: Mean loss and token count of the last optimizer step, where the module computes
             :func:`~lightning_fsdp2.token_mean_loss`.
     """
+
+    materializes_models = True
 
     def __init__(
         self,
@@ -180,9 +187,10 @@ class MeshStrategy(CheckpointingStrategy):
         """Reuse the module's mesh of an earlier Trainer, which spares its process groups, or build one."""
         earlier = getattr(self.lightning_module, "_device_mesh", None)
         for mesh in () if earlier is None else get_views(earlier):
-            if sizes.views.get(mesh.mesh_dim_names) == mesh.shape and mesh.ndim == 4:
+            same_sizes = sizes.views.get(mesh.mesh_dim_names) == mesh.shape and mesh.ndim == 4
+            if same_sizes and mesh.device_type == self.root_device.type:
                 return mesh
-        return create_device_mesh(
+        device_mesh = create_device_mesh(
             self.config,
             dp_size=sizes.dp,
             dp_replicate_size=sizes.dp_replicate,
@@ -191,6 +199,10 @@ class MeshStrategy(CheckpointingStrategy):
             device_type=self.root_device.type,
             world_size=self.world_size,
         )
+        for view in get_views(device_mesh):
+            for group in view.get_all_groups():
+                set_group_timeout(group, self._timeout)
+        return device_mesh
 
     @override
     def teardown(self) -> None:
@@ -226,8 +238,13 @@ class MeshStrategy(CheckpointingStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is None or isinstance(precision_plugin, ShardedPrecision):
             self._precision_plugin = precision_plugin
-        else:
+        elif type(precision_plugin).__module__.startswith("lightning."):
             self._precision_plugin = ShardedPrecision(str(precision_plugin.precision))
+        else:
+            raise ValueError(
+                f"Trainer(plugins=[{type(precision_plugin).__name__}()]): {type(self).__name__} shards by a"
+                " mixed-precision policy and would not use it; remove the plugin, and set Trainer(precision=...)."
+            )
 
     @override
     def connect(self, model: "LightningModule") -> None:
@@ -252,10 +269,14 @@ class MeshStrategy(CheckpointingStrategy):
             self._share_random_state()
         self.setup_precision_plugin()
         self._checked_batches.clear()
+        drop_token_windows(self.lightning_module)  # of a run that was aborted
 
     @override
     def model_to_device(self) -> None:
         """Move what is not sharded: buffers, metrics, parameters outside of all units."""
+        for parameter in self.lightning_module.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(self.root_device)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
                 module.to(self.root_device)
@@ -275,9 +296,9 @@ class MeshStrategy(CheckpointingStrategy):
         """Ranks that hold one replica of the model and read the same batch must drop the same activations."""
         replica = get_mesh(self.full_device_mesh, CP_TP)
         if replica.size() > 1:
-            states = [torch.get_rng_state()]
+            states = [get_random_state(self.root_device)]
             dist.broadcast_object_list(states, group=replica.get_group(), group_src=0)
-            torch.set_rng_state(states[0])
+            set_random_state(states[0], self.root_device)
 
     @override
     def on_train_start(self) -> None:
@@ -327,7 +348,8 @@ class MeshStrategy(CheckpointingStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._step_region():
             predictions = super().predict_step(*args, **kwargs)
-            for _ in range(self._count_steps_of_others_only(*args[1:], **kwargs)):
+            self._predict_steps += 1
+            for _ in range(self._steps_of_others.get(self._predict_steps, 0)):
                 # other ranks have more batches, and their forwards are collectives: run along, keep nothing
                 super().predict_step(*args, **kwargs)
         return predictions
@@ -337,12 +359,10 @@ class MeshStrategy(CheckpointingStrategy):
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)
-        self._missing_predict_steps = [int(n) if n < float("inf") else 0 for n in (most - own).nan_to_num()]
-        self._own_predict_steps = own.tolist()
-
-    def _count_steps_of_others_only(self, batch_idx: int, dataloader_idx: int = 0) -> int:
-        is_last = batch_idx + 1 == self._own_predict_steps[dataloader_idx]
-        return self._missing_predict_steps[dataloader_idx] if is_last else 0
+        # by the number of this rank's steps after which it runs along: the end of each of its data loaders
+        missing = (most - own).nan_to_num(posinf=0.0)
+        self._predict_steps = 0
+        self._steps_of_others = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -357,11 +377,14 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._is_accumulating:
+        # under manual optimisation only the optimizer step shows which backward was the last
+        if self.lightning_module.automatic_optimization and not self._is_accumulating:
             self._apply_token_mean()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.lightning_module.automatic_optimization:
+            self._apply_token_mean()
         output = super().optimizer_step(optimizer, *args, **kwargs)
         reshard(self.lightning_module)
         return output
@@ -388,6 +411,10 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
+        if isinstance(dataloader, DataLoader) and dataloader.generator is None:
+            # every iterator draws a seed; from the global generator, a resumed run would not draw as often as an
+            # uninterrupted one, and its dropout would differ
+            dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed by global rank, and the ranks of one replica would augment differently
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)

@@ -1,0 +1,150 @@
+"""Forms of LightningModules that people write, each trained or refused by name."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import VOCABULARY, PlainTransformer, make_token_batches
+from helpers.oracle import QUIET, whole
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Strategy, token_mean_loss
+
+Batch = dict[str, Tensor]
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=FSDP2Strategy(),
+        use_distributed_sampler=False,
+        **{**QUIET, "max_steps": 2, **options},
+    )
+
+
+class TokenMean(pl.LightningModule):
+    def __init__(self, *, manual: bool, micro_batches: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = PlainTransformer()
+        self.automatic_optimization = not manual
+        self.micro_batches = micro_batches
+
+    def loss(self, batch: Batch) -> Tensor:
+        return token_mean_loss(self, self.model(batch["input_ids"]), batch["labels"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        is_last = (batch_idx + 1) % self.micro_batches == 0
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(loss)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_token_mean_under_manual_optimisation_is_that_of_automatic_optimisation() -> None:
+    def run(manual: bool) -> dict[str, Tensor]:
+        module = TokenMean(manual=manual)
+        batches = make_token_batches(8)[dist.get_rank() :: 2]
+        accumulate = {} if manual else {"accumulate_grad_batches": 2}
+        make_trainer(**accumulate).fit(module, DataLoader(batches, batch_size=None))
+        return whole(module.model.state_dict())
+
+    automatic, manual = run_ranks(run, 2, False)[0], run_ranks(run, 2, True)[0]
+    for name, weight in automatic.items():
+        torch.testing.assert_close(manual[name], weight, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_an_aborted_run_leaves_no_tokens_behind() -> None:
+    class Aborts(pl.Callback):
+        def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            raise RuntimeError("aborted")
+
+    def run(aborts: bool) -> float:
+        module = TokenMean(manual=False)
+        loader = DataLoader(make_token_batches(4, ragged=False), batch_size=None)
+        if aborts:
+            with pytest.raises(RuntimeError, match="aborted"):
+                make_trainer(accumulate_grad_batches=2, callbacks=[Aborts()]).fit(module, loader)
+            module.zero_grad()
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(module, loader)
+        return float(trainer.strategy.token_mean.tokens)
+
+    assert run_ranks(run, 1, True) == run_ranks(run, 1, False) == [2 * 11]
+
+
+class OwnParameter(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        self.manual_backward(self.scale.sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_own_parameters_under_manual_optimisation_are_refused_by_name() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"scale hang on the LightningModule.*child module"):
+            make_trainer().fit(OwnParameter(), DataLoader(make_token_batches(2), batch_size=None))
+
+    run_ranks(run, 2)
+
+
+class Queries(pl.LightningModule):
+    """Holds a ParameterList, and steps that do not ask for the batch's index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = PlainTransformer()
+        self.scales = nn.ParameterList([torch.ones(VOCABULARY), torch.full((VOCABULARY,), 2.0)])
+
+    def training_step(self, batch: Batch) -> Tensor:
+        logits = self.model(batch["input_ids"])
+        for scale in self.scales:
+            logits = logits * scale
+        return logits.square().mean()
+
+    def predict_step(self, batch: Batch) -> Tensor:
+        return batch["input_ids"][:, 0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_parameter_list_and_steps_without_batch_idx() -> None:
+    batches = make_token_batches(5)
+
+    def run() -> tuple[dict[str, Tensor], list[Tensor]]:
+        module = Queries()
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(module, DataLoader(batches[dist.get_rank() : dist.get_rank() + 1], batch_size=None))
+        weights = whole(module.state_dict())
+        return weights, trainer.predict(module, DataLoader(batches[dist.get_rank() :: 2], batch_size=None))
+
+    alone = Queries()
+    sum(alone.training_step(batch) / 2 for batch in batches[:2]).backward()
+    alone.configure_optimizers().step()
+    results = run_ranks(run, 2)
+    for name, weight in alone.state_dict().items():
+        torch.testing.assert_close(results[0][0][name], weight, rtol=1e-5, atol=1e-6, msg=name)
+    for rank, (_, predictions) in enumerate(results):
+        torch.testing.assert_close(predictions, [batch["input_ids"][:, 0] for batch in batches[rank::2]])
