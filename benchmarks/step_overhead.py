@@ -285,7 +285,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=80, help="blocks of each run")
+    parser.add_argument("--blocks", type=int, default=60, help="blocks of each run")
     parser.add_argument("--steps", type=int, default=4, help="steps per block")
     parser.add_argument("--warmup-steps", type=int, default=5, help="steps of each run before its first block")
     parser.add_argument("--counted-steps", type=int, default=3, help="steps of each run whose operations are counted")

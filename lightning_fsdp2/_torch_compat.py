@@ -64,6 +64,7 @@ def end_forward(module: FSDPModule) -> None:
     ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
     """
     state = module._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()  # torch's own prefetch follows it, also into an earlier forward
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE

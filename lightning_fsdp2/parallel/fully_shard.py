@@ -111,13 +111,16 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
     """
     for chain in plan.chains:
         modules: list[Any] = [unit.modules[0] for unit in chain]
+        needs_no_weights = {unit.modules[0] for unit in chain if not unit.unshard_in_backward}
         for index, module in enumerate(modules):
             ahead = modules[index + 1 : index + 1 + forward_depth]
-            behind = modules[max(0, index - backward_depth) : index][::-1]
+            behind = [m for m in modules[max(0, index - backward_depth) : index][::-1] if m not in needs_no_weights]
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
-            if behind:
-                module.set_modules_to_backward_prefetch(behind)
+            if backward_depth > 0:
+                # none would mean torch's own guess, which may be a unit that backward does not need (an embedding, a
+                # frozen model that ran before); the root is gathered already
+                module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
 def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
@@ -161,8 +164,7 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
-            for module in modules:
-                module.reshard()
+            reshard(model)
 
 
 def is_unsharded_by_user(module: nn.Module) -> bool:

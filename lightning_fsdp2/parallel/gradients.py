@@ -100,7 +100,6 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     def set_sync(enabled: bool) -> None:
         for module in modules:
-            module.set_is_last_backward(enabled)
             if reduce_scatter:
                 module.set_requires_all_reduce(enabled, recurse=False)
             else:
@@ -159,6 +158,8 @@ def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
 
 def _reduce_power(power: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    if math.isinf(norm_type):
+        power = power.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's MAX passes over another rank's NaN
     for group in groups:
         dist.all_reduce(power, op=op, group=group)
     return power

@@ -181,6 +181,9 @@ class MeshStrategy(CheckpointingStrategy):
             self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
         self._full_device_mesh = self._get_device_mesh(sizes)
+        # kept, since slicing a mesh reads its ranks one by one
+        self._data_group = get_mesh(self._full_device_mesh, DATA_PARALLEL).get_group()
+        self._loss_group = get_mesh(self._full_device_mesh, DP_CP).get_group()
         self.lightning_module._device_mesh = self.device_mesh
 
     def _get_device_mesh(self, sizes: MeshSizes) -> DeviceMesh:
@@ -400,10 +403,9 @@ class MeshStrategy(CheckpointingStrategy):
 
     def _apply_token_mean(self) -> None:
         module = self.lightning_module
-        group = get_mesh(self.full_device_mesh, DP_CP).get_group()
         divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
         for submodule in module.modules():
-            mean = apply_token_mean_(submodule, group, loss_divisor=divisor)
+            mean = apply_token_mean_(submodule, self._loss_group, loss_divisor=divisor)
             if mean is not None:
                 self.token_mean = mean
 
@@ -466,7 +468,7 @@ class MeshStrategy(CheckpointingStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         if group is None:
-            group = get_mesh(self.full_device_mesh, DATA_PARALLEL).get_group()
+            group = self._data_group
         # the accelerator's backend may have no way with host tensors
         return distributed.reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
 

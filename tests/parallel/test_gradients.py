@@ -247,7 +247,7 @@ def get_sync_flags(model: nn.Module) -> set[tuple[bool, bool, bool]]:
 
 @pytest.mark.parametrize(
     ("reduce_scatter", "deferred"),
-    [(False, (False, False, False)), (True, (True, False, False))],
+    [(False, (False, False, True)), (True, (True, False, True))],
     ids=["all-communication", "all-reduce-only"],
 )
 def test_defer_grad_sync_restores_the_flags_after_an_exception(
