@@ -64,7 +64,8 @@ def end_forward(module: FSDPModule) -> None:
     ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    state._comm_ctx.post_forward_order.clear()  # torch's own prefetch follows it, also into an earlier forward
+    # torch's own prefetch follows this order, also into an earlier forward; before the first forward there is none
+    getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE

@@ -180,11 +180,15 @@ class MeshStrategy(CheckpointingStrategy):
             # for what must not touch the accelerator or mix with the step's collectives
             self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
-        self._full_device_mesh = self._get_device_mesh(sizes)
-        # kept, since slicing a mesh reads its ranks one by one
-        self._data_group = get_mesh(self._full_device_mesh, DATA_PARALLEL).get_group()
-        self._loss_group = get_mesh(self._full_device_mesh, DP_CP).get_group()
+        self._set_device_mesh(self._get_device_mesh(sizes))
         self.lightning_module._device_mesh = self.device_mesh
+
+    def _set_device_mesh(self, device_mesh: DeviceMesh) -> None:
+        self._full_device_mesh = device_mesh
+        # kept, since slicing a mesh reads its ranks one by one
+        self._data_group = get_mesh(device_mesh, DATA_PARALLEL).get_group()
+        self._loss_group = get_mesh(device_mesh, DP_CP).get_group()
+        self._replica_group = get_mesh(device_mesh, CP_TP).get_group()
 
     def _get_device_mesh(self, sizes: MeshSizes) -> DeviceMesh:
         """Reuse the module's mesh of an earlier Trainer, which spares its process groups, or build one."""
@@ -297,10 +301,10 @@ class MeshStrategy(CheckpointingStrategy):
 
     def _share_random_state(self) -> None:
         """Ranks that hold one replica of the model and read the same batch must drop the same activations."""
-        replica = get_mesh(self.full_device_mesh, CP_TP)
+        replica = self._replica_group
         if replica.size() > 1:
             states = [get_random_state(self.root_device)]
-            dist.broadcast_object_list(states, group=replica.get_group(), group_src=0)
+            dist.broadcast_object_list(states, group=replica, group_src=0)
             set_random_state(states[0], self.root_device)
 
     @override
@@ -430,13 +434,13 @@ class MeshStrategy(CheckpointingStrategy):
 
     def _check_same_batch(self, batch: Any, dataloader_idx: int) -> None:
         """Compare the first batch of each data loader over the ranks that must read the same one."""
-        replica = get_mesh(self.full_device_mesh, CP_TP)
+        replica = self._replica_group
         stage = str(self.lightning_module.trainer.state.stage.dataloader_prefix)
         if replica.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
             return
         self._checked_batches.add((stage, dataloader_idx))
         fingerprints = [""] * replica.size()
-        dist.all_gather_object(fingerprints, get_fingerprint(batch), group=replica.get_group())
+        dist.all_gather_object(fingerprints, get_fingerprint(batch), group=replica)
         if len(set(fingerprints)) > 1:
             raise ValueError(
                 f"The ranks of one model replica read different first batches from {stage}_dataloader {dataloader_idx},"
