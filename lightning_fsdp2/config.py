@@ -174,6 +174,7 @@ class FSDP2Config(_Flags):
         _check_reshard_after_forward(self.reshard_after_forward)
         _check_word("context_parallel_method", self.context_parallel_method, get_args(ContextParallelMethod))
         _check_backend(self.backend)
+        _check_backend_of_offload(self.backend, self.offload_policy)
         _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
         _check_depth("fsdp2_forward_prefetch_depth", self.fsdp2_forward_prefetch_depth)
         if self.enable_async_tensor_parallel and not self.sequence_parallel:
@@ -435,6 +436,14 @@ def _check_backend(value: object) -> None:
     is_single_name = devices == [""]
     if not is_single_name and (not all(devices) or len(set(devices)) != len(devices)):
         raise ValueError(f"backend={value!r} must name each device type once; use for example cpu:gloo,cuda:nccl.")
+
+
+def _check_backend_of_offload(backend: str | None, offload_policy: object) -> None:
+    if offload_policy is not None and backend is not None and "gloo" not in backend and "mpi" not in backend:
+        raise ValueError(
+            f"backend={backend!r} has no collectives for CPU tensors, where offload_policy={offload_policy!r} keeps "
+            "gradients to clip and checkpoint; use backend=None or for example 'cpu:gloo,cuda:nccl'."
+        )
 
 
 def _check_tp_plan(value: object) -> None:

@@ -198,6 +198,7 @@ def test_offload_policy(given, held):
         {"backend": "nccl"},
         {"backend": "gloo"},
         {"backend": "cpu:gloo,cuda:nccl"},
+        {"backend": "cpu:gloo,cuda:nccl", "offload_policy": CPUOffloadPolicy()},
         {"fsdp2_backward_prefetch_depth": 0, "fsdp2_forward_prefetch_depth": 0},
         {"tp_plan": "hf"},
         {"tp_plan": {"layers.*.q_proj": "colwise"}},
@@ -281,10 +282,14 @@ def test_error_names_option_value_rule_and_remedy(config_class, option, value, e
         ({"offload_policy": {"_target_": "x"}}, "offload_policy has the key '_target_'; leave it out"),
         ({"tp_plan": {"q": {"_target_": "x"}}}, "the key '_target_'; use class_path and init_args."),
         ({"mp_policy": {"dtype": "bf16"}}, "mp_policy has an unknown key 'dtype'; use 'param_dtype', 'reduce_dtype',"),
+        (
+            {"backend": "nccl", "offload_policy": True},
+            "backend='nccl' has no collectives for CPU tensors",
+        ),
         ({"offload_policy": {"pin": True}}, "offload_policy has an unknown key 'pin'; use 'pin_memory'."),
     ],
 )
-def test_errors_of_mappings_name_the_key(options, message):
+def test_errors_of_mappings_and_combinations(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         FSDP2Config(**options)
 

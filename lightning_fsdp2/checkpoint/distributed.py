@@ -40,6 +40,9 @@ FORMAT_VERSION = 1
 METADATA_FILE = "meta.pt"
 SUMMARY_FILE = "meta.json"
 
+_REPLACED = "-replaced"
+"""Ends the name of a checkpoint that is about to be replaced."""
+
 T = TypeVar("T")
 
 
@@ -261,6 +264,7 @@ def _call_dcp(action: Callable[[], Any], path: Path) -> None:
 
 
 def _start_folder(folder: Path, path: Path) -> None:
+    _put_back(path)
     for leftover in path.parent.glob(f".{path.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -284,13 +288,20 @@ def _finish_folder(folder: Path, path: Path, metadata: dict[str, Any], summary: 
 def _replace(folder: Path, path: Path) -> None:
     """Put ``folder`` in the place of ``path`` at once, and remove what was there."""
     if path.is_symlink() or not exchange(folder, path):
-        # a kill between these two lines leaves the old checkpoint under its hidden name
-        old = folder.with_name(f"{folder.name}-replaced")
+        # a kill between the two renames leaves the old checkpoint under its hidden name: see `_put_back`
+        old = folder.with_name(f"{folder.name}{_REPLACED}")
         path.rename(old)
         folder.rename(path)
         remove_checkpoint(old)
     else:
         remove_checkpoint(folder)
+
+
+def _put_back(path: Path) -> None:
+    """Undo a replacement that died half way, on a file system where it takes two steps (NFS)."""
+    for old in path.parent.glob(f".{path.name}.tmp-*{_REPLACED}"):
+        if not path.exists():
+            old.rename(path)
 
 
 def _sync(descriptor: int) -> None:
@@ -306,6 +317,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _check_complete(path: Path) -> None:
+    _put_back(path)
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
     if path.is_file():
@@ -313,9 +325,16 @@ def _check_complete(path: Path) -> None:
     missing = [name for name in (".metadata", METADATA_FILE) if not (path / name).is_file()]
     if not missing:
         try:
-            storage = FileSystemReader(path).read_metadata().storage_data or {}
+            metadata = FileSystemReader(path).read_metadata()
         except (EOFError, pickle.UnpicklingError):
-            missing, storage = [".metadata (truncated)"], {}
+            missing, metadata = [".metadata (truncated)"], Metadata({}, planner_data={})
+        if metadata.planner_data is None:
+            raise ValueError(
+                f"The checkpoint {str(path)!r} does not say where its tensors belong (`planner_data`): it was not"
+                " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with what wrote"
+                " it and save it again."
+            )
+        storage = metadata.storage_data or {}
         ends: dict[str, int] = {}
         for info in storage.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)

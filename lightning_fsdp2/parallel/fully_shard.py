@@ -20,11 +20,13 @@ from lightning_fsdp2.parallel.structure import (
     get_embedding_and_head,
     get_hf_models,
     get_layer_lists,
+    get_modules,
     get_optional_final_norm,
     get_parameter_names,
     get_parameter_owners,
     is_hf_model,
     is_lightning_module,
+    is_metric,
 )
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
@@ -80,8 +82,9 @@ def apply_fully_shard(
         ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
     """
     plan = build_unit_plan(model, reshard_after_forward)
+    ignored = set(model.parameters()) - set(get_parameter_owners(model))
     for unit in plan.units:
-        _shard_unit(unit, mesh, mp_policy, offload_policy)
+        _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
     return plan
 
 
@@ -95,10 +98,12 @@ def apply_layer_sharding(
 ) -> None:
     """Shard the blocks of ``model`` alone; arguments and errors as in :func:`apply_fully_shard`."""
     layer_lists = get_layer_lists(model)
-    _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
+    owners = get_parameter_owners(model)
+    _check_layers_own_their_parameters(model, layer_lists, owners)
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
+    ignored = set(model.parameters()) - set(owners)
     for unit in _split_by_dtype(model, units):
-        _shard_unit(unit, mesh, mp_policy, offload_policy)
+        _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
 
 
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
@@ -130,14 +135,14 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
     layer_lists = get_layer_lists(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
-    taken = {module for blocks in layer_lists for block in blocks for module in block.modules()}
+    taken = {module for blocks in layer_lists for block in blocks for module in get_modules(block)}
     units = [unit for units_of_list in layers for unit in units_of_list]
     chains = list(layers)
     for hf_model in get_hf_models(model):
         embedding, head = _build_end_units(hf_model, taken, owners, reshard_after_forward)
         ends = [unit for unit in (embedding, head) if unit is not None]
         units.extend(ends)
-        taken.update(module for unit in ends for top in unit.modules for module in top.modules())
+        taken.update(module for unit in ends for top in unit.modules for module in get_modules(top))
         _extend_chain(chains, hf_model, embedding, head)
     units.extend(_build_child_units(model, taken, owners))
     units.append(_build_root_unit(model))
@@ -189,7 +194,11 @@ def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _shard_unit(
-    unit: Unit, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None
+    unit: Unit,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: set[nn.Parameter],
 ) -> None:
     if unit.is_container:
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
@@ -201,6 +210,7 @@ def _shard_unit(
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy or OffloadPolicy(),
+        ignored_params=ignored_params,
     )
     if not unit.unshard_in_backward:
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
@@ -246,13 +256,13 @@ def _build_child_units(
     if is_hf_model(model):
         return []
     tops = list(get_hf_models(model))
-    inside = taken | {module for top in tops for module in top.modules()}
-    for child in dict.fromkeys(model.children()):
-        leftover = any(_owns_parameters_directly(module) for module in child.modules() if module not in inside)
+    inside = taken | {module for top in tops for module in get_modules(top)}
+    for child in (module for module in model.children() if not is_metric(module)):
+        leftover = any(_owns_parameters_directly(module) for module in get_modules(child) if module not in inside)
         # a model of a LightningModule needs a unit, even without parameters of its own, to cast inputs and outputs
         if leftover or (is_lightning_module(model) and child not in inside):
             tops += [top for top in _expand_containers(child) if top not in inside]
-            inside.update(child.modules())
+            inside.update(get_modules(child))
     groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
     return [_build_model_unit(group, casts_output=is_lightning_module(model)) for group in groups]
 
@@ -261,7 +271,7 @@ def _group_tied(
     tops: list[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
 ) -> list[list[nn.Module]]:
     """Put modules that share a parameter into one group: a parameter belongs to one unit."""
-    top_of = {module: top for top in reversed(tops) for module in top.modules()}
+    top_of = {module: top for top in reversed(tops) for module in get_modules(top)}
     group_of = {top: [top] for top in tops}
     for holders in owners.values():
         tied = list(dict.fromkeys(top_of[module] for module, _ in holders if module in top_of))
@@ -291,12 +301,12 @@ def _expand_containers(module: nn.Module) -> list[nn.Module]:
         return [top for child in module.children() for top in _expand_containers(child)]
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return []  # used by the parent's forward, so they belong to its unit
-    return [module] if next(module.parameters(), None) is not None else []
+    return [module] if any(_owns_parameters_directly(inner) for inner in get_modules(module)) else []
 
 
 def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
     """Put the model's ends around its list of blocks; with several lists their order in forward is unknown."""
-    modules = set(model.modules())
+    modules = set(get_modules(model))
     own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
     if len(own) == 1:
         before = [embedding] if embedding is not None else []
@@ -310,7 +320,7 @@ def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
     claimed: set[nn.Module] = set()
     result: list[Unit] = []
     for unit in units:
-        modules = [module for top in unit.modules for module in top.modules() if module not in claimed]
+        modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
         claimed.update(modules)
         by_dtype = _group_by_dtype(modules, names)
         if len(by_dtype) > 1:
@@ -340,7 +350,8 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
 
 
 def _check_no_scalars(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    names = get_parameter_names(model)
+    scalars = [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]
     if scalars:
         raise ValueError(
             f"FSDP2 shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
@@ -354,7 +365,7 @@ def _check_layers_own_their_parameters(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
 ) -> None:
     """A parameter tied across blocks would belong to two units, which torch refuses at the first forward."""
-    block_of = {module: block for blocks in layer_lists for block in blocks for module in block.modules()}
+    block_of = {module: block for blocks in layer_lists for block in blocks for module in get_modules(block)}
     names = {module: name for name, module in model.named_modules()}
     for holders in owners.values():
         if len({block_of.get(module) for module, _ in holders}) > 1 and any(
@@ -369,7 +380,7 @@ def _check_layers_own_their_parameters(
 
 def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
     """Whether no parameter below ``modules`` is also held by a module outside of them."""
-    inside = {module for top in modules for module in top.modules()}
+    inside = {module for top in modules for module in get_modules(top)}
     parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
     return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])
 

@@ -19,11 +19,35 @@ def is_lightning_module(module: nn.Module) -> bool:
     return lightning is not None and isinstance(module, lightning.LightningModule)
 
 
+def is_metric(module: nn.Module) -> bool:
+    """Whether ``module`` is a torchmetrics ``Metric``; torchmetrics is not imported to find out."""
+    torchmetrics = sys.modules.get("torchmetrics.metric")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
+
+
+def get_modules(root: nn.Module) -> list[nn.Module]:
+    """Return ``root`` and all modules in it, but for metrics and what they hold, in registration order.
+
+    A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
+    it finds its state of a module by the module's hash, and a metric's hash changes with what it has counted.
+    """
+    modules: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if not is_metric(module) and module not in modules:
+            modules[module] = None
+            for child in module.children():
+                visit(child)
+
+    visit(root)
+    return list(modules)
+
+
 def get_hf_models(root: nn.Module) -> list[nn.Module]:
     """Return the outermost Hugging Face models in ``root``, which may be ``root`` itself, in registration order."""
     if is_hf_model(root):
         return [root]
-    models = [model for child in root.children() for model in get_hf_models(child)]
+    models = [model for child in root.children() if not is_metric(child) for model in get_hf_models(child)]
     return list(dict.fromkeys(models))
 
 
@@ -66,7 +90,7 @@ def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Map every parameter to the modules that hold it directly, with its attribute name: two or more where tied."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
+    for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, name))
     return owners
@@ -81,7 +105,7 @@ def _iterate_layer_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
     for child in module.children():
         if _is_container(child):
             yield from _iterate_container(child)
-        else:
+        elif not is_metric(child):
             yield from _iterate_layer_lists(child)
 
 
@@ -89,18 +113,19 @@ def _iterate_container(container: nn.Module) -> Iterator[list[nn.Module]]:
     for child in container.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iterate_container(child)
-        elif get_hf_models(child):
+        elif not is_metric(child) and get_hf_models(child):
             yield from _iterate_layer_lists(child)
     if blocks := _blocks_of(container):
         yield blocks
 
 
 def _blocks_of(container: nn.Module) -> list[nn.Module]:
-    return [
-        child
-        for child in container.children()
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and not get_hf_models(child) and _owns_parameters(child)
-    ]
+    return [child for child in container.children() if _is_block(child)]
+
+
+def _is_block(module: nn.Module) -> bool:
+    is_nested = isinstance(module, nn.ModuleList | nn.ModuleDict) or is_metric(module) or get_hf_models(module)
+    return not is_nested and _owns_parameters(module)
 
 
 def _is_container(module: nn.Module) -> bool:

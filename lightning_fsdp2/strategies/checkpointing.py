@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,6 +30,7 @@ from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.strategies.world import WorldStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import CheckpointIO
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _RANKS_KEY = "lightning_fsdp2"
 
 
-class CheckpointingStrategy(ParallelStrategy):
+class CheckpointingStrategy(WorldStrategy):
     """Saves and loads Lightning checkpoints as sharded directories.
 
     Hooks see what they see under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole
@@ -47,27 +46,11 @@ class CheckpointingStrategy(ParallelStrategy):
     """
 
     checkpoint_config: CheckpointConfig
-    _control_group: dist.ProcessGroup | None
     _random_state_to_restore: dict[str, Any] | None = None
 
     @abstractmethod
     def parallelize(self) -> None:
         """Shard the LightningModule, once; every stage calls it."""
-
-    @property
-    @abstractmethod
-    def full_device_mesh(self) -> DeviceMesh:
-        """The mesh with all four axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
-
-    @property
-    @abstractmethod
-    def data_parallel_rank(self) -> int:
-        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
-
-    @property
-    @abstractmethod
-    def data_parallel_size(self) -> int:
-        """Number of ranks that read different data: replicas x shards."""
 
     @property
     @override

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     if group is None:
         return loader
     length = _get_optional_length(loader)
-    lengths = [0] * group.size()
+    lengths: list[Any] = [None] * group.size()
     dist.all_gather_object(lengths, length, group=group)
     if any(other is None for other in lengths):
         wrapper = _StatefulLockstepLoader if hasattr(loader, "state_dict") else _LockstepLoader
-        return wrapper(loader, group, may_drop)
+        return wrapper(loader, group, may_drop, _get_shortest_guess(loader, group))
     if max(lengths) > 0 and min(lengths) == 0:
         raise ValueError(
             f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}: a rank without any cannot take"
@@ -42,10 +42,7 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
         )
     if len(set(lengths)) == 1 or not may_drop:
         return loader
-    rank_zero_warn(
-        f"The data loaders of the ranks have {min(lengths)} to {max(lengths)} batches; every rank stops after"
-        f" {min(lengths)}. Give all data parallel ranks the same number of batches to use all data."
-    )
+    _warn_of_ragged(lengths)
     shortened = _StatefulShortenedLoader if hasattr(loader, "state_dict") else _ShortenedLoader
     return shortened(loader, min(lengths))
 
@@ -106,11 +103,17 @@ class _StatefulShortenedLoader(_ShortenedLoader):
 
 
 class _LockstepLoader(_LoaderWrapper):
-    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool) -> None:
+    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool, guessed_length: int | None) -> None:
         super().__init__(loader)
         self._group = group
         self._may_drop = may_drop
+        self._guessed_length = guessed_length
         self._is_cut = False  # whether the last epoch ended although this rank had more batches
+
+    def __len__(self) -> int:
+        if self._guessed_length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len` of the loader itself
+        return self._guessed_length
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)
@@ -149,8 +152,8 @@ class _StatefulLockstepLoader(_LockstepLoader):
     the last batch the state is that of a new epoch, whatever the loader has left.
     """
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool) -> None:
-        super().__init__(loader, group, may_drop)
+    def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool, guessed_length: int | None) -> None:
+        super().__init__(loader, group, may_drop, guessed_length)
         self._state_before_last: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -179,6 +182,29 @@ def _get_optional_length(loader: Any) -> int | None:
     """The length, unless there is none or it is only a guess (an iterable dataset's)."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
+    return _get_optional_guess(loader)
+
+
+def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
+    """The length that progress bars and ``val_check_interval`` go by: None unless every rank has one."""
+    guesses: list[int | None] = [None] * group.size()
+    dist.all_gather_object(guesses, _get_optional_guess(loader), group=group)
+    known = [guess for guess in guesses if guess is not None]
+    if len(known) < len(guesses):
+        return None
+    if len(set(known)) > 1:
+        _warn_of_ragged(known)
+    return min(known)
+
+
+def _warn_of_ragged(lengths: list[int]) -> None:
+    rank_zero_warn(
+        f"The data loaders of the ranks have {min(lengths)} to {max(lengths)} batches; every rank stops after"
+        f" {min(lengths)}. Give all data parallel ranks the same number of batches to use all data."
+    )
+
+
+def _get_optional_guess(loader: Any) -> int | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -188,13 +214,15 @@ def _get_optional_length(loader: Any) -> int | None:
 def _update_digest(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
-        digest.update(f"{data.dtype}{tuple(data.shape)}".encode())
+        digest.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     elif isinstance(value, Mapping):  # a tokenizer's BatchEncoding is no dict
+        digest.update(f"mapping of {len(value)}".encode())
         for key in value:
-            digest.update(str(key).encode())
+            digest.update(pickle.dumps(key))
             _update_digest(digest, value[key])
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+    elif isinstance(value, Collection) and not isinstance(value, str | bytes):
+        digest.update(f"collection of {len(value)}".encode())
         for item in value:
             _update_digest(digest, item)
     else:

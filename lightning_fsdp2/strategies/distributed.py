@@ -3,15 +3,18 @@
 import atexit
 import os
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2._torch_compat import all_gather_with_gradient
+from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
+from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
 
 
 def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
@@ -43,6 +46,22 @@ def get_default_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def get_control_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A CPU group of all ranks beside the default one: one per process, however many Trainers it sees."""
+    group = _new_control_group(dist.group.WORLD)
+    set_group_timeout(group, timeout)
+    return group
+
+
+def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """The mesh of these sizes: one per process, since every mesh makes process groups, and those hold device memory."""
+    device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
+    for view in get_views(device_mesh):
+        for group in view.get_all_groups():
+            set_group_timeout(group, timeout)
+    return device_mesh
+
+
 def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
     """All-reduce a copy of ``tensor``; a DTensor is gathered first.
 
@@ -70,6 +89,22 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
     with torch.no_grad():
         dist.all_gather(result, tensor.contiguous(), group=group)
     return torch.stack(result)
+
+
+@cache
+def _new_control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo")
+
+
+@cache
+def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type: str) -> DeviceMesh:
+    return create_device_mesh(
+        dp_size=sizes.dp,
+        dp_replicate_size=sizes.dp_replicate,
+        tp_size=sizes.tp,
+        cp_size=sizes.cp,
+        device_type=device_type,
+    )
 
 
 def _get_reduce_op(op: Any) -> Any:

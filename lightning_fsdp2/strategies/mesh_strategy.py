@@ -1,50 +1,33 @@
-"""What the mesh strategies share: processes, collectives, the Trainer's stages and data loaders."""
+"""What the mesh strategies share: the Trainer's stages, steps and data loaders."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2._torch_compat import set_group_timeout
 from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
-from lightning_fsdp2.mesh import (
-    CONTEXT_PARALLEL,
-    CP_TP,
-    DATA_PARALLEL,
-    DP_CP,
-    TENSOR_PARALLEL,
-    MeshSizes,
-    create_device_mesh,
-    get_mesh,
-    get_mesh_sizes,
-    get_views,
-)
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
-from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.precision import ShardedPrecision
@@ -52,8 +35,6 @@ from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-T = TypeVar("T")
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 """How long a rank that calls a sharded module outside of a step waits for the others, at most."""
@@ -82,140 +63,34 @@ class MeshStrategy(CheckpointingStrategy):
         checkpoint: CheckpointConfig | None,
         timeout: timedelta,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.checkpoint_config = checkpoint or CheckpointConfig()
-        self.num_nodes = 1
-        self.token_mean: TokenMean | None = None
-        self._get_sizes = partial(
-            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
+        super().__init__(
+            dp_size=dp_size,
+            dp_replicate_size=dp_replicate_size,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            config=config,
+            timeout=timeout,
         )
-        self._timeout = timeout
-        self._full_device_mesh: DeviceMesh | None = None
-        self._control_group: dist.ProcessGroup | None = None
+        self.checkpoint_config = checkpoint or CheckpointConfig()
+        self.token_mean: TokenMean | None = None
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
         _check_checkpoint_config(self.checkpoint_config)
 
-    # ------------------------------------------------------------------ mesh and ranks
-
-    @property
-    @override
-    def full_device_mesh(self) -> DeviceMesh:
-        if self._full_device_mesh is None:
-            raise RuntimeError("The device mesh exists once the Trainer has started its processes (`setup`).")
-        return self._full_device_mesh
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also ``LightningModule.device_mesh``."""
-        return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
-
-    @property
-    @override
-    def data_parallel_rank(self) -> int:
-        return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
-
-    @property
-    @override
-    def data_parallel_size(self) -> int:
-        return get_mesh(self.full_device_mesh, DATA_PARALLEL).size()
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise RuntimeError("The devices are known once the strategy was given to a Trainer.")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or [])
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning shards data and synchronises metrics for strategies that say so."""
-        return True
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer, before any process group exists."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    # ------------------------------------------------------------------ processes
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment.creates_processes_externally:
-            return
-        if hasattr(sys, "ps1"):  # a notebook or an interactive shell
-            if self.num_processes > 1:
-                raise ValueError(
-                    f"devices={self.num_processes} needs that many processes, and a notebook is one. Use devices=1"
-                    " here, save the code as a script and run `python script.py` or `torchrun --nproc-per-node"
-                    f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
-                )
-            return
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+    # ------------------------------------------------------------------ stages
 
     @override
     def setup_environment(self) -> None:
-        sizes = self._get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
         super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        backend = self.config.backend or distributed.get_default_backend(self.root_device)
-        distributed.init_process_group(self.cluster_environment, backend, self._timeout)
-        if self._control_group is None:
-            # for what must not touch the accelerator or mix with the step's collectives
-            self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
-        self._set_device_mesh(self._get_device_mesh(sizes))
+        self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
         self.lightning_module._device_mesh = self.device_mesh
-
-    def _set_device_mesh(self, device_mesh: DeviceMesh) -> None:
-        self._full_device_mesh = device_mesh
-        # kept, since slicing a mesh reads its ranks one by one
-        self._data_group = get_mesh(device_mesh, DATA_PARALLEL).get_group()
-        self._loss_group = get_mesh(device_mesh, DP_CP).get_group()
-        self._replica_group = get_mesh(device_mesh, CP_TP).get_group()
-
-    def _get_device_mesh(self, sizes: MeshSizes) -> DeviceMesh:
-        """Reuse the module's mesh of an earlier Trainer, which spares its process groups, or build one."""
-        earlier = getattr(self.lightning_module, "_device_mesh", None)
-        for mesh in () if earlier is None else get_views(earlier):
-            same_sizes = sizes.views.get(mesh.mesh_dim_names) == mesh.shape and mesh.ndim == 4
-            if same_sizes and mesh.device_type == self.root_device.type:
-                return mesh
-        device_mesh = create_device_mesh(
-            self.config,
-            dp_size=sizes.dp,
-            dp_replicate_size=sizes.dp_replicate,
-            tp_size=sizes.tp,
-            cp_size=sizes.cp,
-            device_type=self.root_device.type,
-            world_size=self.world_size,
-        )
-        for view in get_views(device_mesh):
-            for group in view.get_all_groups():
-                set_group_timeout(group, self._timeout)
-        return device_mesh
 
     @override
     def teardown(self) -> None:
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
-        if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("log", None)
+        if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
+            del self.lightning_module.log
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -230,11 +105,11 @@ class MeshStrategy(CheckpointingStrategy):
         if "mixed torch.Tensor and DTensor" in str(exception):
             exception.args = (
                 f"{exception}\nA part of a sharded module was used outside of its unit's forward. Call the model or a"
-                " whole layer, or gather the weights first:"
-                " `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`.",
+                " whole layer; or gather the weights first:"
+                " `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through another"
+                " method than `forward`, make it one that gathers, in `on_fit_start`:"
+                ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.',
             )
-
-    # ------------------------------------------------------------------ stages
 
     @property
     @override
@@ -256,12 +131,14 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        # a metric computed from a sharded parameter would be logged as this rank's part of it; here and not in
-        # `setup`, because callbacks get their `log` from the module before that
-        model.__dict__["log"] = partial(_log_whole, type(model).log, model)
+        if "log" not in model.__dict__:  # a user's own stays
+            # a metric computed from a sharded parameter would be logged as this rank's part of it; here and not in
+            # `setup`, because callbacks get their `log` from the module before that
+            model.__dict__["log"] = partial(_log_whole, type(model).log, model)
 
     @override
     def setup(self, trainer: "Trainer") -> None:
+        _check_callbacks(trainer)
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards
@@ -297,6 +174,11 @@ class MeshStrategy(CheckpointingStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "LBFGS flattens all parameters into one vector, which sharded parameters do not allow; use a"
+                    " first-order optimizer, or a strategy that does not shard."
+                )
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     def _share_random_state(self) -> None:
@@ -434,67 +316,43 @@ class MeshStrategy(CheckpointingStrategy):
 
     def _check_same_batch(self, batch: Any, dataloader_idx: int) -> None:
         """Compare the first batch of each data loader over the ranks that must read the same one."""
-        replica = self._replica_group
         stage = str(self.lightning_module.trainer.state.stage.dataloader_prefix)
-        if replica.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
+        if self._replica_group.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
             return
         self._checked_batches.add((stage, dataloader_idx))
-        fingerprints = [""] * replica.size()
-        dist.all_gather_object(fingerprints, get_fingerprint(batch), group=replica)
-        if len(set(fingerprints)) > 1:
+        # over all ranks and not each replica by itself, so that every rank raises
+        fingerprints = [(0, "")] * self.full_device_mesh.size()
+        own = (self.data_parallel_rank, get_fingerprint(batch))
+        dist.all_gather_object(fingerprints, own, group=self._control_group)
+        if len(set(fingerprints)) > self.data_parallel_size:
             raise ValueError(
                 f"The ranks of one model replica read different first batches from {stage}_dataloader {dataloader_idx},"
                 " but they compute parts of one result. Shard the data by `trainer.strategy.data_parallel_rank` and"
                 " `data_parallel_size`, not by the global rank, and seed shuffling alike."
             )
 
-    # ------------------------------------------------------------------ collectives
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._control_group is not None:
-            dist.barrier(group=self._control_group)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._control_group is None:
-            return obj
-        message = [obj]
-        dist.broadcast_object_list(message, src, group=self._control_group)
-        return message[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different data; copies on the ranks of one replica count once.
-
-        A DTensor is gathered first. Anything but a tensor is returned as it is.
-        """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if group is None:
-            group = self._data_group
-        # the accelerator's backend may have no way with host tensors
-        return distributed.reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        result = torch.tensor(int(decision))
-        op = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
-        dist.all_reduce(result, op=op, group=self._control_group)
-        return bool(result)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return distributed.all_gather(tensor, group or dist.group.WORLD, sync_grads)
-
 
 def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     log(module, name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
+def _is_log_whole(log: Any) -> bool:
+    return isinstance(log, partial) and log.func is _log_whole
+
+
 def _is_raised_in(code: CodeType, exception: BaseException) -> bool:
     *_, (frame, _) = walk_tb(exception.__traceback__)
     return frame.f_code is code
+
+
+def _check_callbacks(trainer: "Trainer") -> None:
+    """Refuse Lightning's callbacks that copy the module's weights before or while it is sharded."""
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"Trainer(callbacks=[{type(callback).__name__}(...)]) averages whole weights and fails on sharded ones;"
+                " remove it, or average checkpoints after training."
+            )
 
 
 def _check_checkpoint_config(config: CheckpointConfig) -> None:

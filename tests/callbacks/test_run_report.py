@@ -23,7 +23,7 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
-    sys.argv = ["lightning-fsdp2", "fit", "--config=run.yaml", f"--trainer.max_steps={max_steps}"]
+    sys.argv = ["lightning-fsdp2", "fit", "--config", "my run.yaml", "--trainer.max_steps", str(max_steps)]
     losses: list[float] = []
 
     class Losses(pl.Callback):
@@ -62,10 +62,10 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     assert f"Validation loss: {losses[-1]:.3f} nats per token (before training: {before:.3f})" in report
     assert re.search(r"Speed: [\d,]+ tokens per second on 2 rank\(s\)", report)
     assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'}" in report
-    assert "lightning-fsdp2 fit --config=run.yaml --ckpt_path=last --trainer.max_steps=4" in report
+    assert "lightning-fsdp2 fit --config 'my run.yaml' --ckpt_path=last --trainer.max_steps=4" in report
     assert "A sample, continuing 'do':\ndo" in report
 
-    report, losses = run_ranks(train, 2, tmp_path, "last", 40)[0]
+    report, losses = run_ranks(train, 2, tmp_path, "last", 4)[0]
     assert losses, "no validation ran"
     assert f"(before training: {before:.3f})" in report
 

@@ -1,6 +1,8 @@
 """Sharded checkpoints in a plain torch loop: complete or absent, for any number of ranks, of this model or refused."""
 
 import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
@@ -92,6 +95,49 @@ def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_
         run_ranks(save, 2, 3, True)
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two directories cannot be exchanged at once, as on NFS."""
+    path = tmp_path / "last.ckpt"
+    rename = Path.rename
+
+    def die_with_the_old_one_away(self: Path, target: Path) -> Path:
+        if target == path:
+            os._exit(1)
+        return rename(self, target)
+
+    def save(value: int, *, dies: bool = False) -> None:
+        monkeypatch.setattr(distributed, "exchange", lambda first, second: False)
+        if dies:
+            monkeypatch.setattr(Path, "rename", die_with_the_old_one_away)
+        save_checkpoint(path, nn.Linear(2, 2), extra=value)
+
+    def names() -> list[str]:
+        return [entry.name for entry in tmp_path.iterdir()]
+
+    run_ranks(save, 1, 1)
+    run_ranks(save, 1, 2)
+    assert names() == ["last.ckpt"]
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: save(3, dies=True), 1)
+    assert "last.ckpt" not in names()
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: save(3, dies=True), 1)
+    with pytest.raises(RankError, match="No space left"):
+        run_ranks(lambda: [monkeypatch.setattr(distributed, "_save_tensors", fail_with_full_disk), save(4)], 1)
+    assert names() == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+def test_a_directory_without_names_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x.ckpt", nn.Linear(2, 2))
+    metadata = FileSystemReader(tmp_path / "x.ckpt").read_metadata()
+    metadata.planner_data = None
+    (tmp_path / "x.ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="does not say where its tensors belong"):
+        load_checkpoint(tmp_path / "x.ckpt", nn.Linear(2, 2))
 
 
 def fail_with_full_disk(*args: Any) -> None:

@@ -107,9 +107,31 @@ def make_stub(mesh_options: dict[str, int], stage: RunningStage = RunningStage.T
     """A strategy on a mesh that its own sizes do not reach yet, in the given stage of a Trainer."""
     strategy = FSDP2Strategy()
     strategy._set_device_mesh(create_device_mesh(device_type="cpu", **mesh_options))
+    strategy._control_group = dist.group.WORLD
     state = SimpleNamespace(stage=stage, fn=TrainerFn.FITTING)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
     return strategy
+
+
+class DropsOut(Reader):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.dropout(super().training_step(batch, batch_idx).expand(64), 0.5).square().sum()
+
+
+def test_dropout_goes_on_alike_after_a_resume_with_a_plain_data_loader(tmp_path: Path) -> None:
+    """Iterators of a plain DataLoader draw their seeds from the global generator, more often after a resume."""
+
+    def train(max_epochs: int, ckpt_path: Path | None) -> float:
+        pl.seed_everything(1, verbose=False)
+        module, trainer = DropsOut(), make_trainer(max_epochs=max_epochs)
+        trainer.fit(module, DataLoader(Samples(4), shuffle=True), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{max_epochs}.ckpt")
+        return module.layer.weight.full_tensor().item()
+
+    uninterrupted = run_ranks(train, 2, 2, None)[0]
+    stopped = run_ranks(train, 2, 1, None)[0]
+    resumed = run_ranks(train, 2, 2, tmp_path / "1.ckpt")[0]
+    assert resumed == uninterrupted != stopped
 
 
 class RandomSamples(Dataset[Tensor]):
@@ -250,6 +272,28 @@ def test_ragged_loaders_end_together_with_a_warning(kind: str) -> None:
                 assert any(warning in str(w.message) for w in caught) == (rank == 0), stage  # one rank speaks for all
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("guesses", [(5, 5), (5, 4), (2, 2)])
+def test_the_length_a_stream_claims_is_known_to_the_trainer(guesses: tuple[int, int]) -> None:
+    """Progress bars and `val_check_interval` fractions need one; the stream itself ends where it ends."""
+
+    class Claims(SampleStream):
+        def __len__(self) -> int:
+            return guesses[dist.get_rank()]
+
+    def run() -> tuple[int, list[int], list[str]]:
+        module, trainer = Reader(), make_trainer(use_distributed_sampler=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(Claims(3)))
+        ragged = [str(w.message) for w in caught if "every rank stops after" in str(w.message)]
+        return trainer.num_training_batches, module.seen["fit"], ragged
+
+    for rank, (length, seen, ragged) in enumerate(run_ranks(run, 2)):
+        assert length == min(guesses)
+        assert seen == [0, 1, 2][: min(guesses)]
+        assert bool(ragged) == (rank == 0 and guesses[0] != guesses[1])
 
 
 @pytest.mark.parametrize("kind", UNKNOWN_LENGTH)
@@ -437,6 +481,10 @@ def test_fingerprints_are_equal_for_equal_batches_only() -> None:
     assert get_fingerprint(not_contiguous) == fingerprints["unchanged"]
     for name, change in CHANGES.items():
         fingerprints[name] = get_fingerprint({**make_batch(), **change})
+    fingerprints["one list for two"] = get_fingerprint([[1, 2], 3])
+    fingerprints["two lists for one"] = get_fingerprint([[1], [2, 3]])
+    fingerprints["text for a number"] = get_fingerprint({"1": 0})
+    fingerprints["number for a text"] = get_fingerprint({1: 0})
     renamed = {("inputs" if key == "input_ids" else key): value for key, value in make_batch().items()}
     fingerprints["key"] = get_fingerprint(renamed)
     assert len(set(fingerprints.values())) == len(fingerprints)
@@ -450,22 +498,22 @@ def test_fingerprints_of_batches_of_any_kind(make: Callable[[Tensor], Any]) -> N
     assert get_fingerprint(make(torch.arange(3))) != get_fingerprint(make(torch.arange(1, 4)))
 
 
-def test_different_batches_within_a_replica_are_an_error_that_names_the_loader() -> None:
+def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None:
     def run() -> None:
-        rank = dist.get_rank()
+        different = {"x": torch.tensor(dist.get_rank() == 1)}  # in the first of two replicas
         strategy = make_stub({"tp_size": 2})
         strategy.parallel_devices = [torch.device("cpu")]
         strategy._check_same_batch(make_batch(), 0)
-        strategy._check_same_batch({"x": torch.tensor(rank)}, 0)  # only the first one is compared
+        strategy._check_same_batch(different, 0)  # only the first one is compared
         with pytest.raises(ValueError, match=r"different first batches from train_dataloader 1.*data_parallel_rank"):
-            strategy._check_same_batch({"x": torch.tensor(rank)}, 1)
+            strategy._check_same_batch(different, 1)
         for stage, name in ((RunningStage.VALIDATING, "val"), (RunningStage.PREDICTING, "predict")):
             strategy.lightning_module.trainer.state.stage = stage
             strategy._check_same_batch(make_batch(), 1)
             with pytest.raises(ValueError, match=f"from {name}_dataloader 0"):
-                strategy._check_same_batch([make_batch(), {"x": torch.tensor(rank)}], 0)
+                strategy._check_same_batch([make_batch(), different], 0)
 
-    run_ranks(run, 2)
+    run_ranks(run, 4)
 
 
 def test_replicas_read_different_batches() -> None:

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, token_sum_loss, whole
 from helpers.ranks import run_ranks
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -164,15 +165,43 @@ def test_second_trainer_on_the_same_mesh_trains_the_same_module_on() -> None:
 
     def run() -> None:
         module, expected = Regressor(), Regressor()
-        meshes = []
         with patch.object(dist, "monitored_barrier", side_effect=AssertionError("a step waited for all ranks")):
             for _ in range(2):
                 trainer = make_trainer()
                 trainer.fit(module, make_loader(batches))
                 train_alone(expected, batches)
-                meshes.append(trainer.strategy.full_device_mesh)
         assert_same_weights(module, expected)
-        assert meshes[0] is meshes[1], "a second mesh means a second set of process groups"
+
+    run_ranks(run, WORLD)
+
+
+def count_process_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_trainers_of_one_process_share_their_process_groups() -> None:
+    """A sweep of a hundred trials must not hold a hundred communicators."""
+
+    def run() -> None:
+        loader, counts = make_loader(make_batches(2 * WORLD)), []
+        for timeout in (20, 40):
+            trainer = make_trainer(FSDP2Strategy(timeout=timedelta(seconds=timeout)), max_steps=1)
+            trainer.fit(Regressor(), loader)
+            counts.append(count_process_groups())
+            groups = trainer.strategy.full_device_mesh.get_all_groups()
+            for group in (*groups, trainer.strategy._control_group):
+                backend = group._get_backend(torch.device("cpu"))
+                assert backend.options._timeout == timedelta(seconds=timeout)
+        assert counts[0] == counts[1]
+
+    run_ranks(run, WORLD)
+
+
+def test_a_process_group_of_another_size_is_refused() -> None:
+    def run() -> None:
+        os.environ["WORLD_SIZE"] = "1"
+        with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
+            make_trainer().fit(Regressor(), make_loader(make_batches(2)))
 
     run_ranks(run, WORLD)
 
@@ -521,6 +550,23 @@ def test_optimizer_built_before_sharding_is_refused() -> None:
     run_ranks(run, WORLD)
 
 
+class UsesLBFGS(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_what_needs_whole_weights_is_refused_in_setup() -> None:
+    def run() -> None:
+        loader = make_loader(make_batches(4))
+        with pytest.raises(ValueError, match="LBFGS flattens all parameters"):
+            make_trainer().fit(UsesLBFGS(), loader)
+        for callback in (StochasticWeightAveraging(swa_lrs=0.1), EMAWeightAveraging()):
+            with pytest.raises(ValueError, match=rf"{type(callback).__name__}\(...\)\]\) averages whole weights"):
+                make_trainer(callbacks=[callback]).fit(Regressor(), loader)
+
+    run_ranks(run, WORLD)
+
+
 # ---------------------------------------------------------------------- logging and collectives
 
 
@@ -560,6 +606,23 @@ def test_logged_sharded_values_are_those_of_all_shards() -> None:
             assert value.item() == pytest.approx(expected, rel=1e-6), name
 
     run_ranks(run, WORLD)
+
+
+def test_a_log_of_the_users_own_stays_in_place() -> None:
+    seen: list[str] = []
+
+    def run() -> list[str]:
+        module = Logging()
+
+        def log(name: str, value: Any, **options: Any) -> None:
+            seen.append(name)
+
+        module.log = log
+        make_trainer(max_steps=1).fit(module, make_loader(make_batches(2)))
+        assert module.log is log
+        return seen
+
+    assert run_ranks(run, WORLD)[0] == ["mean_of_ranks", "sum_of_ranks", "largest_rank", "sharded", "epoch"]
 
 
 def test_logged_values_with_sync_dist() -> None:
@@ -887,6 +950,41 @@ def test_use_of_a_weight_outside_of_its_unit_names_the_remedy() -> None:
         for stage in ("training_step", "validation_step", "on_train_batch_end"):
             with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor(.|\n)*unshard_fsdp2_model"):
                 make_trainer(max_steps=2).fit(UsesWeightsOutsideOfTheirUnit(stage), loader, loader)
+
+    run_ranks(run, WORLD)
+
+
+class TrainsThroughAnotherMethod(Regressor):
+    """`encode` gathers the weights of its module only if it was registered."""
+
+    class Encoder(nn.Linear):
+        def encode(self, inputs: Tensor) -> Tensor:
+            return F.linear(inputs, self.weight, self.bias)
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.encoder = self.Encoder(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.encoder.encode(inputs))
+
+
+class Registers(TrainsThroughAnotherMethod):
+    def on_fit_start(self) -> None:
+        register_fsdp_forward_method(self.encoder, "encode")
+
+
+def test_training_through_another_method_names_the_remedy_which_works() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"in `on_fit_start`.*register_fsdp_forward_method"):
+            make_trainer().fit(TrainsThroughAnotherMethod(), make_loader(batches))
+        module, expected = Registers(), Registers()
+        make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
 
     run_ranks(run, WORLD)
 

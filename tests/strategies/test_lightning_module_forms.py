@@ -6,11 +6,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models import VOCABULARY, PlainTransformer, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, make_token_batches
+from helpers.oracle import QUIET, Case, ScalarLossModule, check_parity, whole
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torchmetrics import Metric, MetricCollection
 
 from lightning_fsdp2 import FSDP2Strategy, token_mean_loss
 
@@ -148,3 +150,71 @@ def test_parameter_list_and_steps_without_batch_idx() -> None:
         torch.testing.assert_close(results[0][0][name], weight, rtol=1e-5, atol=1e-6, msg=name)
     for rank, (_, predictions) in enumerate(results):
         torch.testing.assert_close(predictions, [batch["input_ids"][:, 0] for batch in batches[rank::2]])
+
+
+def loss_on_hidden_states(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """What losses that never hold all logits do: the head's weight is used, the head is not called."""
+    hidden = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[:, :-1]
+    logits = nn.functional.linear(hidden, model.lm_head.weight)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten()), 1
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_loss_on_hidden_states_and_the_weight_of_the_head(tied: bool) -> None:
+    def make_model() -> nn.Module:
+        return make_causal_lm({**LLAMA, "tie_word_embeddings": tied})
+
+    case = Case(
+        make_module=lambda: ScalarLossModule(make_model, loss_on_hidden_states),
+        make_model=make_model,
+        loss=loss_on_hidden_states,
+        batches=make_token_batches(3 * 2 * 2),
+        accumulate=2,
+    )
+    run_ranks(check_parity, 2, case)
+
+
+class FeatureDistance(Metric):
+    """Like FID: a metric with a network of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(VOCABULARY, 4), nn.Linear(4, 4))
+        self.add_state("total", torch.zeros(4), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor) -> None:
+        with torch.no_grad():
+            self.total += self.network(logits).sum((0, 1))
+
+    def compute(self) -> Tensor:
+        return self.total.sum()
+
+
+class Measures(TokenMean):
+    def __init__(self) -> None:
+        super().__init__(manual=False)
+        self.distance = FeatureDistance()
+        self.more = MetricCollection({"first": FeatureDistance()})
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"])
+        self.distance.update(logits)
+        self.more.update(logits)
+        self.log("distance", self.distance)
+        return token_mean_loss(self, logits, batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+def test_a_network_inside_a_metric_stays_whole() -> None:
+    batches = make_token_batches(4, ragged=False)
+
+    def run() -> float:
+        module = Measures()
+        trainer = make_trainer(max_steps=2)
+        trainer.fit(module, DataLoader(batches[dist.get_rank() :: 2], batch_size=None))
+        assert isinstance(module.model.head.weight, DTensor)
+        return module.distance.compute().item()
+
+    assert run_ranks(run, 2)[0] == pytest.approx(run_ranks(run, 1)[0])

@@ -1,0 +1,182 @@
+"""The processes of a run: who they are, the mesh they form, and collectives between them."""
+
+import sys
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_fsdp2.config import DistributedConfig
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    CP_TP,
+    DATA_PARALLEL,
+    DP_CP,
+    TENSOR_PARALLEL,
+    get_mesh,
+    get_mesh_sizes,
+)
+from lightning_fsdp2.strategies import distributed
+
+T = TypeVar("T")
+
+
+class WorldStrategy(ParallelStrategy):
+    """Starts the processes of a run, arranges them in a mesh and lets them communicate."""
+
+    def __init__(
+        self,
+        *,
+        dp_size: int | Literal["auto"] | None,
+        dp_replicate_size: int | Literal["auto"],
+        tp_size: int,
+        cp_size: int,
+        config: DistributedConfig,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_nodes = 1
+        self._get_sizes = partial(
+            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
+        )
+        self._timeout = timeout
+        self._full_device_mesh: DeviceMesh | None = None
+        self._control_group: dist.ProcessGroup | None = None
+
+    # ------------------------------------------------------------------ mesh and ranks
+
+    @property
+    def full_device_mesh(self) -> DeviceMesh:
+        """The mesh with all four axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        if self._full_device_mesh is None:
+            raise RuntimeError("The device mesh exists once the Trainer has started its processes (`setup`).")
+        return self._full_device_mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also ``LightningModule.device_mesh``."""
+        return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
+        return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different data: replicas x shards."""
+        return get_mesh(self.full_device_mesh, DATA_PARALLEL).size()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise RuntimeError("The devices are known once the strategy was given to a Trainer.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning shards data and synchronises metrics for strategies that say so."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer, before any process group exists."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if hasattr(sys, "ps1"):  # a notebook or an interactive shell
+            if self.num_processes > 1:
+                raise ValueError(
+                    f"devices={self.num_processes} needs that many processes, and a notebook is one. Use devices=1"
+                    " here, save the code as a script and run `python script.py` or `torchrun --nproc-per-node"
+                    f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
+                )
+            return
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        sizes = self._get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self.config.backend or distributed.get_default_backend(self.root_device)
+        distributed.init_process_group(self.cluster_environment, backend, self._timeout)
+        # for what must not touch the accelerator or mix with the step's collectives
+        self._control_group = distributed.get_control_group(self._timeout)
+        self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
+
+    def _set_device_mesh(self, mesh: DeviceMesh) -> None:
+        self._full_device_mesh = mesh
+        # kept, since slicing a mesh reads its ranks one by one
+        self._data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
+        self._loss_group = get_mesh(mesh, DP_CP).get_group()
+        self._replica_group = get_mesh(mesh, CP_TP).get_group()
+
+    # ------------------------------------------------------------------ collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._control_group is not None:
+            dist.barrier(group=self._control_group)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._control_group is None:
+            return obj
+        message = [obj]
+        dist.broadcast_object_list(message, src, group=self._control_group)
+        return message[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that read different data; copies on the ranks of one replica count once.
+
+        A DTensor is gathered first. Anything but a tensor is returned as it is.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None:
+            group = self._data_group
+        # the accelerator's backend may have no way with host tensors
+        return distributed.reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        result = torch.tensor(int(decision))
+        op = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        dist.all_reduce(result, op=op, group=self._control_group)
+        return bool(result)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return distributed.all_gather(tensor, group or dist.group.WORLD, sync_grads)
