@@ -48,8 +48,17 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("frozen", [False, True], ids=["all-trained", "part-frozen"])
+@pytest.mark.parametrize(
+    ("optimizer", "frozen"),
+    [
+        ("adamw", True),
+        ("sgd-without-state", False),
+        pytest.param("adamw", False, marks=pytest.mark.slow),
+        pytest.param("sgd-without-state", True, marks=pytest.mark.slow),
+        pytest.param("sgd-momentum", False, marks=pytest.mark.slow),
+        pytest.param("sgd-momentum", True, marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_alike_on_any_number_of_ranks(optimizer: str, frozen: bool, tmp_path: Path) -> None:
     make_optimizer = OPTIMIZERS[optimizer]
 

@@ -35,7 +35,9 @@ def shard_meta(name: str, dp_replicate_size: int, seed: int) -> tuple[dict[str, 
     return whole(model.state_dict()), dict(model.named_buffers()), next(model.parameters()).detach().to_local()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("llama", "gpt2") else ()) for name in MODELS]
+)
 def test_a_seed_gives_one_model_on_any_mesh(name: str) -> None:
     results = {mesh: run_ranks(shard_meta, size, name, replicas, 7) for mesh, (size, replicas) in MESHES.items()}
     expected, expected_buffers, _ = results["dp1"][0]

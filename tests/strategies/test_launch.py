@@ -208,15 +208,13 @@ LAUNCHERS = {
 }
 """What stands before the script's name; ``torchrun`` is the console script of this module."""
 
-BY_LAUNCHER = pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
-
 
 def assert_clean(output: str) -> None:
     for trace in ("Traceback", "destroy_process_group", "leaked", "Exception ignored", "terminate called"):
         assert trace not in output, output[-6000:]
 
 
-@BY_LAUNCHER
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_fit_then_test(launcher: str, tmp_path: Path) -> None:
     ended = launch([*LAUNCHERS[launcher], write_script(tmp_path), "train", str(tmp_path)], tmp_path)
     assert ended.code == 0, ended.output[-6000:]
@@ -229,20 +227,12 @@ def test_fit_then_test(launcher: str, tmp_path: Path) -> None:
     assert_clean(ended.output)
 
 
-@BY_LAUNCHER
-def test_a_failing_rank_ends_all(launcher: str, tmp_path: Path) -> None:
-    check_failing_rank(launcher, 1, tmp_path)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_failing_first_rank_ends_all(launcher: str, tmp_path: Path) -> None:
-    check_failing_rank(launcher, 0, tmp_path)
-
-
-def check_failing_rank(launcher: str, rank: int, folder: Path) -> None:
-    command = [*LAUNCHERS[launcher], write_script(folder), f"fail-{rank}", str(folder)]
-    ended = launch(command, folder, mark="failed")
+def test_a_failing_rank_ends_all(launcher: str, rank: int, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher], write_script(tmp_path), f"fail-{rank}", str(tmp_path)]
+    ended = launch(command, tmp_path, mark="failed")
     assert ended.code != 0
     assert ended.seconds_after_mark < END_SECONDS
     own = re.search(
