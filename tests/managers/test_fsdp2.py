@@ -1,0 +1,195 @@
+"""The manager in a plain torch loop: which flags it takes, and that each of them reaches the model."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.collectives import StepCounter
+from helpers.models import LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
+    """Shard ``model`` over all ranks, computing in float32 unless a flag says otherwise."""
+    config = FSDP2Config(**{"mp_policy": FLOAT32, **flags})
+    return FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("sequence_parallel", True),
+        ("tp_plan", "hf"),
+        ("tp_plan", {"layers.*.q_proj": "colwise"}),
+        ("patch_is_packed_sequence", True),
+        ("autocast_dtype", torch.bfloat16),
+        ("activation_checkpointing", True),
+        ("activation_checkpointing", "selective"),
+        ("enable_compile", True),
+        ("loss_parallel", True),
+    ],
+    ids=str,
+)
+def test_a_flag_that_is_not_supported_yet_is_refused_by_name_at_construction(flag: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="is not supported in this version yet; leave it out") as raised:
+        FSDP2Manager(FSDP2Config(**{flag: value}), None)
+    assert str(raised.value).startswith(f"FSDP2Config.{flag}={value!r} ")
+
+
+def test_a_mesh_for_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="moe_mesh: expert parallelism is not supported in this release; pass None"):
+        FSDP2Manager(FSDP2Config(), None, moe_mesh=object())
+
+
+@pytest.mark.parametrize(
+    ("given", "in_effect"),
+    [
+        (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)),
+        (MixedPrecisionPolicy(torch.bfloat16), MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)),
+        (
+            MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, cast_forward_inputs=False),
+            MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, cast_forward_inputs=False),
+        ),
+    ],
+    ids=["default", "no-reduce-dtype", "nothing-set", "all-set"],
+)
+def test_the_policy_in_effect_reduces_in_float32_unless_it_says_otherwise(
+    given: MixedPrecisionPolicy | None, in_effect: MixedPrecisionPolicy
+) -> None:
+    assert FSDP2Manager(FSDP2Config(mp_policy=given), None).mp_policy == in_effect
+
+
+def test_the_policy_of_the_config_decides_on_the_dtypes() -> None:
+    def run() -> None:
+        tokens = make_token_batches(1)[0]["input_ids"]
+        for policy, compute, output in (
+            (None, torch.bfloat16, torch.float32),
+            (FLOAT32, torch.float32, torch.float32),
+            (MixedPrecisionPolicy(torch.bfloat16), torch.bfloat16, torch.bfloat16),
+        ):
+            model = parallelize(PlainTransformer(), mp_policy=policy)
+            seen = []
+            model.blocks[1].mlp.register_forward_hook(lambda module, inputs, result, seen=seen: seen.append(result))
+            assert model(tokens).dtype is output
+            assert seen[0].dtype is compute
+
+    run_ranks(run, 1)
+
+
+RESHARDS: dict[bool | None, tuple[list[bool], int]] = {
+    None: ([False, False, True], 2),
+    True: ([False, False, False], 4),
+    False: ([True, True, True], 0),
+}
+"""Which of three layers are gathered after forward, and how many units backward gathers, ``[norm, head]`` included."""
+
+
+def test_reshard_after_forward_decides_which_layers_stay_gathered() -> None:
+    def run() -> None:
+        for value, (gathered, all_gathers) in RESHARDS.items():
+            model = parallelize(make_causal_lm(LLAMA), reshard_after_forward=value)
+            loss, _ = token_sum_loss(model, make_token_batches(1)[0])
+            parameters = [next(layer.parameters()) for layer in model.model.layers]
+            assert [not isinstance(parameter, DTensor) for parameter in parameters] == gathered, value
+            with StepCounter() as backward:
+                loss.backward()
+            assert backward.collectives["all_gather"] == all_gathers, value
+
+    run_ranks(run, 2)
+
+
+PREFETCHES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
+    "default": ({}, [3, 4, 5], [2, 2, 2]),
+    "off": ({"enable_fsdp2_prefetch": False}, [2, 3, 4], [1, 2, 2]),
+    "depth-0": ({"fsdp2_forward_prefetch_depth": 0, "fsdp2_backward_prefetch_depth": 0}, [2, 3, 4], [1, 2, 2]),
+    "forward-2": ({"fsdp2_forward_prefetch_depth": 2}, [4, 5, 5], [2, 2, 2]),
+    "backward-1": ({"fsdp2_backward_prefetch_depth": 1}, [3, 4, 5], [1, 2, 2]),
+    "reshard": ({"reshard_after_forward": True}, [3, 4, 5], [4, 4, 4]),
+}
+"""Flags; then how many all-gathers were issued when each layer runs, in the order of forward and of backward.
+
+The units in forward are the embedding, three layers and ``[norm, head]``.
+"""
+
+
+def test_prefetch_depths_decide_how_far_ahead_units_are_gathered() -> None:
+    def run() -> None:
+        for name, (flags, forward, backward) in PREFETCHES.items():
+            model = parallelize(make_causal_lm(LLAMA), **flags)
+            counts: list[int] = []
+
+            def record(*_: Any, counts: list[int] = counts) -> None:
+                counts.append(counter.collectives["all_gather"])
+
+            for layer in model.model.layers:
+                layer.mlp.register_forward_pre_hook(record)
+                layer.mlp.register_full_backward_hook(record)
+            for _ in range(2):
+                with StepCounter() as counter:
+                    loss, _ = token_sum_loss(model, make_token_batches(1)[0])
+                with StepCounter() as counter:
+                    loss.backward()
+            assert counts == [*forward, *backward] * 2, name
+
+    run_ranks(run, 2)
+
+
+def test_replicas_of_shards_train_like_one_process_with_accumulation_and_clipping() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        reference = PlainTransformer()
+        model = copy.deepcopy(reference)
+        config = FSDP2Config(mp_policy=FLOAT32)
+        mesh = create_device_mesh(config, dp_replicate_size=2, device_type="cpu")
+        assert FSDP2Manager(config, mesh).parallelize(model) is model
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPSILON) for m in (reference, model)]
+        for batch in make_token_batches(2, size=8, length=6, ragged=False):
+            plain_loss(reference, batch)[0].backward()
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            first, second = ({"input_ids": batch["input_ids"][dist.get_rank() + start, None]} for start in (0, 4))
+            with defer_grad_sync(model):
+                (plain_loss(model, first)[0] / 2).backward()
+            (plain_loss(model, second)[0] / 2).backward()
+            norm = clip_grad_norm_(model.parameters(), 0.1)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, actual), weight in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(actual.full_tensor(), weight.data, rtol=0, atol=5e-5, msg=name)
+
+    run_ranks(run, 4)
+
+
+@pytest.mark.parametrize("policy", [True, {"pin_memory": False}], ids=str)
+def test_an_offload_policy_changes_nothing_where_shards_are_in_host_memory_anyway(policy: Any) -> None:
+    def run() -> None:
+        reference = PlainTransformer()
+        model = parallelize(copy.deepcopy(reference), offload_policy=policy)
+        for each in (reference, model):
+            plain_loss(each, make_token_batches(1)[0])[0].backward()
+        for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-7)
+
+    run_ranks(run, 1)
+
+
+def test_a_model_is_parallelised_once() -> None:
+    def run() -> None:
+        model = parallelize(PlainTransformer())
+        assert isinstance(model, FSDPModule)
+        with pytest.raises(ValueError, match="A model is parallelised once"):
+            parallelize(model)
+
+    run_ranks(run, 1)

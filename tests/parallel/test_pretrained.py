@@ -1,0 +1,220 @@
+"""Weights read from files into shards, in a plain torch loop: what ``from_pretrained`` gives, whatever the files hold.
+
+``tests/models/test_causal_lm.py`` reads whole checkpoints of every kind, tied and converted ones too, through the
+Trainer; here the files and the model differ.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import make_config, whole
+from helpers.ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging as transformers_logging
+
+from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+
+FILES = 9
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of three layers in several files with an index."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("llama")
+    make_causal_lm(LLAMA).save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) == FILES
+    return path
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def build_on_meta(
+    folder: Path, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
+    """A model that has no weights yet and knows where they are."""
+    with torch.device("meta"):
+        model = kind.from_config(make_config({**LLAMA, **changes}), dtype=dtype)
+    set_pretrained(model, folder)
+    return model.train()
+
+
+def shard(model: nn.Module, **sizes: int) -> nn.Module:
+    mesh = create_device_mesh(device_type="cpu", **sizes)
+    return fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy())
+
+
+def assert_equal_weights(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+
+# ---------------------------------------------------------------------- which files
+
+
+def test_the_index_says_which_files_hold_the_weights(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    expected = [str(tmp_path / f"model-{number:05}-of-{FILES:05}.safetensors") for number in range(1, FILES + 1)]
+    assert get_weight_files(tmp_path) == expected
+
+
+def test_without_an_index_all_files_count_in_order(tmp_path: Path) -> None:
+    for name in ("b.safetensors", "a.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+    assert get_weight_files(str(tmp_path)) == [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+
+
+@pytest.mark.parametrize("make_folder", [True, False], ids=["older-weights", "no-folder"])
+def test_a_folder_without_safetensors_is_refused_at_once_with_the_remedy(tmp_path: Path, make_folder: bool) -> None:
+    path = tmp_path / "model"
+    if make_folder:
+        path.mkdir()
+        torch.save({}, path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"model' holds no \*\.safetensors file\. .*convert older `\.bin`"):
+        build_on_meta(path)
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model-00002-of-00009.safetensors").unlink()
+
+    def run() -> None:
+        with pytest.raises(FileNotFoundError, match=r"model-00002-of-00009\.safetensors"):
+            load_pretrained(build_on_meta(tmp_path), CPU)
+
+    run_ranks(run, 1, group=False)
+
+
+# ---------------------------------------------------------------------- into shards
+
+
+def assert_equal_models(model: nn.Module, expected: nn.Module) -> None:
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert_equal_weights(whole(model.state_dict()), expected.state_dict())
+    assert dict(model.named_buffers()).keys() == dict(expected.named_buffers()).keys()
+    assert_equal_weights(dict(model.named_buffers()), dict(expected.named_buffers()))
+    tokens = make_token_batches(1)[0]["input_ids"]
+    with torch.no_grad():
+        actual = model.eval()(tokens, use_cache=False).logits
+        torch.testing.assert_close(actual, expected(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_shards_and_replicas_have_the_weights_buffers_and_logits_of_from_pretrained(folder: Path) -> None:
+    def run() -> None:
+        expected = AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(dist.get_rank())
+        for replicas in (1, 2):
+            assert_equal_models(shard(build_on_meta(folder), dp_replicate_size=replicas), expected)
+        assert transformers_logging.is_progress_bar_enabled(), "the user's setting was not put back"
+
+    run_ranks(run, 2)
+
+
+class Distillation(nn.Module):
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher = teacher.requires_grad_(False)
+        self.student = student
+
+
+def test_several_models_in_one_module_are_read_each_from_its_own_folder(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    small = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    make_causal_lm({**LLAMA, **small}).save_pretrained(tmp_path)
+
+    def run() -> None:
+        model = shard(Distillation(build_on_meta(folder), build_on_meta(tmp_path, **small)))
+        assert_equal_weights(whole(model.teacher.state_dict()), read_weights(folder))
+        expected = read_weights(tmp_path)
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        assert_equal_weights(whole(model.student.state_dict()), expected)
+        assert model.student.lm_head.weight is model.student.model.embed_tokens.weight
+        assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+        assert all(parameter.requires_grad for parameter in model.student.parameters())
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=["bfloat16-files", "bfloat16-model"],
+)
+def test_weights_take_the_dtype_of_the_model(
+    folder: Path, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    expected = {name: tensor.to(stored) for name, tensor in read_weights(folder).items()}
+    save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def run() -> None:
+        model = shard(build_on_meta(tmp_path, dtype=wanted))
+        assert {parameter.dtype for parameter in model.parameters()} == {wanted}
+        actual = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+        assert_equal_weights(actual, {name: tensor.to(wanted) for name, tensor in expected.items()})
+        assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- files and model differ
+
+
+def test_weights_that_the_model_lacks_are_left_in_the_files(folder: Path) -> None:
+    def run() -> None:
+        weights = read_weights(folder)
+        shallow = shard(build_on_meta(folder, num_hidden_layers=2))
+        assert_equal_weights(whole(shallow.state_dict()), weights)
+        backbone = shard(build_on_meta(folder, AutoModel))
+        assert_equal_weights(
+            {f"model.{name}": tensor for name, tensor in whole(backbone.state_dict()).items()}, weights
+        )
+
+    run_ranks(run, 2)
+
+
+def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder: Path) -> None:
+    def run() -> None:
+        model = shard(build_on_meta(folder, AutoModelForSequenceClassification, num_labels=40, num_hidden_layers=4))
+        weights = whole(model.state_dict())
+        new = {name: tensor for name, tensor in weights.items() if name == "score.weight" or ".layers.3." in name}
+        stored = read_weights(folder)
+        assert_equal_weights({name: weights[name] for name in weights.keys() - new.keys()}, stored)
+        assert len(new) == 10
+        for name, tensor in new.items():
+            if "norm" in name:
+                assert torch.equal(tensor, torch.ones(32)), name
+            else:  # `initializer_range` of a LlamaConfig is 0.02
+                assert tensor.mean().abs() < 0.005, name
+                assert 0.016 < tensor.std() < 0.024, name
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- once
+
+
+def test_weights_are_read_once_and_only_into_models_that_asked_for_them(folder: Path) -> None:
+    def run() -> None:
+        model = Distillation(build_on_meta(folder), nn.Linear(2, 2, device="meta"))
+        load_pretrained(model, CPU)
+        assert_equal_weights(model.teacher.state_dict(), read_weights(folder))
+        assert model.student.weight.is_meta
+        nn.init.zeros_(model.teacher.lm_head.weight)
+        load_pretrained(model, CPU)
+        assert not model.teacher.lm_head.weight.any()
+
+    run_ranks(run, 1, group=False)

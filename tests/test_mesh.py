@@ -1,0 +1,413 @@
+"""Sizes, axes, the ranks along them by hand, and what is said when sizes do not fit."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig, create_device_mesh
+from lightning_fsdp2.mesh import get_fsdp_mesh, get_mesh, get_mesh_sizes, get_views
+
+AXES = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
+VIEWS = {
+    AXES,
+    ("dp_replicate", "dp_shard_cp", "tensor_parallel"),
+    ("dp_cp", "tensor_parallel"),
+    ("data_parallel", "context_parallel", "tensor_parallel"),
+    ("data_parallel", "cp_tp"),
+}
+THREE_AXES = ("data_parallel", "context_parallel", "tensor_parallel")
+
+
+def run_one_of(world_size: int, rank: int, function: Callable[[], Any]) -> Any:
+    """Run ``function`` as one rank of a world whose other ranks do not exist: meshes are made, nothing is sent."""
+
+    def run() -> Any:
+        # registers a backend, which must not reach other tests through the parent
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        return function()
+
+    return run_ranks(run, 1, group=False)[0]
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1, 8, 1, 1)),
+        ({"dp_size": "auto"}, (1, 8, 1, 1)),
+        ({"dp_size": None}, (1, 8, 1, 1)),
+        ({"dp_size": 0}, (1, 8, 1, 1)),
+        ({"dp_size": -1}, (1, 8, 1, 1)),
+        ({"dp_size": 8}, (1, 8, 1, 1)),
+        ({"dp_replicate_size": None, "cp_size": None, "tp_size": None}, (1, 8, 1, 1)),
+        ({"tp_size": 2}, (1, 4, 1, 2)),
+        ({"cp_size": 4}, (1, 2, 4, 1)),
+        ({"cp_size": 2, "tp_size": 2}, (1, 2, 2, 2)),
+        ({"dp_size": 2, "cp_size": 2, "tp_size": 2}, (1, 2, 2, 2)),
+        ({"tp_size": 8}, (1, 1, 1, 8)),
+        ({"dp_replicate_size": 2}, (2, 4, 1, 1)),
+        ({"dp_replicate_size": 8}, (8, 1, 1, 1)),
+        ({"dp_size": 4, "dp_replicate_size": 2, "tp_size": 2}, (2, 2, 1, 2)),
+        ({"dp_replicate_size": "auto", "num_nodes": 4}, (4, 2, 1, 1)),
+        ({"dp_replicate_size": "auto", "num_nodes": 2, "tp_size": 2}, (2, 2, 1, 2)),
+        ({"dp_replicate_size": "auto"}, (1, 8, 1, 1)),
+        ({"num_nodes": 4}, (1, 8, 1, 1)),
+    ],
+    ids=str,
+)
+def test_sizes_of_eight_ranks(options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    sizes = get_mesh_sizes(world_size=8, **options)
+    assert (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp) == expected
+    assert sizes.dp == expected[0] * expected[1]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "message"),
+    [
+        (
+            4,
+            {"dp_size": 3},
+            "dp_size=3 x cp_size=1 x tp_size=1 = 3, but the world has 4 ranks;"
+            ' use dp_size="auto" or start 3 processes.',
+        ),
+        (
+            8,
+            {"dp_size": 4, "cp_size": 2, "tp_size": 2},
+            "dp_size=4 x cp_size=2 x tp_size=2 = 16, but the world has 8 ranks;"
+            ' use dp_size="auto" or start 16 processes.',
+        ),
+        (
+            8,
+            {"cp_size": 2, "tp_size": 3},
+            "cp_size=2 x tp_size=3 = 6 does not divide the world size 8; choose sizes that do, or start 12 processes.",
+        ),
+        (
+            2,
+            {"tp_size": 4},
+            "cp_size=1 x tp_size=4 = 4 does not divide the world size 2; choose sizes that do, or start 4 processes.",
+        ),
+        (
+            24,
+            {"dp_replicate_size": 5, "tp_size": 2},
+            "dp_replicate_size=5 does not divide the data parallel size 12 (world size 24 / (cp_size=1 x tp_size=2));"
+            " use one of [1, 2, 3, 4, 6, 12].",
+        ),
+        (
+            4,
+            {"dp_replicate_size": "auto", "num_nodes": 3},
+            "dp_replicate_size=3 does not divide the data parallel size 4 (world size 4 / (cp_size=1 x tp_size=1));"
+            " use one of [1, 2, 4].",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world_are_refused_with_the_arithmetic(
+    world_size: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        get_mesh_sizes(world_size=world_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dp_size", True),
+        ("dp_size", 2.0),
+        ("dp_size", "2"),
+        ("dp_replicate_size", 0),
+        ("dp_replicate_size", False),
+        ("dp_replicate_size", "nodes"),
+        ("tp_size", 0),
+        ("tp_size", -1),
+        ("tp_size", True),
+        ("tp_size", "auto"),
+        ("cp_size", 0),
+        ("cp_size", 1.0),
+    ],
+)
+def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{option}={value!r} is not a number of ranks; use an integer >= 1.$"):
+        get_mesh_sizes(world_size=4, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (None, {"ep_size": 2}, "ep_size=2 is not supported in this release; use ep_size=1."),
+        (FSDP2Config(), {"pp_size": 4}, "pp_size=4 is not supported in this release; use pp_size=1."),
+        (None, {"tp_size": 3}, "cp_size=1 x tp_size=3 = 3 does not divide the world size 4"),
+        (DDPConfig(), {"tp_size": 2}, "tp_size=2, cp_size=1, dp_replicate_size=1: DDPConfig knows data parallelism"),
+        (DDPConfig(), {"cp_size": 2}, "tp_size=1, cp_size=2, dp_replicate_size=1: DDPConfig knows data parallelism"),
+        (DDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2: DDPConfig .* use FSDP2Config"),
+        (MegatronFSDPConfig(), {"tp_size": 2}, "tp_size=2 is not supported with MegatronFSDPConfig; use FSDP2Config"),
+    ],
+)
+def test_sizes_are_refused_before_a_process_group_exists(config: Any, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_device_mesh(config, world_size=4, **options)
+    assert not dist.is_initialized()
+
+
+def test_the_world_is_what_torchrun_says_where_no_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="does not divide the world size 6; choose sizes that do, or start 8 process"):
+        create_device_mesh(tp_size=4)
+    assert not dist.is_initialized()
+
+
+# ---------------------------------------------------------------------- the mesh and its views
+
+
+def assert_sizes(mesh: DeviceMesh, sizes: tuple[int, ...]) -> None:
+    assert mesh.mesh_dim_names == AXES
+    assert mesh.shape == sizes
+    assert mesh.device_type == "cpu"
+    assert [get_mesh(mesh, axis).size() for axis in AXES] == list(sizes)
+    assert {view.mesh_dim_names for view in get_views(mesh)} == VIEWS
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, [({}, (1, 1, 1, 1)), ({"ep_size": None, "pp_size": 0}, (1, 1, 1, 1))]),
+        (2, [({}, (1, 2, 1, 1)), ({"dp_replicate_size": 2}, (2, 1, 1, 1)), ({"tp_size": 2}, (1, 1, 1, 2))]),
+    ],
+    ids=["one-rank", "two-ranks"],
+)
+def test_a_mesh_has_all_axes_those_of_size_one_included(world_size: int, cases: list[Any]) -> None:
+    def run() -> None:
+        for options, sizes in cases:
+            assert_sizes(create_device_mesh(device_type="cpu", **options), sizes)
+
+    run_ranks(run, world_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sizes"),
+    [
+        (DDPConfig(), {}, (1, 4, 1, 1)),
+        (MegatronFSDPConfig(), {"cp_size": 2, "dp_replicate_size": 2}, (2, 1, 2, 1)),
+        (FSDP2Config(), {"cp_size": 2, "tp_size": 2}, (1, 1, 2, 2)),
+    ],
+    ids=["ddp", "megatron", "fsdp2"],
+)
+def test_sizes_that_a_config_allows(config: Any, options: dict[str, int], sizes: tuple[int, ...]) -> None:
+    run_one_of(4, 0, lambda: assert_sizes(create_device_mesh(config, device_type="cpu", **options), sizes))
+
+
+def ranks_reached(axis: DeviceMesh) -> list[int]:
+    """The global ranks that a collective over ``axis`` reaches."""
+    present = torch.zeros(dist.get_world_size())
+    present[dist.get_rank()] = 1
+    dist.all_reduce(present, group=axis.get_group())
+    return present.nonzero().flatten().tolist()
+
+
+def test_collectives_over_an_axis_reach_its_ranks_and_nothing_warns() -> None:
+    def run() -> list[dict[str, list[int]]]:
+        os.environ["GROUP_WORLD_SIZE"] = "2"  # nodes, as torchrun says
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            meshes = [
+                create_device_mesh(tp_size=2, device_type="cpu"),
+                create_device_mesh(dp_replicate_size="auto", device_type="cpu"),
+            ]
+            names = ("data_parallel", "dp_replicate", "dp_shard_cp", "dp_cp", "tensor_parallel", "cp_tp")
+            return [{name: ranks_reached(get_mesh(mesh, name)) for name in names} for mesh in meshes]
+
+    for rank, (tensor_parallel, replicas) in enumerate(run_ranks(run, 4)):
+        neighbours = [[0, 1], [0, 1], [2, 3], [2, 3]][rank]
+        across = [[0, 2], [1, 3], [0, 2], [1, 3]][rank]
+        assert tensor_parallel == {
+            "data_parallel": across,
+            "dp_replicate": [rank],
+            "dp_shard_cp": across,
+            "dp_cp": across,
+            "tensor_parallel": neighbours,
+            "cp_tp": neighbours,
+        }
+        assert replicas == {
+            "data_parallel": [0, 1, 2, 3],
+            "dp_replicate": across,
+            "dp_shard_cp": neighbours,
+            "dp_cp": [0, 1, 2, 3],
+            "tensor_parallel": [rank],
+            "cp_tp": [rank],
+        }
+
+
+def test_global_ranks_along_every_axis_with_tensor_parallel_innermost() -> None:
+    """Rank 13 of 2 x 2 x 2 x 2 is replica 1, shard 1, cp 0, tp 1."""
+
+    def run() -> None:
+        mesh = create_device_mesh(dp_replicate_size=2, cp_size=2, tp_size=2, device_type="cpu")
+        assert tuple(mesh.get_coordinate()) == (1, 1, 0, 1)
+        expected = {
+            "dp_replicate": [5, 13],
+            "dp_shard": [9, 13],
+            "context_parallel": [13, 15],
+            "tensor_parallel": [12, 13],
+            "dp_shard_cp": [9, 11, 13, 15],
+            "dp_cp": [1, 3, 5, 7, 9, 11, 13, 15],
+            "data_parallel": [1, 5, 9, 13],
+            "cp_tp": [12, 13, 14, 15],
+            ("dp_shard_cp",): [9, 11, 13, 15],
+            ("dp_replicate", "dp_shard_cp"): [[1, 3, 5, 7], [9, 11, 13, 15]],
+            ("dp_shard_cp", "tensor_parallel"): [[8, 9], [10, 11], [12, 13], [14, 15]],
+            ("data_parallel", "context_parallel"): [[1, 3], [5, 7], [9, 11], [13, 15]],
+        }
+        for view in get_views(mesh):
+            for names, ranks in expected.items():
+                axes = get_mesh(view, names)
+                assert axes.mesh_dim_names == (names if isinstance(names, tuple) else (names,))
+                assert axes.mesh.tolist() == ranks
+                if axes.ndim == 1:
+                    assert dist.get_process_group_ranks(axes.get_group()) == ranks
+
+    run_one_of(16, 13, run)
+
+
+def test_get_mesh_refuses_an_unknown_name_with_those_there_are() -> None:
+    def run() -> None:
+        ours = create_device_mesh(device_type="cpu")
+        known = (
+            r"\['context_parallel', 'cp_tp', 'data_parallel', 'dp_cp', 'dp_replicate', 'dp_shard', 'dp_shard_cp',"
+            r" 'tensor_parallel'\]"
+        )
+        with pytest.raises(ValueError, match=rf"^The device mesh has no axis 'dp'; it has {known}\.$"):
+            get_mesh(ours, "dp")
+        with pytest.raises(ValueError, match=r"no axis 'dp_shard' x 'dp_cp'; it has \["):  # of two views
+            get_mesh(ours, ("dp_shard", "dp_cp"))
+        with pytest.raises(ValueError, match=r"no axis 'dp_cp'; it has \['shard'\]\."):
+            get_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "dp_cp")
+
+    run_one_of(1, 0, run)
+
+
+def test_a_mesh_made_elsewhere_is_its_own_only_view() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        assert get_views(mesh) == (mesh,)
+        assert get_mesh(mesh, "shard").mesh.tolist() == [2, 3]
+        assert get_mesh(mesh, ("replicate", "shard")).mesh.tolist() == [[0, 1], [2, 3]]
+
+    run_one_of(4, 2, run)
+
+
+# ---------------------------------------------------------------------- what FSDP shards over
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "expected"),
+    [
+        ({}, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"tp_size": 2}, {}, [0, 2, 4, 6]),
+        ({"cp_size": 2}, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"dp_replicate_size": 2}, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"dp_replicate_size": 2, "cp_size": 2, "tp_size": 2}, {}, [[0, 2], [4, 6]]),
+        ({"dp_replicate_size": 8}, {}, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+        ({"dp_replicate_size": 2, "tp_size": 2}, {"dp_mesh_name": "dp_shard"}, [0, 2]),
+        ({"dp_replicate_size": 2}, {"dp_mesh_name": ("dp_replicate", "dp_shard")}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+    ids=str,
+)
+def test_our_mesh_shards_over_dp_shard_and_cp_and_replicates_over_dp_replicate(
+    sizes: dict[str, int], names: dict[str, Any], expected: list[Any]
+) -> None:
+    def run() -> None:
+        mesh = create_device_mesh(device_type="cpu", **sizes)
+        for view in [mesh] if names else get_views(mesh):
+            assert get_fsdp_mesh(view, **names).mesh.tolist() == expected
+
+    run_one_of(8, 0, run)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "names", "expected"),
+    [
+        ((4, 1, 2), THREE_AXES, {}, [0, 2, 4, 6]),
+        ((8,), None, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((8,), ("dp",), {"dp_mesh_name": "dp"}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((4, 2), ("dp_cp", "tensor_parallel"), {}, [0, 2, 4, 6]),
+        ((4, 2), ("data_parallel", "dp_cp"), {}, [0, 1]),
+        ((4, 2), ("data_parallel", "all"), {"dp_cp_mesh_name": "all"}, [0, 1]),
+        ((2, 2, 2), ("a", "b", "tp"), {"dp_mesh_name": ("a", "b")}, [[0, 2], [4, 6]]),
+    ],
+)
+def test_a_mesh_made_elsewhere_shards_over_the_axes_it_is_told(
+    shape: tuple[int, ...], axes: tuple[str, ...] | None, names: dict[str, Any], expected: list[Any]
+) -> None:
+    def run() -> None:
+        assert get_fsdp_mesh(init_device_mesh("cpu", shape, mesh_dim_names=axes), **names).mesh.tolist() == expected
+
+    run_one_of(8, 0, run)
+
+
+def test_a_mesh_that_would_leave_ranks_out_is_refused() -> None:
+    def run() -> None:
+        context_parallel = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=THREE_AXES)
+        with pytest.raises(
+            ValueError,
+            match=r"'context_parallel' axis of size 2 but no axis 'dp_cp' to shard over.*create_device_mesh\(cp_size=",
+        ):
+            get_fsdp_mesh(context_parallel)
+        with pytest.raises(ValueError, match=r"no axis 'data_parallel'; it has \[\]"):
+            get_fsdp_mesh(init_device_mesh("cpu", (2, 2)))
+        with pytest.raises(ValueError, match=r"no axis 'replicate' x 'shard'; it has \['data_parallel'\]"):
+            get_fsdp_mesh(
+                init_device_mesh("cpu", (4,), mesh_dim_names=("data_parallel",)), dp_mesh_name=("replicate", "shard")
+            )
+
+    run_one_of(4, 0, run)
+
+
+# ---------------------------------------------------------------------- the process group
+
+
+@pytest.mark.parametrize(("config", "backend"), [(None, "undefined"), (FSDP2Config(backend="gloo"), "gloo")])
+def test_a_plain_script_gets_a_group_of_one_process_on_its_machines_device(config: Any, backend: str) -> None:
+    def run() -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        mesh = create_device_mesh(config)
+        assert mesh.shape == (1, 1, 1, 1)
+        assert mesh.device_type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert dist.get_world_size() == 1
+        assert dist.get_backend() == backend  # torch's "undefined" means by device type
+
+    run_ranks(run, 1, group=False)
+
+
+def test_a_given_device_type_is_that_of_the_mesh() -> None:
+    assert run_one_of(2, 0, lambda: create_device_mesh(device_type="meta").device_type) == "meta"
+
+
+def test_under_torchrun_the_group_is_started_with_the_backend_of_the_config() -> None:
+    def run() -> None:
+        mesh = create_device_mesh(FSDP2Config(backend="gloo"), device_type="cpu")
+        assert mesh.shape == (1, 2, 1, 1)
+        assert dist.get_backend() == "gloo"
+        assert ranks_reached(get_mesh(mesh, "dp_shard")) == [0, 1]
+
+    run_ranks(run, 2, group=False)
+
+
+def test_a_group_that_exists_is_used_and_counts_as_the_world() -> None:
+    def run() -> None:
+        os.environ["WORLD_SIZE"] = "64"
+        group = dist.group.WORLD
+        assert create_device_mesh(device_type="cpu").shape == (1, 2, 1, 1)
+        assert dist.group.WORLD is group
+
+    run_ranks(run, 2)
