@@ -11,7 +11,7 @@ from helpers.models import LLAMA, PlainTransformer, make_causal_lm, make_token_b
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from helpers.ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
@@ -113,8 +113,7 @@ PREFETCHES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "default": ({}, [3, 4, 5], [2, 2, 2]),
     "off": ({"enable_fsdp2_prefetch": False}, [2, 3, 4], [1, 2, 2]),
     "depth-0": ({"fsdp2_forward_prefetch_depth": 0, "fsdp2_backward_prefetch_depth": 0}, [2, 3, 4], [1, 2, 2]),
-    "forward-2": ({"fsdp2_forward_prefetch_depth": 2}, [4, 5, 5], [2, 2, 2]),
-    "backward-1": ({"fsdp2_backward_prefetch_depth": 1}, [3, 4, 5], [1, 2, 2]),
+    "2-and-1": ({"fsdp2_forward_prefetch_depth": 2, "fsdp2_backward_prefetch_depth": 1}, [4, 5, 5], [1, 2, 2]),
     "reshard": ({"reshard_after_forward": True}, [3, 4, 5], [4, 4, 4]),
 }
 """Flags; then how many all-gathers were issued when each layer runs, in the order of forward and of backward.
@@ -172,24 +171,13 @@ def test_replicas_of_shards_train_like_one_process_with_accumulation_and_clippin
     run_ranks(run, 4)
 
 
-@pytest.mark.parametrize("policy", [True, {"pin_memory": False}], ids=str)
-def test_an_offload_policy_changes_nothing_where_shards_are_in_host_memory_anyway(policy: Any) -> None:
+def test_an_offload_policy_changes_nothing_where_shards_are_in_host_memory_anyway() -> None:
     def run() -> None:
         reference = PlainTransformer()
-        model = parallelize(copy.deepcopy(reference), offload_policy=policy)
+        model = parallelize(copy.deepcopy(reference), offload_policy=True)
         for each in (reference, model):
             plain_loss(each, make_token_batches(1)[0])[0].backward()
         for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-7)
-
-    run_ranks(run, 1)
-
-
-def test_a_model_is_parallelised_once() -> None:
-    def run() -> None:
-        model = parallelize(PlainTransformer())
-        assert isinstance(model, FSDPModule)
-        with pytest.raises(ValueError, match="A model is parallelised once"):
-            parallelize(model)
 
     run_ranks(run, 1)
