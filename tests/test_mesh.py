@@ -308,9 +308,8 @@ def test_a_mesh_made_elsewhere_is_its_own_only_view() -> None:
 # ---------------------------------------------------------------------- what FSDP shards over
 
 
-@pytest.mark.parametrize(
-    ("sizes", "names", "expected"),
-    [
+def test_our_mesh_shards_over_dp_shard_and_cp_and_replicates_over_dp_replicate() -> None:
+    cases: list[tuple[dict[str, int], dict[str, Any], list[Any]]] = [
         ({}, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ({"tp_size": 2}, {}, [0, 2, 4, 6]),
         ({"cp_size": 2}, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
@@ -319,23 +318,19 @@ def test_a_mesh_made_elsewhere_is_its_own_only_view() -> None:
         ({"dp_replicate_size": 8}, {}, [[0], [1], [2], [3], [4], [5], [6], [7]]),
         ({"dp_replicate_size": 2, "tp_size": 2}, {"dp_mesh_name": "dp_shard"}, [0, 2]),
         ({"dp_replicate_size": 2}, {"dp_mesh_name": ("dp_replicate", "dp_shard")}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    ],
-    ids=str,
-)
-def test_our_mesh_shards_over_dp_shard_and_cp_and_replicates_over_dp_replicate(
-    sizes: dict[str, int], names: dict[str, Any], expected: list[Any]
-) -> None:
+    ]
+
     def run() -> None:
-        mesh = create_device_mesh(device_type="cpu", **sizes)
-        for view in [mesh] if names else get_views(mesh):
-            assert get_fsdp_mesh(view, **names).mesh.tolist() == expected
+        for sizes, names, expected in cases:
+            mesh = create_device_mesh(device_type="cpu", **sizes)
+            for view in [mesh] if names else get_views(mesh):
+                assert get_fsdp_mesh(view, **names).mesh.tolist() == expected, (sizes, names)
 
     run_one_of(8, 0, run)
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "names", "expected"),
-    [
+def test_a_mesh_made_elsewhere_shards_over_the_axes_it_is_told() -> None:
+    cases: list[tuple[tuple[int, ...], tuple[str, ...] | None, dict[str, Any], list[Any]]] = [
         ((4, 1, 2), THREE_AXES, {}, [0, 2, 4, 6]),
         ((8,), None, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ((8,), ("dp",), {"dp_mesh_name": "dp"}, [0, 1, 2, 3, 4, 5, 6, 7]),
@@ -343,13 +338,12 @@ def test_our_mesh_shards_over_dp_shard_and_cp_and_replicates_over_dp_replicate(
         ((4, 2), ("data_parallel", "dp_cp"), {}, [0, 1]),
         ((4, 2), ("data_parallel", "all"), {"dp_cp_mesh_name": "all"}, [0, 1]),
         ((2, 2, 2), ("a", "b", "tp"), {"dp_mesh_name": ("a", "b")}, [[0, 2], [4, 6]]),
-    ],
-)
-def test_a_mesh_made_elsewhere_shards_over_the_axes_it_is_told(
-    shape: tuple[int, ...], axes: tuple[str, ...] | None, names: dict[str, Any], expected: list[Any]
-) -> None:
+    ]
+
     def run() -> None:
-        assert get_fsdp_mesh(init_device_mesh("cpu", shape, mesh_dim_names=axes), **names).mesh.tolist() == expected
+        for shape, axes, names, expected in cases:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+            assert get_fsdp_mesh(mesh, **names).mesh.tolist() == expected, (axes, names)
 
     run_one_of(8, 0, run)
 

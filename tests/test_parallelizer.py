@@ -134,32 +134,31 @@ def is_representable(gradients: list[Tensor], dtype: torch.dtype) -> bool:
     return all(torch.equal(gradient, gradient.to(dtype).float()) for gradient in gradients)
 
 
-@pytest.mark.parametrize(
-    ("options", "compute", "output", "reduce"),
-    [
-        ({}, BFLOAT16, FLOAT32, FLOAT32),
-        ({"param_dtype": FLOAT32}, FLOAT32, FLOAT32, FLOAT32),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BFLOAT16)}, BFLOAT16, BFLOAT16, FLOAT32),
-        ({"mp_policy": MixedPrecisionPolicy(BFLOAT16, BFLOAT16, FLOAT32)}, BFLOAT16, FLOAT32, BFLOAT16),
-        ({"mp_policy": MixedPrecisionPolicy(), "param_dtype": BFLOAT16}, FLOAT32, FLOAT32, FLOAT32),
-        ({"cpu_offload": True}, BFLOAT16, FLOAT32, FLOAT32),
-        ({"offload_policy": CPUOffloadPolicy(), "param_dtype": FLOAT32}, FLOAT32, FLOAT32, FLOAT32),
-    ],
-    ids=["default", "param-dtype", "no-reduce-dtype", "all-dtypes", "policy-wins", "cpu-offload", "offload-policy"],
-)
-def test_dtypes_of_compute_output_and_reduction(
-    options: dict[str, Any], compute: torch.dtype, output: torch.dtype, reduce: torch.dtype
-) -> None:
+DTYPES: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = {
+    "default": ({}, BFLOAT16, FLOAT32, FLOAT32),
+    "param-dtype": ({"param_dtype": FLOAT32}, FLOAT32, FLOAT32, FLOAT32),
+    "no-reduce-dtype": ({"mp_policy": MixedPrecisionPolicy(BFLOAT16)}, BFLOAT16, BFLOAT16, FLOAT32),
+    "all-dtypes": ({"mp_policy": MixedPrecisionPolicy(BFLOAT16, BFLOAT16, FLOAT32)}, BFLOAT16, FLOAT32, BFLOAT16),
+    "policy-wins": ({"mp_policy": MixedPrecisionPolicy(), "param_dtype": BFLOAT16}, FLOAT32, FLOAT32, FLOAT32),
+    "cpu-offload": ({"cpu_offload": True}, BFLOAT16, FLOAT32, FLOAT32),
+    "offload-policy": ({"offload_policy": CPUOffloadPolicy(), "param_dtype": FLOAT32}, FLOAT32, FLOAT32, FLOAT32),
+}
+"""Options; then the dtypes of compute, of the model's output and of the reduction of gradients."""
+
+
+def test_dtypes_of_compute_output_and_reduction() -> None:
     def run() -> None:
-        model = fsdp2_strategy_parallelize(make_mlp(), create_device_mesh(device_type="cpu"), **options)
-        result = model(make_points(dist.get_rank()))
-        assert result.dtype is output
-        result.float().square().sum().backward()
-        assert {tensor.dtype for p in model.parameters() for tensor in (p, p.grad)} == {FLOAT32}
-        gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        assert is_representable(gradients, BFLOAT16) == (reduce is BFLOAT16)
-        tolerance = 1e-6 if reduce is FLOAT32 else 1e-2
-        torch.testing.assert_close(gradients, compute_mean_gradients(compute), rtol=tolerance, atol=tolerance)
+        for name, (options, compute, output, reduce) in DTYPES.items():
+            model = fsdp2_strategy_parallelize(make_mlp(), create_device_mesh(device_type="cpu"), **options)
+            result = model(make_points(dist.get_rank()))
+            assert result.dtype is output, name
+            result.float().square().sum().backward()
+            assert {tensor.dtype for p in model.parameters() for tensor in (p, p.grad)} == {FLOAT32}, name
+            gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            assert is_representable(gradients, BFLOAT16) == (reduce is BFLOAT16), name
+            tolerance = 1e-6 if reduce is FLOAT32 else 1e-2
+            expected = compute_mean_gradients(compute)
+            torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=tolerance, msg=name)
 
     run_ranks(run, 2)
 
@@ -167,9 +166,8 @@ def test_dtypes_of_compute_output_and_reduction(
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_not_supported_is_refused_by_name_and_leaves_the_model_whole() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"sequence_parallel": True}, "sequence_parallel=True is not supported"),
         ({"activation_checkpointing": True}, "activation_checkpointing=True is not supported"),
         ({"activation_checkpointing": "selective"}, "activation_checkpointing='selective' is not supported"),
@@ -177,17 +175,15 @@ def test_dtypes_of_compute_output_and_reduction(
         ({"mp_policy": MixedPrecisionPolicy(torch.float16)}, r"mp_policy\.param_dtype=torch\.float16 .* use bfloat16"),
         ({"mp_policy": MixedPrecisionPolicy(torch.float64)}, r"mp_policy\.param_dtype=torch\.float64 .* use bfloat16"),
         ({"dp_mesh_name": "dp"}, "no axis 'dp'"),
-    ],
-    ids=str,
-)
-def test_what_is_not_supported_is_refused_by_name_and_leaves_the_model_whole(
-    options: dict[str, Any], message: str
-) -> None:
+    ]
+
     def run() -> None:
-        model = make_mlp()
-        with pytest.raises(ValueError, match=message):
-            fsdp2_strategy_parallelize(model, create_device_mesh(device_type="cpu"), **options)
-        assert not get_sharded_modules(model)
+        mesh = create_device_mesh(device_type="cpu")
+        for options, message in cases:
+            model = make_mlp()
+            with pytest.raises(ValueError, match=message):
+                fsdp2_strategy_parallelize(model, mesh, **options)
+            assert not get_sharded_modules(model), options
 
     run_ranks(run, 1)
 
