@@ -92,7 +92,8 @@ def get_mesh_sizes(
     tp = _check_size("tp_size", tp_size)
     cp = _check_size("cp_size", cp_size)
     replicate = num_nodes if dp_replicate_size == "auto" else _check_size("dp_replicate_size", dp_replicate_size)
-    if dp_size is None or dp_size == "auto" or (isinstance(dp_size, int) and dp_size <= 0):
+    is_auto = dp_size is None or dp_size == "auto"
+    if is_auto or (isinstance(dp_size, int) and not isinstance(dp_size, bool) and dp_size <= 0):
         if world_size % (cp * tp) != 0:
             raise ValueError(
                 f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
@@ -160,6 +161,7 @@ def create_device_mesh(
         num_nodes=num_nodes,
     )
     _check_sizes_of_config(config, sizes)
+    _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
     if not dist.is_initialized() and world_size == 1:
         # one process of a plain script, which no launcher gave an address
@@ -219,7 +221,8 @@ def get_fsdp_mesh(
     axes = device_mesh.mesh_dim_names or ()
     if dp_cp_mesh_name in axes:
         return get_mesh(device_mesh, dp_cp_mesh_name)
-    if CONTEXT_PARALLEL in axes and device_mesh[CONTEXT_PARALLEL].size() > 1:
+    names = (dp_mesh_name,) if isinstance(dp_mesh_name, str) else dp_mesh_name
+    if CONTEXT_PARALLEL in axes and device_mesh[CONTEXT_PARALLEL].size() > 1 and DP_SHARD_CP not in names:
         raise ValueError(
             f"The device mesh has a {CONTEXT_PARALLEL!r} axis of size {device_mesh[CONTEXT_PARALLEL].size()} but no"
             f" axis {dp_cp_mesh_name!r} to shard over; build it with lightning_fsdp2.create_device_mesh(cp_size=...)."
@@ -245,6 +248,19 @@ def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -
         )
     if isinstance(config, MegatronFSDPConfig) and sizes.tp > 1:
         raise ValueError(f"tp_size={sizes.tp} is not supported with MegatronFSDPConfig; use FSDP2Config.")
+
+
+def _check_world_size(world_size: int) -> None:
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ValueError(
+            f"world_size={world_size}, but the process group has {dist.get_world_size()} ranks, all of which belong to"
+            " the mesh; leave world_size out."
+        )
+    if not dist.is_initialized() and world_size > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"world_size={world_size} needs that many processes, and this one was started alone; use `torchrun"
+            f" --nproc-per-node {world_size}`, or leave world_size out."
+        )
 
 
 def _accelerator_type() -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.mesh import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_views
+from lightning_fsdp2.mesh import CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_views
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
@@ -78,6 +78,11 @@ def fsdp2_strategy_parallelize(
     _check_not_sharded(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
+    if fsdp_mesh.size() < device_mesh.size():
+        raise ValueError(
+            f"{dp_mesh_name!r} covers {fsdp_mesh.size()} of the {device_mesh.size()} ranks of {device_mesh}: the others"
+            " would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a smaller mesh."
+        )
     broadcast_from_first_rank(model, device, device_mesh)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
@@ -93,7 +98,7 @@ def fsdp2_strategy_parallelize(
     if enable_fsdp2_prefetch:
         apply_prefetch(plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth)
     weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-    load_pretrained(model, weights_device)
+    load_pretrained(model, weights_device, device_mesh)
     materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), fsdp_mesh)
     return model
@@ -135,7 +140,7 @@ def import_class_from_path(name: str) -> Any:
         AttributeError: When the module has no such object.
     """
     module_name, _, attribute = name.rpartition(".")
-    if not module_name or not attribute:
+    if not module_name or not attribute or name.startswith("."):
         raise ValueError(f"{name!r} is not a dotted import path; write it like 'torch.optim.AdamW'.")
     return getattr(importlib.import_module(module_name), attribute)
 
@@ -161,10 +166,13 @@ def resolve_mp_policy(
 
     ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
     """
-    if mp_policy is not None and mp_policy.param_dtype in (torch.float16, torch.float64):
+    name, dtype = (
+        ("param_dtype", param_dtype) if mp_policy is None else ("mp_policy.param_dtype", mp_policy.param_dtype)
+    )
+    if dtype in (torch.float16, torch.float64):
         raise ValueError(
-            f"mp_policy.param_dtype={mp_policy.param_dtype} is not supported: there is no gradient scaler for float16,"
-            " and float64 is no mixed precision; use bfloat16 or float32."
+            f"{name}={dtype} is not supported: there is no gradient scaler for float16, and float64 is no mixed"
+            " precision; use bfloat16 or float32."
         )
     if mp_policy is None:
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
@@ -178,11 +186,12 @@ def _check_supported(
     activation_checkpointing: bool | str,
     tp_shard_plan: dict[str, ParallelStyle] | str | None,
 ) -> None:
-    sizes = [
-        view[tp_mesh_name].size() for view in get_views(device_mesh) if tp_mesh_name in (view.mesh_dim_names or ())
-    ]
-    if any(size > 1 for size in sizes):
-        raise ValueError(f"{tp_mesh_name}={max(sizes)}: this version shards over data parallel ranks only; use 1.")
+    for axis in (tp_mesh_name, CONTEXT_PARALLEL):
+        for view in get_views(device_mesh):
+            if axis in (view.mesh_dim_names or ()) and view[axis].size() > 1:
+                raise ValueError(
+                    f"{axis}={view[axis].size()}: this version shards over data parallel ranks only; use 1."
+                )
     for option, value in (
         ("sequence_parallel", sequence_parallel),
         ("activation_checkpointing", activation_checkpointing),

@@ -123,6 +123,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused_with_the_arithmetic(
     ("option", "value"),
     [
         ("dp_size", True),
+        ("dp_size", False),
         ("dp_size", 2.0),
         ("dp_size", "2"),
         ("dp_replicate_size", 0),
@@ -315,6 +316,12 @@ def test_our_mesh_shards_over_dp_shard_and_cp_and_replicates_over_dp_replicate()
         ({"cp_size": 2}, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ({"dp_replicate_size": 2}, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ({"dp_replicate_size": 2, "cp_size": 2, "tp_size": 2}, {}, [[0, 2], [4, 6]]),
+        ({"dp_replicate_size": 2, "cp_size": 2, "tp_size": 2}, {"dp_mesh_name": "dp_shard_cp"}, [0, 2]),
+        (
+            {"dp_replicate_size": 2, "cp_size": 2},
+            {"dp_mesh_name": ("dp_replicate", "dp_shard_cp")},
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ),
         ({"dp_replicate_size": 8}, {}, [[0], [1], [2], [3], [4], [5], [6], [7]]),
         ({"dp_replicate_size": 2, "tp_size": 2}, {"dp_mesh_name": "dp_shard"}, [0, 2]),
         ({"dp_replicate_size": 2}, {"dp_mesh_name": ("dp_replicate", "dp_shard")}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
@@ -381,6 +388,21 @@ def test_a_plain_script_gets_a_group_of_one_process_on_its_machines_device(confi
         assert dist.get_backend() == backend  # torch's "undefined" means by device type
 
     run_ranks(run, 1, group=False)
+
+
+def test_a_world_size_that_the_processes_do_not_have_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"world_size=1, but the process group has 2 ranks.*leave world_size out"):
+            create_device_mesh(device_type="cpu", world_size=1)
+
+    def run_alone() -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        with pytest.raises(ValueError, match=r"world_size=2 needs that many processes.*torchrun --nproc-per-node 2"):
+            create_device_mesh(device_type="cpu", world_size=2)
+
+    run_ranks(run, 2)
+    run_ranks(run_alone, 1, group=False)
 
 
 def test_a_given_device_type_is_that_of_the_mesh() -> None:

@@ -174,6 +174,7 @@ def test_what_is_not_supported_is_refused_by_name_and_leaves_the_model_whole() -
         ({"tp_shard_plan": "package.plan"}, r"tp_shard_plan='package\.plan' is not supported"),
         ({"mp_policy": MixedPrecisionPolicy(torch.float16)}, r"mp_policy\.param_dtype=torch\.float16 .* use bfloat16"),
         ({"mp_policy": MixedPrecisionPolicy(torch.float64)}, r"mp_policy\.param_dtype=torch\.float64 .* use bfloat16"),
+        ({"param_dtype": torch.float16}, r"^param_dtype=torch\.float16 .* use bfloat16"),
         ({"dp_mesh_name": "dp"}, "no axis 'dp'"),
     ]
 
@@ -196,6 +197,17 @@ def test_tensor_parallel_meshes_are_refused() -> None:
         elsewhere = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match="tp=2: this version"):
             fsdp2_strategy_parallelize(make_mlp(), elsewhere, dp_mesh_name="dp", tp_mesh_name="tp")
+        with pytest.raises(ValueError, match=r"'dp' covers 1 of the 2 ranks .* Name all data parallel axes"):
+            fsdp2_strategy_parallelize(make_mlp(), elsewhere, dp_mesh_name="dp")
+
+    run_ranks(run, 2)
+
+
+def test_context_parallel_meshes_are_refused() -> None:
+    def run() -> None:
+        ours = create_device_mesh(cp_size=2, device_type="cpu")
+        with pytest.raises(ValueError, match="context_parallel=2: this version shards over data parallel ranks only"):
+            fsdp2_strategy_parallelize(make_mlp(), ours)
 
     run_ranks(run, 2)
 
@@ -286,10 +298,25 @@ def test_unsharding_gives_every_rank_whole_weights_and_shards_them_again_also_af
     run_ranks(run, 2)
 
 
+def test_a_nested_unsharding_leaves_what_the_outer_one_gathered() -> None:
+    def run() -> None:
+        model = fsdp2_strategy_parallelize(PlainTransformer(), create_device_mesh(device_type="cpu"))
+        with unshard_fsdp2_model(model):
+            with unshard_fsdp2_model(model.blocks[0]):
+                assert not has_shards(model)
+            assert not has_shards(model)
+        assert has_shards(model)
+        with unshard_fsdp2_model(model.blocks[0]), unshard_fsdp2_model(model):
+            assert not has_shards(model)
+        assert has_shards(model)
+
+    run_ranks(run, 2)
+
+
 def test_importing_from_a_dotted_path() -> None:
     assert import_class_from_path("torch.optim.AdamW") is torch.optim.AdamW
     assert import_class_from_path("torch.bfloat16") is torch.bfloat16
-    for name in ("AdamW", "", "torch.", ".AdamW"):
+    for name in ("AdamW", "", "torch.", ".AdamW", ".optim.AdamW"):
         with pytest.raises(ValueError, match=f"^'{name}' is not a dotted import path; write it like"):
             import_class_from_path(name)
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):

@@ -4,18 +4,18 @@ from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
 
 _NOT_YET = (
+    "enable_async_tensor_parallel",  # before the flag it turns on
     "sequence_parallel",
     "tp_plan",
     "patch_is_packed_sequence",
     "autocast_dtype",
     "activation_checkpointing",
-    "enable_async_tensor_parallel",
     "enable_compile",
     "loss_parallel",
 )
@@ -33,6 +33,9 @@ class FSDP2Manager:
     Raises:
         ValueError: When a flag is set that this version does not support yet.
 
+    Attributes:
+        mp_policy: The policy in effect: the config's, or bfloat16 compute with float32 reduction and output.
+
     Example::
 
         mesh = create_device_mesh(config, dp_replicate_size=2)
@@ -45,11 +48,7 @@ class FSDP2Manager:
         check_supported(config)
         self.config = config
         self.device_mesh = device_mesh
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """The policy in effect: the config's, or bfloat16 compute with float32 reduction and output."""
-        return resolve_mp_policy(self.config.mp_policy)
+        self.mp_policy = resolve_mp_policy(config.mp_policy)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` in place and return it; see :func:`fsdp2_strategy_parallelize` for what it may be.

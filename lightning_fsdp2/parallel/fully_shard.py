@@ -130,6 +130,11 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
 
 def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
     """Decide on the units of ``model`` without changing it; arguments and errors as in :func:`apply_fully_shard`."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
+            " pass that."
+        )
     _check_no_scalars(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
@@ -157,8 +162,9 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     on one rank as on all; writes to the parameters are lost. All ranks must enter and leave it. It holds the whole
     model at once on every rank.
     """
-    modules = get_fsdp_modules(model)
-    marked = [module for module in model.modules() if not module.__dict__.get(_UNSHARDED_ATTRIBUTE, False)]
+    # what an outer block has gathered stays gathered at the end of this one
+    marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
+    modules = [module for module in marked if isinstance(module, FSDPModule)]
     with keep_unsharded_after_forward(modules):
         try:
             for module in modules:
@@ -169,7 +175,7 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
-            reshard(model)
+            _reshard_units(modules)
 
 
 def is_unsharded_by_user(module: nn.Module) -> bool:
@@ -183,14 +189,18 @@ def reshard(model: nn.Module) -> None:
     Such a copy would be stale after the next optimizer step or load, and hides the sharded parameter from
     ``named_parameters()``. Costs nothing where there is none. Not to be called while a forward runs.
     """
-    for module in get_fsdp_modules(model):
-        end_forward(module)
-        module.reshard()
+    _reshard_units(get_fsdp_modules(model))
 
 
 def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """All modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard_units(modules: Iterable[FSDPModule]) -> None:
+    for module in modules:
+        end_forward(module)
+        module.reshard()
 
 
 def _shard_unit(

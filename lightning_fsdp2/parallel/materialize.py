@@ -52,7 +52,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
         return
     _check_can_initialize(model)
     fresh = _allocate(model, device)
-    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
+    with random_numbers_of_one_process(device, device_mesh):
         _initialize(model, fresh)
 
 
@@ -73,6 +73,17 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
         for group in _get_groups(device_mesh):
             dist.broadcast(message, group=group, group_src=0)
         tensor.data.copy_(message)
+
+
+@contextmanager
+def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
+    """Let DTensors be filled with the random numbers that one process would draw for the whole tensors.
+
+    Those of the mesh's first rank count; the random state of the caller is left as it was. Every rank must enter it,
+    and draw the same numbers in the same order.
+    """
+    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
+        yield
 
 
 class _Fresh:

@@ -9,6 +9,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.parallel.materialize import random_numbers_of_one_process
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
 
@@ -27,16 +30,17 @@ def set_pretrained(model: nn.Module, folder: str | Path) -> None:
     setattr(model, _SOURCE_ATTRIBUTE, Path(folder))
 
 
-def load_pretrained(model: nn.Module, device: torch.device) -> None:
+def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Load every model in ``model`` that :func:`set_pretrained` was called on; each is loaded once.
 
-    Weights that the files lack are initialised as transformers does (a new classification head), and tied weights and
-    non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a
-    mixture's experts, are converted on the fly.
+    Weights that the files lack (a new classification head) are initialised as transformers does, to the same values on
+    any mesh; tied weights and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from
+    the model's, such as a mixture's experts, are converted on the fly.
 
     Args:
         model: Sharded, or whole on one rank; on the meta device.
         device: Where the weights go.
+        device_mesh: Its first rank's random state counts; None for one process.
 
     Raises:
         ValueError: When a tensor's shape differs from the model's.
@@ -44,7 +48,7 @@ def load_pretrained(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         folder = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if folder is not None:
-            _load(module, folder, device)
+            _load(module, folder, device, device_mesh)
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
@@ -66,7 +70,7 @@ def get_weight_files(folder: str | Path) -> list[str]:
     return files
 
 
-def _load(model: Any, folder: Path, device: torch.device) -> None:
+def _load(model: Any, folder: Path, device: torch.device, device_mesh: DeviceMesh | None) -> None:
     # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
     # whole model on one rank or get packed experts wrong
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -77,15 +81,22 @@ def _load(model: Any, folder: Path, device: torch.device) -> None:
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, get_model_conversion_mapping(model)),
+        ignore_mismatched_sizes=True,  # to say below which they are
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with _one_progress_bar():
         info, _ = type(model)._load_pretrained_model(model, None, get_weight_files(folder), config)
-    info = type(model)._finalize_model_loading(model, config, info)
+    if info.mismatched_keys:
+        names = sorted(name for name, *_ in info.mismatched_keys)
+        shapes = ", ".join(f"{name} is {tuple(model.get_parameter(name).shape)} here" for name in names)
+        raise ValueError(
+            f"The tensors in pretrained={str(folder)!r} have other shapes than the model's: {shapes}. Change the config"
+            " of the model, or give the directory of a model of this size."
+        )
+    with random_numbers_of_one_process(device, device_mesh):
+        type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
-    if info.mismatched_keys:
-        raise ValueError(f"pretrained={str(folder)!r} does not fit {type(model).__name__}: {info.mismatched_keys}.")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ everything that trains, the one-process oracle included, runs inside :func:`run_
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
             context.Process(target=_rank_main, args=(function, args, rank, world_size, group, port, Path(folder)))
             for rank in range(world_size)
         ]
+        gc.freeze()  # so that collections in the ranks do not copy the parent's pages
         for process in processes:
             process.start()
         failed = _wait_for_all(processes, world_size)
@@ -119,12 +121,10 @@ def _rank_main(
         if group:
             store = dist.FileStore(str(folder / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-        result = {"value": function(*args)}
-        code = 0
+        data, code = pickle.dumps({"value": function(*args)}), 0
     except BaseException as error:  # reported to the parent, which raises it
-        result = {"error": error, "traceback": traceback.format_exc()}
-        code = 1
-    _write_result(folder / f"{rank}.pickle", result)
+        data, code = _pickle_failure(error), 1
+    _write_result(folder / f"{rank}.pickle", data)
     if code == 0 and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -132,11 +132,15 @@ def _rank_main(
     os._exit(code)  # skip the parent's exit handlers, which the fork inherited
 
 
-def _write_result(path: Path, result: dict[str, Any]) -> None:
+def _pickle_failure(error: BaseException) -> bytes:
+    text = traceback.format_exc()
     try:
-        data = pickle.dumps(result)
-    except Exception as error:
-        data = pickle.dumps({"error": None, "traceback": result.get("traceback", f"unpicklable result: {error!r}")})
+        return pickle.dumps({"error": error, "traceback": text})
+    except Exception:
+        return pickle.dumps({"error": None, "traceback": text})
+
+
+def _write_result(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(data)
     temporary.rename(path)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import math
 import traceback
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from helpers.ranks import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,10 +30,7 @@ from lightning_fsdp2 import FSDP2Strategy, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel.fully_shard import Unit, build_unit_plan, reshard
 from lightning_fsdp2.parallel.structure import get_layer_lists
 from lightning_fsdp2.parallelizer import (
-    apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,
-    import_class_from_path,
-    import_classes_from_paths,
     unshard_fsdp2_model,
 )
 
@@ -673,25 +669,6 @@ def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> 
 # ---------------------------------------------------------------------- the public functions
 
 
-def test_apply_fsdp_sharding_recursively_shards_the_blocks_and_nothing_else() -> None:
-    def run() -> None:
-        torch.manual_seed(0)
-        model = make_causal_lm(LLAMA)
-        reference = copy.deepcopy(model)
-        apply_fsdp_sharding_recursively(model, create_device_mesh(device_type="cpu")["dp_shard"], None)
-        blocks = list(model.model.layers)
-        assert [module for module in model.modules() if isinstance(module, FSDPModule)] == blocks
-        sharded = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
-        assert sharded == {name for name, _ in model.named_parameters() if ".layers." in name}
-        token_loss(model, dist.get_rank()).backward()
-        torch.stack([token_loss(reference, rank) for rank in range(2)]).mean().backward()
-        for name in sharded:
-            gradient = model.get_parameter(name).grad.full_tensor()
-            torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
-
-    run_ranks(run, 2)
-
-
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "plain"])
 def test_unshard_fsdp2_model(name: str) -> None:
     def compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -726,23 +703,6 @@ def test_unshard_fsdp2_model(name: str) -> None:
         assert_equal_gradients(model, reference)
 
     run_ranks(run, 2)
-
-
-def test_import_class_from_path() -> None:
-    assert import_class_from_path("torch.optim.AdamW") is torch.optim.AdamW
-    with pytest.raises(ValueError, match="'AdamW' is not a dotted import path"):
-        import_class_from_path("AdamW")
-    with pytest.raises(ModuleNotFoundError):
-        import_class_from_path("no_such_package.Thing")
-    with pytest.raises(AttributeError):
-        import_class_from_path("torch.optim.NoSuchOptimizer")
-
-
-def test_import_classes_from_paths_skips_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
-    paths = ["torch.nn.Linear", "torch.nn.NoSuchLayer", "no_such_package.Thing", "nothing", "torch.nn.GELU"]
-    with caplog.at_level(logging.WARNING):
-        assert import_classes_from_paths(paths) == [nn.Linear, nn.GELU]
-    assert [record.args[0] for record in caplog.records] == ["torch.nn.NoSuchLayer", "no_such_package.Thing", "nothing"]
 
 
 FOREIGN_MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None, dict[str, Any]]] = {
@@ -783,20 +743,19 @@ def test_a_mesh_without_the_named_axis_is_refused() -> None:
     run_ranks(run, 1)
 
 
-def test_a_model_is_parallelised_once() -> None:
-    def run() -> None:
-        model = parallelize(PlainTransformer())
-        with pytest.raises(ValueError, match=r"`fully_shard` was applied to before: the root, embedding, blocks\.0"):
-            parallelize(model)
-
-    run_ranks(run, 1)
-
-
 def test_a_scalar_parameter_is_refused_by_name() -> None:
-    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
-    model["head"].temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"head\.temperature.*torch\.ones\(1\)"):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"0\.temperature.*torch\.ones\(1\)"):
         build_unit_plan(model)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.ModuleList([nn.Linear(2, 2)]), lambda: nn.ModuleDict({"a": nn.Linear(2, 2)})]
+)
+def test_a_container_without_a_forward_is_refused_before_anything_is_sharded(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"A Module(List|Dict) has no forward"):
+        build_unit_plan(make())
 
 
 def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output() -> None:

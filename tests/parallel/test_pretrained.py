@@ -204,6 +204,32 @@ def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder
     run_ranks(run, 2)
 
 
+def test_weights_that_the_files_lack_are_those_of_one_process_on_any_mesh(folder: Path) -> None:
+    def run(replicas: int) -> dict[str, Tensor]:
+        torch.manual_seed(dist.get_rank())
+        model = shard(
+            build_on_meta(folder, AutoModelForSequenceClassification, num_labels=8, num_hidden_layers=4),
+            dp_replicate_size=replicas,
+        )
+        drawn, untouched = torch.rand(3), torch.Generator().manual_seed(dist.get_rank())
+        assert torch.equal(drawn, torch.rand(3, generator=untouched)), "loading drew from the user's random numbers"
+        return whole(model.state_dict())
+
+    expected = run_ranks(run, 1, 1)[0]
+    for world_size, replicas in ((2, 1), (2, 2)):
+        for actual in run_ranks(run, world_size, replicas):
+            assert_equal_weights(actual, expected)
+
+
+def test_a_tensor_of_another_shape_is_named_with_the_folder(folder: Path) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"lm_head\.weight \(\d+, 32\) for \(7, 32\)") as raised:
+            shard(build_on_meta(folder, vocab_size=7))
+        assert str(folder) in str(raised.value)
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- once
 
 
