@@ -1,6 +1,6 @@
 """Every private torch name this package touches, in one place, with the reason and what would let it go."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -79,7 +79,7 @@ def end_forward(module: FSDPModule) -> None:
 
 
 @contextmanager
-def keep_unsharded_after_forward(modules: list[FSDPModule]) -> Iterator[None]:
+def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Let forwards leave gathered weights gathered; the settings of the modules are put back at the end.
 
     ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them.

@@ -166,12 +166,12 @@ def resolve_mp_policy(
 
     ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
     """
-    name, dtype = (
-        ("param_dtype", param_dtype) if mp_policy is None else ("mp_policy.param_dtype", mp_policy.param_dtype)
-    )
+    option, dtype = "param_dtype", param_dtype
+    if mp_policy is not None:
+        option, dtype = "mp_policy.param_dtype", mp_policy.param_dtype
     if dtype in (torch.float16, torch.float64):
         raise ValueError(
-            f"{name}={dtype} is not supported: there is no gradient scaler for float16, and float64 is no mixed"
+            f"{option}={dtype} is not supported: there is no gradient scaler for float16, and float64 is no mixed"
             " precision; use bfloat16 or float32."
         )
     if mp_policy is None:

@@ -1044,7 +1044,6 @@ NOT_SUPPORTED = [
     ),
     {"config": FSDP2Config(tp_plan="hf")},
     {"config": FSDP2Config(autocast_dtype=torch.bfloat16)},
-    {"config": FSDP2Config(sequence_parallel=True, enable_async_tensor_parallel=True)},
     {"checkpoint": CheckpointConfig(format="full")},
     {"checkpoint": CheckpointConfig(async_save=True)},
     {"checkpoint": CheckpointConfig(verify=True)},
