@@ -166,17 +166,14 @@ def resolve_mp_policy(
 
     ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
     """
-    option, dtype = "param_dtype", param_dtype
-    if mp_policy is not None:
-        option, dtype = "mp_policy.param_dtype", mp_policy.param_dtype
-    if dtype in (torch.float16, torch.float64):
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
+    if policy.param_dtype in (torch.float16, torch.float64):
+        option = "param_dtype" if mp_policy is None else "mp_policy.param_dtype"
         raise ValueError(
-            f"{option}={dtype} is not supported: there is no gradient scaler for float16, and float64 is no mixed"
-            " precision; use bfloat16 or float32."
+            f"{option}={policy.param_dtype} is not supported: there is no gradient scaler for float16, and float64 is"
+            " no mixed precision; use bfloat16 or float32."
         )
-    if mp_policy is None:
-        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    return replace(mp_policy, reduce_dtype=mp_policy.reduce_dtype or torch.float32)
+    return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
 
 
 def _check_supported(
