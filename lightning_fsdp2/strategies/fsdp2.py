@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from typing_extensions import override
 from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager, check_supported
+from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -68,15 +70,10 @@ class FSDP2Strategy(MeshStrategy):
                 raise ValueError(f"{name}={size!r} is not supported in this version yet; use {name}=1.")
         config = config or FSDP2Config()
         check_supported(config)
-        super().__init__(
-            dp_size=dp_size,
-            dp_replicate_size=dp_replicate_size,
-            tp_size=tp_size,
-            cp_size=cp_size,
-            config=config,
-            checkpoint=checkpoint,
-            timeout=timeout,
+        get_sizes = partial(
+            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
+        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
         self._manager: FSDP2Manager | None = None
 
     @property

@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
+from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
@@ -55,22 +56,12 @@ class MeshStrategy(CheckpointingStrategy):
     def __init__(
         self,
         *,
-        dp_size: int | Literal["auto"] | None,
-        dp_replicate_size: int | Literal["auto"],
-        tp_size: int,
-        cp_size: int,
+        get_sizes: Callable[..., MeshSizes],
         config: DistributedConfig,
         checkpoint: CheckpointConfig | None,
         timeout: timedelta,
     ) -> None:
-        super().__init__(
-            dp_size=dp_size,
-            dp_replicate_size=dp_replicate_size,
-            tp_size=tp_size,
-            cp_size=cp_size,
-            config=config,
-            timeout=timeout,
-        )
+        super().__init__(get_sizes=get_sizes, config=config, timeout=timeout)
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.token_mean: TokenMean | None = None
         self._step_region: StepRegion | None = None

@@ -1,9 +1,9 @@
 """The processes of a run: who they are, the mesh they form, and collectives between them."""
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from lightning_fsdp2.mesh import (
     DATA_PARALLEL,
     DP_CP,
     TENSOR_PARALLEL,
+    MeshSizes,
     get_mesh,
-    get_mesh_sizes,
 )
 from lightning_fsdp2.strategies import distributed
 
@@ -31,24 +31,19 @@ T = TypeVar("T")
 
 
 class WorldStrategy(ParallelStrategy):
-    """Starts the processes of a run, arranges them in a mesh and lets them communicate."""
+    """Starts the processes of a run, arranges them in a mesh and lets them communicate.
 
-    def __init__(
-        self,
-        *,
-        dp_size: int | Literal["auto"] | None,
-        dp_replicate_size: int | Literal["auto"],
-        tp_size: int,
-        cp_size: int,
-        config: DistributedConfig,
-        timeout: timedelta,
-    ) -> None:
+    Args:
+        get_sizes: Called with ``world_size`` and ``num_nodes``, before any process group exists.
+        config: Its ``backend`` is read here.
+        timeout: Of collectives.
+    """
+
+    def __init__(self, *, get_sizes: Callable[..., MeshSizes], config: DistributedConfig, timeout: timedelta) -> None:
         super().__init__()
         self.config = config
         self.num_nodes = 1
-        self._get_sizes = partial(
-            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
-        )
+        self._get_sizes = get_sizes
         self._timeout = timeout
         self._full_device_mesh: DeviceMesh | None = None
         self._control_group: dist.ProcessGroup | None = None
