@@ -78,6 +78,21 @@ def end_forward(module: FSDPModule) -> None:
             group.wait_for_unshard()
 
 
+def ensure_gathered_once(module: FSDPModule) -> None:
+    """Gather the weights of ``module`` if they never were: every rank must call it.
+
+    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter,
+    also of a unit that took no part in forward (an unused head, a dropped layer), and fails where none was ever made.
+    """
+    if any(
+        not hasattr(parameter, "_unsharded_param")
+        for group in _get_param_groups(module)
+        for parameter in group.fsdp_params
+    ):
+        module.unshard()
+        module.reshard()
+
+
 @contextmanager
 def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Let forwards leave gathered weights gathered; the settings of the modules are put back at the end.

@@ -313,6 +313,18 @@ def test_a_nested_unsharding_leaves_what_the_outer_one_gathered() -> None:
     run_ranks(run, 2)
 
 
+def test_a_state_dict_inside_is_refused_before_it_shards_the_model_again() -> None:
+    def run() -> None:
+        model = fsdp2_strategy_parallelize(PlainTransformer(), create_device_mesh(device_type="cpu"))
+        with unshard_fsdp2_model(model):
+            for module in (model, model.blocks[0]):
+                with pytest.raises(RuntimeError, match=r"state_dict\(\) inside `unshard_fsdp2_model`.*full_tensor"):
+                    module.state_dict()
+        assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
+
+    run_ranks(run, 2)
+
+
 def test_importing_from_a_dotted_path() -> None:
     assert import_class_from_path("torch.optim.AdamW") is torch.optim.AdamW
     assert import_class_from_path("torch.bfloat16") is torch.bfloat16

@@ -88,7 +88,10 @@ def load_checkpoint(
         ValueError: When the checkpoint is incomplete, or of another model or optimizer.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    model_state, optimizer_states = read_tensors(path, model, with_optimizers=bool(optimizers), in_place=True)
+    check_complete(path)
+    model_state, optimizer_states = read_tensors(
+        path, model, with_optimizers=bool(optimizers), in_place=True, weights_only=weights_only
+    )
     load_model_state(path, model, model_state, strict=strict)
     if optimizers:
         load_optimizer_states(path, model, optimizers, optimizer_states)
@@ -156,12 +159,8 @@ def read_tensors(
 
     Returns:
         The model's state and a list of optimizer states, with the checkpoint's keys.
-
-    Raises:
-        ValueError: When the checkpoint is incomplete.
     """
     path = Path(path)
-    on_first_rank(lambda: _check_complete(path), group)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     keys = [
@@ -206,6 +205,16 @@ def load_optimizer_states(
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         set_optimizer_state(model, optimizer, state)
+
+
+def check_complete(path: str | Path, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse, on every rank, a checkpoint that is not all there; every rank must call it.
+
+    Raises:
+        FileNotFoundError: When there is none.
+        ValueError: When it is incomplete, or no directory of ``torch.distributed.checkpoint``.
+    """
+    on_first_rank(lambda: _check_complete(Path(path)), group)
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,14 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """
     names = _names_by_number(model, optimizer)
     state = optimizer.state_dict()
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    groups = [
+        # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
+        {
+            **{key: value.item() if isinstance(value, np.generic) else value for key, value in group.items()},
+            "params": [names[number] for number in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
     return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 

@@ -16,9 +16,12 @@ _NOT_YET = (
     "patch_is_packed_sequence",
     "autocast_dtype",
     "activation_checkpointing",
+    "activation_checkpointing_scope",
+    "context_parallel_method",
     "enable_compile",
     "loss_parallel",
 )
+_DEFAULTS = FSDP2Config().to_dict()
 
 
 class FSDP2Manager:
@@ -77,5 +80,5 @@ def check_supported(config: FSDP2Config) -> None:
     """
     for name in _NOT_YET:
         value = getattr(config, name)
-        if value not in (False, None):
+        if value != _DEFAULTS[name]:
             raise ValueError(f"FSDP2Config.{name}={value!r} is not supported in this version yet; leave it out.")

@@ -68,6 +68,11 @@ class CausalLM(LightningModule):
         self.pretrained, self.attn_implementation = pretrained, attn_implementation
         self.decay_norms_and_biases = decay_norms_and_biases
         self.hf_config = _build_config(pretrained or config)
+        if getattr(self.hf_config, "output_router_logits", False):
+            raise ValueError(
+                "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which CausalLM"
+                " does not add to its own; leave it out, or write a LightningModule that returns `model(...).loss`."
+            )
         self.model = None  # built in `configure_model`, where the mesh is known
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
@@ -234,7 +239,27 @@ def _build_config(source: dict[str, Any] | str) -> "PretrainedConfig":
         raise ValueError(
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
-    return AutoConfig.for_model(model_type, **fields)
+    config = AutoConfig.for_model(model_type, **fields)
+    _check_fields(config, model_type, fields)
+    return config
+
+
+def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
+    """Transformers keeps fields that it does not know, and trains another model than the one meant."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type)
+    rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
+    for name in fields:
+        if hasattr(known, name) or name in rotary:
+            continue
+        without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
+        # an older name that is translated changes another field
+        if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
+            raise ValueError(
+                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"
+                f" {', '.join(sorted(known.to_dict()))}."
+            )
 
 
 def _find_weights(pretrained: str, *, download: bool) -> Path:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.parallel.structure import (
@@ -136,6 +137,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
             " pass that."
         )
     _check_no_scalars(model)
+    _check_no_hooks(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
@@ -160,11 +162,15 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
 
     Inside the block every submodule can be called and every parameter read in full, without further communication,
     on one rank as on all; writes to the parameters are lost. All ranks must enter and leave it. It holds the whole
-    model at once on every rank.
+    model at once on every rank, in the dtype it computes in (bfloat16 under bf16-mixed).
+
+    Raises:
+        RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again.
     """
     # what an outer block has gathered stays gathered at the end of this one
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]
+    handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in marked]
     with keep_unsharded_after_forward(modules):
         try:
             for module in modules:
@@ -175,6 +181,8 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            for handle in handles:
+                handle.remove()
             _reshard_units(modules)
 
 
@@ -197,6 +205,14 @@ def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
+    raise RuntimeError(
+        f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: it is made of shards, and would shard the"
+        " model again. Call it outside of the block and gather its tensors (`tensor.full_tensor()`), or read"
+        " `named_parameters()` inside."
+    )
+
+
 def _reshard_units(modules: Iterable[FSDPModule]) -> None:
     for module in modules:
         end_forward(module)
@@ -214,6 +230,7 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
+    attributes = _get_parameter_attributes(unit.modules)
     fully_shard(
         unit.modules if len(unit.modules) > 1 else unit.modules[0],
         mesh=mesh,
@@ -222,8 +239,21 @@ def _shard_unit(
         offload_policy=offload_policy or OffloadPolicy(),
         ignored_params=ignored_params,
     )
+    for (module, name), values in attributes.items():
+        module._parameters[name].__dict__.update(values)
     if not unit.unshard_in_backward:
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
+
+
+def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:
+    """What users hang on parameters, such as ``_no_weight_decay``; sharding makes new ones."""
+    return {
+        (module, name): dict(parameter.__dict__)
+        for top in modules
+        for module in get_modules(top)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor) and parameter.__dict__
+    }
 
 
 def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
@@ -366,6 +396,20 @@ def _check_no_scalars(model: nn.Module) -> None:
         raise ValueError(
             f"FSDP2 shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+
+
+def _check_no_hooks(model: nn.Module) -> None:
+    names = get_parameter_names(model)
+    hooked = [
+        names[parameter]
+        for parameter in get_parameter_owners(model)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise ValueError(
+            f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop: it makes new"
+            " parameters, whose gradients exist in parts. Change gradients in `on_before_optimizer_step` instead."
         )
 
 

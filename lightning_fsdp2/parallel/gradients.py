@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_fsdp2._torch_compat import ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
 
 
@@ -97,6 +98,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
             replicas (HSDP) alone.
     """
     modules = get_fsdp_modules(model)
+    for module in modules:
+        ensure_gathered_once(module)
 
     def set_sync(enabled: bool) -> None:
         for module in modules:

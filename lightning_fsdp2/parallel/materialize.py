@@ -118,6 +118,7 @@ def _allocate(model: nn.Module, device: torch.device) -> _Fresh:
                     empty = torch.empty_like(tensor, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    replaced[tensor].__dict__.update(tensor.__dict__)
                 slots[name] = replaced[tensor]  # type: ignore[assignment]
     return _Fresh(replaced.values())
 

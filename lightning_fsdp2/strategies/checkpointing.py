@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.distributed import (
+    check_complete,
     load_model_state,
     load_optimizer_states,
     read_metadata,
@@ -106,15 +107,17 @@ class CheckpointingStrategy(WorldStrategy):
         module = self.lightning_module
         self.parallelize()
         reshard(module)
+        check_complete(path, self._control_group)
+        checkpoint, weights_only = self._read_metadata(path, weights_only)
         model_state, optimizer_states = read_tensors(
             path,
             module,
             with_optimizers=module.trainer.state.fn == TrainerFn.FITTING,
             # a hook that renames keys must see them before they reach the model
             in_place=not is_overridden("on_load_checkpoint", module),
+            weights_only=weights_only,
             group=self._control_group,
         )
-        checkpoint = self._read_metadata(path, weights_only)
         checkpoint["state_dict"] = model_state
         if optimizer_states:
             checkpoint["optimizer_states"] = optimizer_states
@@ -178,14 +181,17 @@ class CheckpointingStrategy(WorldStrategy):
                 " data of the current epoch start anew."
             )
 
-    def _read_metadata(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """Unpickle as little as possible: the call's choice counts before the config's."""
+    def _read_metadata(self, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
+        """Unpickle as little as possible, and say whether that was ``weights_only``.
+
+        The call's choice counts before the config's.
+        """
         choice = weights_only if weights_only is not None else self.checkpoint_config.weights_only
         try:
-            return read_metadata(path, weights_only=choice is not False)
+            return read_metadata(path, weights_only=choice is not False), choice is not False
         except pickle.UnpicklingError as error:
             if choice is None and self.checkpoint_config.trust_checkpoint:
-                return read_metadata(path, weights_only=False)
+                return read_metadata(path, weights_only=False), False
             raise ValueError(
                 f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most"
                 " likely), which can run code when they are loaded. If you trust the file, pass"

@@ -104,6 +104,7 @@ class FSDP2Strategy(MeshStrategy):
         if earlier is not None:
             _check_same_sharding(earlier, sharded)
             return
+        self._apply_layer_sync(module)
         self.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
@@ -119,6 +120,16 @@ class FSDP2Strategy(MeshStrategy):
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
         module.__dict__[_SHARDED_ATTRIBUTE] = sharded
+
+    def _apply_layer_sync(self, module: nn.Module) -> None:
+        """``Trainer(sync_batchnorm=True)``: new layers take the place of the old, so before they are sharded."""
+        if self._layer_sync is None:
+            return
+        if self.root_device.type == "cpu":
+            raise ValueError(
+                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU."
+            )
+        self._layer_sync.apply(module)
 
     @contextmanager
     @override

@@ -29,6 +29,7 @@ from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
+from lightning_fsdp2.parallel.structure import get_modules
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.precision import ShardedPrecision
@@ -196,6 +197,28 @@ class MeshStrategy(CheckpointingStrategy):
             iter(fit_loop._data_fetcher)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._share_buffers()
+        return super().lightning_module_state_dict()
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
+        for module in get_modules(self.lightning_module):
+            for name in module._buffers.keys() - module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None and buffer.is_floating_point() and not isinstance(buffer, DTensor):
+                    dist.broadcast(buffer, src=0)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    @override
     def on_validation_end(self) -> None:
         reshard(self.lightning_module)
 
@@ -236,6 +259,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def on_predict_start(self) -> None:
+        self._share_buffers()
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +139,16 @@ def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch:
         run_ranks(lambda: [monkeypatch.setattr(distributed, "_save_tensors", fail_with_full_disk), save(4)], 1)
     assert names() == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+def test_numbers_of_numpy_in_an_optimizer_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    """Schedules leave them, and `weights_only=True` would refuse them."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.25))
+    save_checkpoint(tmp_path / "x.ckpt", model, optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    load_checkpoint(tmp_path / "x.ckpt", model, other)
+    assert other.param_groups[0]["lr"] == 0.25
 
 
 def test_a_directory_without_names_is_refused(tmp_path: Path) -> None:

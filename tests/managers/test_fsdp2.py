@@ -36,6 +36,8 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
         ("activation_checkpointing", True),
         ("activation_checkpointing", "selective"),
         ("enable_compile", True),
+        ("activation_checkpointing_scope", "vision"),
+        ("context_parallel_method", "ulysses"),
         ("loss_parallel", True),
     ],
     ids=str,

@@ -202,3 +202,19 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_the_first_step
 
     with pytest.raises(RankError, match=r"tokenizer has 102 tokens, but the model's vocab_size is 101"):
         run_ranks(run, 2)
+
+
+def test_an_unknown_field_of_the_config_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"LlamaConfig has no 'hiden_size'; check the spelling. It has .*hidden_size"):
+        CausalLM(config={"model_type": "llama", "hiden_size": 64})
+    for fields in (
+        {"model_type": "llama", "rope_theta": 5e5},
+        {**GPT2, "hidden_size": 32},
+        {**LLAMA, "use_cache": False},
+    ):
+        CausalLM(config=fields)
+
+
+def test_a_router_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="output_router_logits=True asks for the router's auxiliary loss"):
+        CausalLM(config={**MIXTRAL, "output_router_logits": True})

@@ -1,5 +1,6 @@
 """Forms of LightningModules that people write, each trained or refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -174,6 +175,64 @@ def test_loss_on_hidden_states_and_the_weight_of_the_head(tied: bool) -> None:
     run_ranks(check_parity, 2, case)
 
 
+class UnusedAndInTurn(pl.LightningModule):
+    """A head that never runs and two that take turns, so that no micro-batch runs every unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = PlainTransformer()
+        self.heads = nn.ModuleList(nn.Linear(VOCABULARY, 3) for _ in range(3))
+
+    def loss(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.heads[batch_idx // 2 % 2](self.model(batch["input_ids"])).square().mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_accumulation_with_units_that_do_not_run(precision: Any) -> None:
+    batches = make_token_batches(16)
+
+    def run() -> dict[str, Tensor]:
+        module = UnusedAndInTurn()
+        trainer = make_trainer(accumulate_grad_batches=4, precision=precision)
+        trainer.fit(module, DataLoader(batches[dist.get_rank() :: 2], batch_size=None))
+        return whole(module.state_dict())
+
+    alone = UnusedAndInTurn()
+    optimizer = alone.configure_optimizers()
+    for step in range(2):
+        optimizer.zero_grad()
+        window = range(4 * step, 4 * step + 4)
+        sum(alone.loss(batches[2 * index + rank], index) / 8 for index in window for rank in range(2)).backward()
+        optimizer.step()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == "32-true" else {"rtol": 0.02, "atol": 0.02}
+    for name, weight in run_ranks(run, 2)[0].items():
+        torch.testing.assert_close(weight, alone.state_dict()[name], **tolerance, msg=name)
+
+
+def test_attributes_of_parameters_outlive_sharding_and_hooks_on_them_are_refused() -> None:
+    def run() -> None:
+        module = UnusedAndInTurn()
+        module.model.norm.weight._no_weight_decay = True
+        module.model.blocks[1].mlp[0].bias._group = "late"
+        loader = DataLoader(make_token_batches(4), batch_size=None)
+        make_trainer().fit(module, loader)
+        assert module.model.norm.weight._no_weight_decay
+        assert module.model.blocks[1].mlp[0].bias._group == "late"
+        hooked = UnusedAndInTurn()
+        hooked.model.head.weight.register_hook(lambda gradient: gradient * 0)
+        with pytest.raises(ValueError, match=r"model\.head\.weight have hooks"):
+            make_trainer().fit(hooked, loader)
+
+    run_ranks(run, 2)
+
+
 class FeatureDistance(Metric):
     """Like FID: a metric with a network of its own."""
 
@@ -218,3 +277,46 @@ def test_a_network_inside_a_metric_stays_whole() -> None:
         return module.distance.compute().item()
 
     assert run_ranks(run, 2)[0] == pytest.approx(run_ranks(run, 1)[0])
+
+
+class Normalizes(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("mean", self.model[1].running_mean.sum().clone())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_running_statistics_are_those_of_rank_0_in_evaluation_and_checkpoints(tmp_path: Path) -> None:
+    samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+
+    def run() -> tuple[Tensor, float, Tensor]:
+        module = Normalizes()
+        trainer = make_trainer(max_steps=2)
+        trainer.fit(module, DataLoader(samples[dist.get_rank() :: 2], batch_size=4))
+        own = module.model[1].running_mean.clone()
+        trainer.validate(module, DataLoader(samples, batch_size=4), verbose=False)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        return own, trainer.callback_metrics["mean"].item(), module.model[1].running_mean
+
+    (first, *_), (second, *_) = results = run_ranks(run, 2)
+    assert not torch.equal(first, second)
+    for _, logged, kept in results:
+        assert logged == pytest.approx(first.sum().item(), rel=1e-6)
+        assert torch.equal(kept, first)
+
+
+def test_synchronised_batch_norm_is_refused_where_torch_has_none() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm runs on accelerators only"):
+            make_trainer(sync_batchnorm=True).fit(Normalizes(), DataLoader(torch.randn(8, 4), batch_size=4))
+
+    run_ranks(run, 1)
