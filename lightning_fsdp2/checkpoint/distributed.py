@@ -40,6 +40,10 @@ FORMAT_VERSION = 1
 METADATA_FILE = "meta.pt"
 SUMMARY_FILE = "meta.json"
 
+EXTRA_STATES_KEY = "extra_states"
+"""Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
+
+_EXTRA_STATE = "_extra_state"
 _REPLACED = "-replaced"
 """Ends the name of a checkpoint that is about to be replaced."""
 
@@ -92,10 +96,11 @@ def load_checkpoint(
     model_state, optimizer_states = read_tensors(
         path, model, with_optimizers=bool(optimizers), in_place=True, weights_only=weights_only
     )
-    load_model_state(path, model, model_state, strict=strict)
+    metadata = read_metadata(path, weights_only=weights_only)
+    load_model_state(path, model, {**model_state, **metadata.get(EXTRA_STATES_KEY, {})}, strict=strict)
     if optimizers:
         load_optimizer_states(path, model, optimizers, optimizer_states)
-    return read_metadata(path, weights_only=weights_only)["extra"]
+    return metadata["extra"]
 
 
 def write_checkpoint(
@@ -119,6 +124,10 @@ def write_checkpoint(
         RuntimeError: On every rank, when any rank could not write. What stood at ``path`` before still does.
     """
     path = Path(path)
+    # what `Module.get_extra_state` returned may be any object; DCP would take a mapping apart and lose its number keys
+    extra = {name: value for name, value in tensors["state_dict"].items() if name.endswith(_EXTRA_STATE)}
+    weights = {name: value for name, value in tensors["state_dict"].items() if name not in extra}
+    tensors, metadata = {**tensors, "state_dict": weights}, {**metadata, EXTRA_STATES_KEY: extra}
     folder = path.with_name(f".{path.name}.tmp-{_broadcast(uuid.uuid4().hex[:8], group)}")
     try:
         on_first_rank(lambda: _start_folder(folder, path), group)

@@ -58,6 +58,12 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             self._samples += len(batch["input_ids"]) * sampler.num_replicas
             yield batch
 
+    def get_optional_restored_batches(self) -> int | None:
+        """How many batches of this loader's size a restored position stands for, whatever size they had; else None."""
+        if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
+            return None
+        return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
+
     def state_dict(self) -> dict[str, int]:
         """Return the position behind the last batch handed out."""
         return {"epoch": self._epoch, "samples": self._samples}

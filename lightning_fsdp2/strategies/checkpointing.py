@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.distributed import (
+    EXTRA_STATES_KEY,
     check_complete,
     load_model_state,
     load_optimizer_states,
@@ -118,7 +119,7 @@ class CheckpointingStrategy(WorldStrategy):
             weights_only=weights_only,
             group=self._control_group,
         )
-        checkpoint["state_dict"] = model_state
+        checkpoint["state_dict"] = {**model_state, **checkpoint.pop(EXTRA_STATES_KEY, {})}
         if optimizer_states:
             checkpoint["optimizer_states"] = optimizer_states
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
@@ -161,11 +162,12 @@ class CheckpointingStrategy(WorldStrategy):
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
         random_states, loader_states = ranks["random_states"], ranks["loader_states"]
-        changed = []
+        changed, lost = [], []
         if len(random_states) == self.world_size:
             self._random_state_to_restore = random_states[self.global_rank]
         else:
             changed.append(f"the random states of {len(random_states)} ranks")
+            lost.append("random numbers (dropout)")
         if len(loader_states) == self.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[self.data_parallel_rank])
         elif loader_states and all(states == loader_states[0] for states in loader_states.values()):
@@ -174,11 +176,11 @@ class CheckpointingStrategy(WorldStrategy):
         elif loader_states:
             _set_loader_states(checkpoint, [])
             changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")
+            lost.append("the data of the current epoch")
         if changed:
             rank_zero_warn(
                 f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's {self.world_size}"
-                f" ranks ({self.data_parallel_size} data parallel); they are dropped: dropout and the order of the"
-                " data of the current epoch start anew."
+                f" ranks ({self.data_parallel_size} data parallel); they are dropped: {' and '.join(lost)} start anew."
             )
 
     def _read_metadata(self, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], bool]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
@@ -195,6 +196,13 @@ class MeshStrategy(CheckpointingStrategy):
         if fit_loop._combined_loader_states_to_load:
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
+        progress = fit_loop.epoch_loop.batch_progress
+        for loader in fit_loop._combined_loader.flattened:
+            count = getattr(loader, "get_optional_restored_batches", lambda: None)()
+            if count is not None and count != progress.current.ready:
+                # Lightning counts the batches of the run before, which had another size or number of ranks
+                shift = count - progress.current.ready
+                progress.current = type(progress.current)(**{k: v + shift for k, v in asdict(progress.current).items()})
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -205,9 +213,9 @@ class MeshStrategy(CheckpointingStrategy):
     def _share_buffers(self) -> None:
         """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
         for module in get_modules(self.lightning_module):
-            for name in module._buffers.keys() - module._non_persistent_buffers_set:
-                buffer = module._buffers[name]
-                if buffer is not None and buffer.is_floating_point() and not isinstance(buffer, DTensor):
+            for name, buffer in module._buffers.items():
+                is_saved = buffer is not None and name not in module._non_persistent_buffers_set
+                if is_saved and buffer.is_floating_point() and not isinstance(buffer, DTensor):
                     dist.broadcast(buffer, src=0)
 
     @override

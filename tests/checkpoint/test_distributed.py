@@ -151,6 +151,34 @@ def test_numbers_of_numpy_in_an_optimizer_are_saved_as_plain_ones(tmp_path: Path
     assert other.param_groups[0]["lr"] == 0.25
 
 
+class Remembers(nn.Linear):
+    def __init__(self, memory: Any) -> None:
+        super().__init__(2, 2)
+        self.memory = memory
+
+    def get_extra_state(self) -> Any:
+        return self.memory
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state
+
+
+def test_extra_states_of_modules_come_back_as_they_were(tmp_path: Path) -> None:
+    memory = {0: "a", "empty": {}, "tensor": torch.ones(2), "list": [1, (2, 3)]}
+
+    def run() -> Any:
+        mesh = create_device_mesh(device_type="cpu")
+        manager = FSDP2Manager(FSDP2Config(), mesh)
+        save_checkpoint(tmp_path / "x.ckpt", manager.parallelize(nn.Sequential(Remembers(memory))))
+        other = manager.parallelize(nn.Sequential(Remembers(None)))
+        load_checkpoint(tmp_path / "x.ckpt", other)
+        return other[0].memory
+
+    for back in run_ranks(run, 2):
+        assert torch.equal(back.pop("tensor"), torch.ones(2))
+        assert back == {0: "a", "empty": {}, "list": [1, (2, 3)]}
+
+
 def test_a_directory_without_names_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "x.ckpt", nn.Linear(2, 2))
     metadata = FileSystemReader(tmp_path / "x.ckpt").read_metadata()

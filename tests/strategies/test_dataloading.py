@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import BatchEncoding
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh
+from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 
 STAGES = ("fit", "validate", "test")
@@ -132,6 +133,48 @@ def test_dropout_goes_on_alike_after_a_resume_with_a_plain_data_loader(tmp_path:
     stopped = run_ranks(train, 2, 1, None)[0]
     resumed = run_ranks(train, 2, 2, tmp_path / "1.ckpt")[0]
     assert resumed == uninterrupted != stopped
+
+
+class ReadsTokens(Reader):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.read("fit", batch["input_ids"].float())
+
+
+class Tokens(pl.LightningDataModule):
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        samples = [{"input_ids": torch.tensor([sample])} for sample in range(24)]
+        kwargs = self.trainer.distributed_sampler_kwargs
+        sampler = ResumableSampler(samples, **kwargs, shuffle=True, seed=1, drop_last=True)
+        return ResumableDataLoader(
+            samples, batch_size=self.batch_size, sampler=sampler, drop_last=True, collate_fn=collate_sequences
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states of 1 ranks")
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (1, 1), (1, 2)])
+def test_a_resume_with_another_batch_size_or_world_trains_on_all_that_was_left(
+    world_size: int, batch_size: int, tmp_path: Path
+) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    def train(batch_size: int, ckpt_path: Path | None) -> list[int]:
+        module = ReadsTokens()
+        make_trainer(callbacks=[Saves()] if ckpt_path is None else [], max_epochs=2).fit(
+            module, Tokens(batch_size), ckpt_path=ckpt_path
+        )
+        return module.seen["fit"]
+
+    everything = run_ranks(train, 1, 2, None)[0]
+    resumed = run_ranks(train, world_size, batch_size, tmp_path / "x.ckpt")
+    together = sorted(sample for seen in resumed for sample in seen)
+    assert together == sorted(everything[8:]), "4 batches of 2 were trained on before"
 
 
 class RandomSamples(Dataset[Tensor]):
