@@ -34,8 +34,9 @@ class ShardedPrecision(Precision):
     ``bf16-true``   bfloat16          bfloat16                     float32 reduction, bfloat16 state
     ==============  ================  ===========================  =====================================
 
-    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32; the
-    batch is not cast, and parameters held by the LightningModule itself are used in float32.
+    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32, but
+    for the layers of a ``ModuleList``, which hand bfloat16 on; the batch is not cast, and parameters held by the
+    LightningModule itself are used in float32.
 
     Args:
         precision: One of the above.
