@@ -59,8 +59,8 @@ def token_mean_loss(
     The strategies of this package call :func:`apply_token_mean_` for every module this was called with. In a plain
     torch loop call it yourself after the last backward of a step.
 
-    Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Call it for one
-    module, not for one inside another: the gradients of the inner one would be scaled twice.
+    Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Call it for
+    one module, not for one inside another: the gradients of the inner one would be scaled twice.
 
     Args:
         module: Carries the running count between the two calls; any module, usually the LightningModule.
