@@ -44,6 +44,7 @@ class FSDP2Strategy(MeshStrategy):
         timeout: Of collectives: after it a hang becomes an error.
 
     Raises:
+        TypeError: When an argument is of another type, such as a mapping for a config.
         ValueError: For sizes or flags that are not supported, or contradict each other.
 
     Example::
@@ -68,6 +69,15 @@ class FSDP2Strategy(MeshStrategy):
         for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
             if size not in (None, 1):
                 raise ValueError(f"{name}={size!r} is not supported in this version yet; use {name}=1.")
+        for name, value, kind in (
+            ("config", config, FSDP2Config),
+            ("checkpoint", checkpoint, CheckpointConfig),
+            ("timeout", timeout, timedelta),
+        ):
+            if not isinstance(value, kind) and (value is not None or name == "timeout"):
+                raise TypeError(
+                    f"FSDP2Strategy({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...)."
+                )
         config = config or FSDP2Config()
         check_supported(config)
         get_sizes = partial(

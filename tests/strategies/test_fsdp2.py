@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, CheckpointConfig, DDPConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
 WIDTH = 8
@@ -1056,6 +1056,12 @@ NOT_SUPPORTED = [
 def test_options_that_this_version_lacks_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"{name_of_option(options)}\b.* is not supported in this version"):
         FSDP2Strategy(**options)
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name() -> None:
+    for name, value in (("config", {}), ("config", DDPConfig()), ("checkpoint", {}), ("timeout", 60)):
+        with pytest.raises(TypeError, match=rf"^FSDP2Strategy\({name}=.* must be a \w+; pass"):
+            FSDP2Strategy(**{name: value})
 
 
 @pytest.mark.parametrize(
