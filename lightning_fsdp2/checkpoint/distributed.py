@@ -226,11 +226,6 @@ def check_complete(path: str | Path, group: dist.ProcessGroup | None = None) -> 
     on_first_rank(lambda: _check_complete(Path(path)), group)
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether ``path`` is a sharded checkpoint directory, complete or not."""
-    return (Path(path) / METADATA_FILE).is_file() or (Path(path) / ".metadata").is_file()
-
-
 def remove_checkpoint(path: str | Path) -> None:
     """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
     path = Path(path)
