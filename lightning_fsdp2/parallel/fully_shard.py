@@ -83,7 +83,7 @@ def apply_fully_shard(
         ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
     """
     plan = build_unit_plan(model, reshard_after_forward)
-    ignored = set(model.parameters()) - set(get_parameter_owners(model))
+    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # what metrics hold
     for unit in plan.units:
         _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
     return plan
@@ -102,7 +102,7 @@ def apply_layer_sharding(
     owners = get_parameter_owners(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
-    ignored = set(model.parameters()) - set(owners)
+    ignored = set(model.parameters()) - set(owners)  # what metrics hold
     for unit in _split_by_dtype(model, units):
         _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
 
