@@ -1,8 +1,10 @@
 """Says at the end of training what came of it, in plain words."""
 
+import os
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,7 @@ class RunReport(Callback):
     """Reports validation loss before and after, tokens per second, the checkpoint, how to resume, and a sample.
 
     The loss before training is that of the Trainer's sanity check: set ``num_sanity_val_steps=-1`` for the whole
-    validation set. The report is written once, to
-    Lightning's own log.
+    validation set. The report is written once, to Lightning's own log.
 
     Args:
         monitor: The logged validation loss.
@@ -100,7 +101,7 @@ class RunReport(Callback):
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         if checkpoint:
             lines.append(f"Checkpoint: {checkpoint}")
-            lines.append(f"Train on from it: {_get_resume_command(2 * trainer.global_step)}")
+            lines.append(f"Train on from it: {_describe_resume(checkpoint, 2 * trainer.global_step)}")
         if sample is not None:
             lines.append(f"A sample, continuing {self.prompt!r}:\n{sample}")
         rank_zero_info("\n".join(lines))
@@ -126,13 +127,22 @@ class RunReport(Callback):
         return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def _get_resume_command(max_steps: int) -> str:
-    """The command line of this run, going on from its last checkpoint."""
-    program = "lightning-fsdp2" if sys.argv[0].endswith(("lightning-fsdp2", "__main__.py")) else sys.argv[0]
+def _describe_resume(checkpoint: str, max_steps: int) -> str:
+    """How to go on from the last checkpoint: the command line of this run, or the call in somebody's own script."""
+    program = Path(sys.argv[0])
+    if program.name != "lightning-fsdp2" and program.parts[-2:] != ("lightning_fsdp2", "__main__.py"):
+        return f"trainer.fit(..., ckpt_path={checkpoint!r})"
     arguments, words = [], iter(sys.argv[1:])
     for word in words:
         if word in _REPLACED_OPTIONS:
             next(words, None)  # its value
         elif not word.startswith(tuple(f"{option}=" for option in _REPLACED_OPTIONS)):
             arguments.append(word)
-    return shlex.join([program, *arguments, "--ckpt_path=last", f"--trainer.max_steps={max_steps}"])
+    return shlex.join([*_get_launcher(), *arguments, "--ckpt_path=last", f"--trainer.max_steps={max_steps}"])
+
+
+def _get_launcher() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["lightning-fsdp2"]
+    nodes, ranks = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    return ["torchrun", "--nnodes", nodes, "--nproc-per-node", ranks, "-m", "lightning_fsdp2"]

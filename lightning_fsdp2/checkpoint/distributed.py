@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
-from lightning_fsdp2.checkpoint._rename import exchange
+from lightning_fsdp2.checkpoint.folder import get_hidden_path, publish_folder, put_back, start_folder
 from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
 
 FORMAT_VERSION = 1
@@ -44,9 +44,6 @@ EXTRA_STATES_KEY = "extra_states"
 """Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
 
 _EXTRA_STATE = "_extra_state"
-_REPLACED = "-replaced"
-"""Ends the name of a checkpoint that is about to be replaced."""
-
 T = TypeVar("T")
 
 
@@ -128,9 +125,9 @@ def write_checkpoint(
     extra = {name: value for name, value in tensors["state_dict"].items() if name.endswith(_EXTRA_STATE)}
     weights = {name: value for name, value in tensors["state_dict"].items() if name not in extra}
     tensors, metadata = {**tensors, "state_dict": weights}, {**metadata, EXTRA_STATES_KEY: extra}
-    folder = path.with_name(f".{path.name}.tmp-{_broadcast(uuid.uuid4().hex[:8], group)}")
+    folder = get_hidden_path(path, _broadcast(uuid.uuid4().hex[:8], group))
     try:
-        on_first_rank(lambda: _start_folder(folder, path), group)
+        on_first_rank(lambda: start_folder(folder, path), group)
         _save_tensors(tensors, folder, group)
         on_first_rank(lambda: _finish_folder(folder, path, metadata, summary or {}), group)
     except Exception:
@@ -226,15 +223,6 @@ def check_complete(path: str | Path, group: dist.ProcessGroup | None = None) -> 
     on_first_rank(lambda: _check_complete(Path(path)), group)
 
 
-def remove_checkpoint(path: str | Path) -> None:
-    """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
-    path = Path(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
-
-
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank."""
     outcome: list[Any] = [None, None]
@@ -276,61 +264,18 @@ def _call_dcp(action: Callable[[], Any], path: Path) -> None:
         raise RuntimeError(f"The checkpoint {str(path)!r} could not be written or read: {error}") from error
 
 
-def _start_folder(folder: Path, path: Path) -> None:
-    _put_back(path)
-    for leftover in path.parent.glob(f".{path.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _finish_folder(folder: Path, path: Path, metadata: dict[str, Any], summary: dict[str, Any]) -> None:
     with open(folder / METADATA_FILE, "wb") as file:
         torch.save(metadata, file)
-        _sync(file.fileno())
+        os.fsync(file.fileno())
     with open(folder / SUMMARY_FILE, "w") as file:
         json.dump({"format_version": FORMAT_VERSION, "torch": torch.__version__, **summary}, file, indent=2)
-        _sync(file.fileno())
-    _sync_folder(folder)
-    if path.exists() or path.is_symlink():
-        _replace(folder, path)
-    else:
-        folder.rename(path)
-    _sync_folder(path.parent)
-
-
-def _replace(folder: Path, path: Path) -> None:
-    """Put ``folder`` in the place of ``path`` at once, and remove what was there."""
-    if path.is_symlink() or not exchange(folder, path):
-        # a kill between the two renames leaves the old checkpoint under its hidden name: see `_put_back`
-        old = folder.with_name(f"{folder.name}{_REPLACED}")
-        path.rename(old)
-        folder.rename(path)
-        remove_checkpoint(old)
-    else:
-        remove_checkpoint(folder)
-
-
-def _put_back(path: Path) -> None:
-    """Undo a replacement that died half way, on a file system where it takes two steps (NFS)."""
-    for old in path.parent.glob(f".{path.name}.tmp-*{_REPLACED}"):
-        if not path.exists():
-            old.rename(path)
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
+    publish_folder(folder, path)
 
 
 def _check_complete(path: Path) -> None:
-    _put_back(path)
+    put_back(path)
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
     if path.is_file():

@@ -22,14 +22,36 @@ _DOCUMENTS_AT_ONCE = 64
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into training and validation ones, by a hash of their content.
 
-    Equal documents are on the same side, and a document stays on its side when others come or go.
+    Equal documents are on the same side, and a document stays on its side when others come or go. Two different ones
+    are enough for both sides to have some; a lone one is cut, and its end is validated on.
 
     Args:
         documents: Any dataset with a column ``text``.
         fraction: The part of the documents to expect on the validation side, in [0, 1].
         seed: Another one gives another split.
     """
-    settings = {"fraction": fraction, "seed": seed}
+    if len(documents) == 1:
+        return _cut(documents, fraction)
+    train, validation = _split_at(documents, fraction, seed)
+    if not len(train) or not len(validation):  # few documents
+        _, *others = sorted({_hash_to_unit(text, seed) for text in documents["text"]})
+        if others:
+            return _split_at(documents, others[-1] if len(validation) else others[0], seed)
+    return train, validation
+
+
+def _cut(documents: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    text = documents[0]["text"]
+    end = round(len(text) * (1 - fraction))
+    return tuple(documents.map(_take, fn_kwargs={"start": a, "end": b}) for a, b in ((0, end), (end, len(text))))
+
+
+def _take(row: dict[str, str], start: int, end: int) -> dict[str, str]:
+    return {"text": row["text"][start:end]}
+
+
+def _split_at(documents: Dataset, threshold: float, seed: int) -> tuple[Dataset, Dataset]:
+    settings = {"threshold": threshold, "seed": seed}
     train = documents.filter(_is_training, input_columns="text", fn_kwargs=settings, desc="Splitting off training")
     validation = documents.filter(
         _is_validation, input_columns="text", fn_kwargs=settings, desc="Splitting off validation"
@@ -37,13 +59,18 @@ def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[
     return train, validation
 
 
-def _is_validation(text: str, fraction: float, seed: int) -> bool:
+def _is_validation(text: str, threshold: float, seed: int) -> bool:
+    return _hash_to_unit(text, seed) < threshold
+
+
+def _is_training(text: str, threshold: float, seed: int) -> bool:
+    return not _is_validation(text, threshold, seed)
+
+
+def _hash_to_unit(text: str, seed: int) -> float:
+    """Return a number in [0, 1] that only the text and the seed decide."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
-def _is_training(text: str, fraction: float, seed: int) -> bool:
-    return not _is_validation(text, fraction, seed)
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def pack_documents(

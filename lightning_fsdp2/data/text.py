@@ -42,9 +42,10 @@ class TextDataModule(LightningDataModule):
             download.
         sequence_length: Tokens per sequence.
         batch_size: Sequences per micro-batch of one data parallel rank.
-        validation_fraction: The part of the documents of ``path`` to validate on, chosen by their content. Default:
-            0.05, or 0 if there is a ``validation_path``.
+        validation_fraction: The part of the documents of ``path`` to validate on, chosen by their content; of a lone
+            document, its end. Default: 0.05, or 0 if there is a ``validation_path``.
         validation_path: Documents to validate on, like ``path``.
+        test_path: Documents for ``trainer.test``, like ``path``.
         shuffle: Train on another order of the sequences in each epoch.
         seed: Decides the order and which documents are for validation.
         num_workers: Processes per rank that load batches.
@@ -62,6 +63,9 @@ class TextDataModule(LightningDataModule):
     validation_dataset: Dataset | None
     """Set by ``setup``, like ``train_dataset``; None without validation."""
 
+    test_dataset: Dataset | None
+    """Set by ``setup``, like ``train_dataset``; None without ``test_path``."""
+
     def __init__(
         self,
         *,
@@ -73,6 +77,7 @@ class TextDataModule(LightningDataModule):
         batch_size: int = 8,
         validation_fraction: float | None = None,
         validation_path: str | list[str] | None = None,
+        test_path: str | list[str] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
@@ -113,6 +118,7 @@ class TextDataModule(LightningDataModule):
         self._validation_files = (
             find_files(validation_path, suffixes, option="validation_path") if validation_path else []
         )
+        self._test_files = find_files(test_path, suffixes, option="test_path") if test_path else []
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -137,10 +143,12 @@ class TextDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Tokenise and pack into the cache, on one process per node."""
         self._load_splits()
+        self._load_test()
 
     def setup(self, stage: str) -> None:
         """Take the packed sequences from the cache, on each process."""
         self.train_dataset, self.validation_dataset = self._load_splits()
+        self.test_dataset = self._load_test()
 
     def train_dataloader(self) -> ResumableDataLoader:
         """Return this rank's batches, in a new order each epoch; the last sequences that fill no batch are left out."""
@@ -161,8 +169,16 @@ class TextDataModule(LightningDataModule):
         """Return this rank's batches of the validation sequences, as many on every rank; none without validation."""
         if self.validation_dataset is None:
             return []
-        sampler = ResumableSampler(self.validation_dataset, *self._get_replicas_and_rank(), shuffle=False)
-        return self._build_dataloader(self.validation_dataset, sampler)
+        return self._build_evaluation_dataloader(self.validation_dataset)
+
+    def test_dataloader(self) -> ResumableDataLoader:
+        """Return this rank's batches of the test sequences, as many on every rank."""
+        if self.test_dataset is None:
+            raise ValueError("test_path=None gives no documents to test on; set it, or use `validate`.")
+        return self._build_evaluation_dataloader(self.test_dataset)
+
+    def _build_evaluation_dataloader(self, dataset: Dataset) -> ResumableDataLoader:
+        return self._build_dataloader(dataset, ResumableSampler(dataset, *self._get_replicas_and_rank(), shuffle=False))
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks that get different batches, and which of them this one is."""
@@ -188,12 +204,11 @@ class TextDataModule(LightningDataModule):
 
     def _load_splits(self) -> tuple[Dataset, Dataset | None]:
         """Read, split, tokenise and pack, as far as the cache does not have it yet."""
-        documents = load_documents(self._files, text_column=self.text_column, cache_dir=self.cache_dir)
+        documents = self._load(self._files)
         if self.max_documents is not None:
             documents = documents.select(range(min(self.max_documents, len(documents))))
         if self._validation_files:
-            validation = load_documents(self._validation_files, text_column=self.text_column, cache_dir=self.cache_dir)
-            return self._pack(documents, "training"), self._pack(validation, "validation")
+            return self._pack(documents, "training"), self._pack(self._load(self._validation_files), "validation")
         if self.validation_fraction == 0:
             return self._pack(documents, "training"), None
         train, validation = split_documents(documents, fraction=self.validation_fraction, seed=self.seed)
@@ -204,6 +219,12 @@ class TextDataModule(LightningDataModule):
                 "validation_path, or validation_fraction=0 for no validation."
             )
         return self._pack(train, "training"), self._pack(validation, "validation")
+
+    def _load_test(self) -> Dataset | None:
+        return self._pack(self._load(self._test_files), "test") if self._test_files else None
+
+    def _load(self, files: list[str]) -> Dataset:
+        return load_documents(files, text_column=self.text_column, cache_dir=self.cache_dir)
 
     def _pack(self, documents: Dataset, split: str) -> Dataset:
         return pack_documents(documents, tokenizer=self.tokenizer, sequence_length=self.sequence_length, split=split)

@@ -25,9 +25,9 @@ from lightning_fsdp2.checkpoint.distributed import (
     load_optimizer_states,
     read_metadata,
     read_tensors,
-    remove_checkpoint,
     write_checkpoint,
 )
+from lightning_fsdp2.checkpoint.folder import remove_checkpoint
 from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig

@@ -17,10 +17,21 @@ from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_ti
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
 
 
-def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
+def init_process_group(
+    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
+) -> None:
     """Start the default process group, unless the user did; it ends with the interpreter.
 
     Lightning calls ``teardown`` after every stage, and the sharded module outlives it.
+
+    Args:
+        environment: Says who this rank is.
+        backend: None chooses by ``device``, or takes what the group has.
+        device: This rank's.
+        timeout: Of its collectives.
+
+    Raises:
+        ValueError: When there is a group of another size or backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
@@ -29,7 +40,13 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout: t
                 f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process belongs to a group"
                 f" of {dist.get_world_size()} already; use the same number, or start a new process."
             )
+        if backend is not None and not _has_backend(backend, device):
+            raise ValueError(
+                f"config.backend={backend!r}, but this process belongs to a group of {dist.get_backend_config()!r}"
+                " already; leave `backend` out to use that group, or start a new process."
+            )
         return
+    backend = backend or get_default_backend(device)
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     else:
@@ -105,6 +122,14 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
         cp_size=sizes.cp,
         device_type=device_type,
     )
+
+
+def _has_backend(backend: str, device: torch.device) -> bool:
+    """Whether the default group is one of ``backend`` for tensors on ``device`` and, if it says, on the host."""
+    asked, existing = (
+        dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
+    )
+    return all(asked.get(kind) == existing.get(kind) for kind in {device.type, *({"cpu"} & asked.keys())})
 
 
 def _get_reduce_op(op: Any) -> Any:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -95,14 +96,9 @@ class MeshStrategy(CheckpointingStrategy):
         ):
             # Lightning's sampler for predict fails on the ranks without samples only: the others wait in `keep_in_step`
             keep_in_step((), self._control_group, may_drop=False)
-        if "mixed torch.Tensor and DTensor" in str(exception):
-            exception.args = (
-                f"{exception}\nA part of a sharded module was used outside of its unit's forward. Call the model or a"
-                " whole layer; or gather the weights first:"
-                " `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through another"
-                " method than `forward`, make it one that gathers, in `on_fit_start`:"
-                ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.',
-            )
+        remedy = _get_optional_remedy(exception)
+        if remedy is not None:
+            exception.args = (f"{exception}\n{remedy}",)
 
     @property
     @override
@@ -167,11 +163,7 @@ class MeshStrategy(CheckpointingStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(
-                    "LBFGS flattens all parameters into one vector, which sharded parameters do not allow; use a"
-                    " first-order optimizer, or a strategy that does not shard."
-                )
+            _check_optimizer(optimizer)
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     def _share_random_state(self) -> None:
@@ -368,13 +360,40 @@ def _is_raised_in(code: CodeType, exception: BaseException) -> bool:
     return frame.f_code is code
 
 
+def _get_optional_remedy(exception: BaseException) -> str | None:
+    """What to do where torch and Lightning fail on sharded parameters without saying why."""
+    if "mixed torch.Tensor and DTensor" in str(exception):
+        return (
+            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or"
+            " gather the weights first: `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train"
+            " through another method than `forward`, make it one that gathers, in `on_fit_start`:"
+            ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
+        )
+    if _is_raised_in(grad_norm.__code__, exception):
+        return (
+            "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"
+            " `torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).full_tensor()` on all ranks, and"
+            " `p.grad.norm().full_tensor()` for a single parameter."
+        )
+    return None
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse torch's optimizers that fail in their first step on sharded parameters (tried on torch 2.11 and 2.13)."""
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no step for sharded parameters in torch; use another optimizer, such as"
+            " AdamW, or a strategy that does not shard."
+        )
+
+
 def _check_callbacks(trainer: "Trainer") -> None:
-    """Refuse Lightning's callbacks that copy the module's weights before or while it is sharded."""
+    """Refuse Lightning's callbacks that copy or replace the module's weights before or while it is sharded."""
     for callback in cast(Any, trainer).callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging | ModelPruning):
             raise ValueError(
-                f"Trainer(callbacks=[{type(callback).__name__}(...)]) averages whole weights and fails on sharded ones;"
-                " remove it, or average checkpoints after training."
+                f"Trainer(callbacks=[{type(callback).__name__}(...)]) needs whole weights and fails on sharded ones;"
+                " remove it, and average or prune checkpoints after training."
             )
 
 

@@ -124,8 +124,7 @@ class WorldStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        backend = self.config.backend or distributed.get_default_backend(self.root_device)
-        distributed.init_process_group(self.cluster_environment, backend, self._timeout)
+        distributed.init_process_group(self.cluster_environment, self.config.backend, self.root_device, self._timeout)
         # for what must not touch the accelerator or mix with the step's collectives
         self._control_group = distributed.get_control_group(self._timeout)
         self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.callbacks import RunReport
+from lightning_fsdp2.callbacks.run_report import _describe_resume
 
 
 def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, list[float]]:
@@ -62,12 +63,37 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     assert f"Validation loss: {losses[-1]:.3f} nats per token (before training: {before:.3f})" in report
     assert re.search(r"Speed: [\d,]+ tokens per second on 2 rank\(s\)", report)
     assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'}" in report
-    assert "lightning-fsdp2 fit --config 'my run.yaml' --ckpt_path=last --trainer.max_steps=4" in report
+    command = "torchrun --nnodes 1 --nproc-per-node 2 -m lightning_fsdp2 fit --config 'my run.yaml'"
+    assert f"{command} --ckpt_path=last --trainer.max_steps=4" in report
     assert "A sample, continuing 'do':\ndo" in report
 
     report, losses = run_ranks(train, 2, tmp_path, "last", 4)[0]
     assert losses, "no validation ran"
     assert f"(before training: {before:.3f})" in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        (["/bin/lightning-fsdp2", "fit", "--ckpt_path", "x"], {}, "lightning-fsdp2 fit --ckpt_path=last"),
+        (["/lib/lightning_fsdp2/__main__.py", "fit"], {}, "lightning-fsdp2 fit --ckpt_path=last"),
+        (
+            ["/lib/lightning_fsdp2/__main__.py", "fit"],
+            {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun --nnodes 1 --nproc-per-node 8 -m lightning_fsdp2 fit --ckpt_path=last",
+        ),
+        (["train.py", "--mine"], {}, "trainer.fit(..., ckpt_path='run/last.ckpt')"),
+    ],
+    ids=["command", "module", "torchrun", "script"],
+)
+def test_how_to_resume(
+    arguments: list[str], environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = _describe_resume("run/last.ckpt", 20)
+    assert said.removesuffix(" --trainer.max_steps=20") == expected
 
 
 @pytest.mark.parametrize("strategy", ["auto"])

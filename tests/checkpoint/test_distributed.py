@@ -1,7 +1,5 @@
 """Sharded checkpoints in a plain torch loop: complete or absent, for any number of ranks, of this model or refused."""
 
-import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +11,12 @@ import torch
 import torch.distributed as dist
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
-from lightning_fsdp2.checkpoint import distributed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -86,61 +83,6 @@ def test_training_goes_on_alike_on_any_number_of_ranks(optimizer: str, frozen: b
             torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6, msg=f"{name} on {world_size} ranks")
 
 
-def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "last.ckpt"
-
-    def save(value: int, fails: bool) -> None:
-        model = nn.Linear(2, 2)
-        if fails:
-            monkeypatch.setattr(distributed, "_sync_folder", fail_with_full_disk)
-        save_checkpoint(path, model, extra=value)
-
-    run_ranks(save, 2, 1, False)
-    assert {".metadata", "__0_0.distcp", "meta.json", "meta.pt"} <= {entry.name for entry in path.iterdir()}
-    assert json.loads((path / "meta.json").read_text())["format_version"] == 1
-    run_ranks(save, 2, 2, False)
-    with pytest.raises(RankError, match="No space left"):
-        run_ranks(save, 2, 3, True)
-    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two directories cannot be exchanged at once, as on NFS."""
-    path = tmp_path / "last.ckpt"
-    rename = Path.rename
-
-    def die_with_the_old_one_away(self: Path, target: Path) -> Path:
-        if target == path:
-            os._exit(1)
-        return rename(self, target)
-
-    def save(value: int, *, dies: bool = False) -> None:
-        monkeypatch.setattr(distributed, "exchange", lambda first, second: False)
-        if dies:
-            monkeypatch.setattr(Path, "rename", die_with_the_old_one_away)
-        save_checkpoint(path, nn.Linear(2, 2), extra=value)
-
-    def names() -> list[str]:
-        return [entry.name for entry in tmp_path.iterdir()]
-
-    run_ranks(save, 1, 1)
-    run_ranks(save, 1, 2)
-    assert names() == ["last.ckpt"]
-    with pytest.raises(RankError, match="died"):
-        run_ranks(lambda: save(3, dies=True), 1)
-    assert "last.ckpt" not in names()
-    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
-    with pytest.raises(RankError, match="died"):
-        run_ranks(lambda: save(3, dies=True), 1)
-    with pytest.raises(RankError, match="No space left"):
-        run_ranks(lambda: [monkeypatch.setattr(distributed, "_save_tensors", fail_with_full_disk), save(4)], 1)
-    assert names() == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
-    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
-
-
 def test_numbers_of_numpy_in_an_optimizer_are_saved_as_plain_ones(tmp_path: Path) -> None:
     """Schedules leave them, and `weights_only=True` would refuse them."""
     model = nn.Linear(2, 2)
@@ -186,10 +128,6 @@ def test_a_directory_without_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="does not say where its tensors belong"):
         load_checkpoint(tmp_path / "x.ckpt", nn.Linear(2, 2))
-
-
-def fail_with_full_disk(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_failing_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -259,17 +197,3 @@ def test_non_strict_loading_takes_what_fits(tmp_path: Path) -> None:
     save_checkpoint(path, source)
     load_checkpoint(path, target, strict=False)
     torch.testing.assert_close(target["a"].weight, source["a"].weight)
-
-
-def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
-    path, link, file = tmp_path / "a.ckpt", tmp_path / "last.ckpt", tmp_path / "b.ckpt"
-    save_checkpoint(path, nn.Linear(2, 2))
-    link.symlink_to(path)
-    file.touch()
-    for entry in (link, file):
-        distributed.remove_checkpoint(entry)
-        assert not entry.exists()
-    assert path.exists()
-    distributed.remove_checkpoint(path)
-    assert not path.exists()
-    distributed.remove_checkpoint(path)  # and again: there is nothing to do

@@ -91,3 +91,24 @@ def test_equal_documents_are_on_the_same_side_and_the_seed_chooses():
         assert not set(train["text"]) & set(validation["text"])
     chosen = [validation["text"][:] for _, validation in splits]
     assert chosen[0] == chosen[1] != chosen[2]
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.999])
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_few_documents_are_on_both_sides(number, fraction):
+    texts = [f"document {index}" for index in range(number)]
+    train, validation = (split["text"][:] for split in split_documents(dataset(texts), fraction=fraction, seed=0))
+    assert min(len(train), len(validation)) == 1
+    assert (len(train) > len(validation)) == (fraction < 0.5) or number == 2
+    assert sorted([*train, *validation]) == texts
+
+
+def test_of_a_lone_document_the_end_is_validated_on():
+    train, validation = split_documents(dataset(["0123456789" * 10]), fraction=0.25, seed=0)
+    assert train["text"][:] == [("0123456789" * 10)[:75]]
+    assert validation["text"][:] == [("0123456789" * 10)[75:]]
+
+
+def test_equal_documents_alone_are_not_split():
+    train, validation = split_documents(dataset(["the same"] * 3), fraction=0.05, seed=0)
+    assert {len(train), len(validation)} == {0, 3}

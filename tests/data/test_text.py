@@ -115,6 +115,23 @@ def test_validation_path(build, tmp_path):
     assert len(data.train_dataset) == len(cut(TEXTS, 16))
 
 
+def test_test_path(build, tmp_path):
+    (tmp_path / "test.txt").write_text("to test on, only, and no more than that")
+    data = build(test_path=str(tmp_path / "test.txt"), batch_size=1)
+    assert rows(data.test_dataloader()) == cut(["to test on, only, and no more than that"], 16)
+    with pytest.raises(ValueError, match="test_path=None gives no documents to test on; set it, or use `validate`"):
+        build().test_dataloader()
+
+
+def test_one_file_is_enough(build, tmp_path):
+    (tmp_path / "book.txt").write_text("".join(TEXTS))
+    data = build(path=str(tmp_path / "book.txt"), validation_fraction=0.1)
+    text = "".join(TEXTS)
+    end = round(len(text) * 0.9)
+    assert rows(data.val_dataloader()) == cut([text[end:]], 16)
+    assert len(data.train_dataset) == len(cut([text[:end]], 16))
+
+
 def test_max_documents_takes_the_first_ones(build):
     data = build(max_documents=3, validation_fraction=0, shuffle=False, batch_size=1)
     assert rows(data.train_dataloader()) == cut(TEXTS[:3], 16)
@@ -319,7 +336,7 @@ def test_wrong_settings(corpus, settings, message):
         TextDataModule(**({"path": corpus} | settings))
 
 
-@pytest.mark.parametrize("option", ["path", "validation_path"])
+@pytest.mark.parametrize("option", ["path", "validation_path", "test_path"])
 def test_missing_path(corpus, option):
     with pytest.raises(FileNotFoundError, match=f"^{option}='/no/such/file' is no file or directory"):
         TextDataModule(**({"path": corpus} | {option: "/no/such/file"}))
@@ -336,14 +353,17 @@ def test_tokenizer_without_end(corpus, tmp_path):
     [
         ({"sequence_length": 10**6}, r"sequence_length=1000000 is longer than all \d+ training document\(s\) together"),
         ({"sequence_length": 600, "validation_fraction": 0.05}, r"longer than all \d+ validation document\(s\)"),
-        ({"max_documents": 1}, r"validation_fraction=0.05 splits 1 document\(s\) into 1 for training and 0"),
-        ({"max_documents": 1, "validation_fraction": 0.999}, r"splits 1 document\(s\) into 0 for training and 1"),
+        ({"path": "equal"}, r"validation_fraction=0.05 splits 2 document\(s\) into 2 for training and 0"),
+        ({"path": "equal", "validation_fraction": 0.999}, r"splits 2 document\(s\) into 0 for training and 2"),
         ({"text_column": "body", "path": "rows"}, r"text_column='body' is no column of"),
         ({"path": "empty"}, r"path holds no text"),
     ],
     ids=["train-short", "validation-short", "no-validation", "no-training", "column", "empty"],
 )
 def test_text_that_does_not_do(build, tmp_path, settings, message):
+    (tmp_path / "equal").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "equal" / f"{name}.txt").write_text("the same")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text('{"text": "a"}')
     (tmp_path / "empty").mkdir()

@@ -112,6 +112,7 @@ def _rank_main(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="forked-ranks",  # Lightning then takes the processes as created externally

@@ -20,8 +20,15 @@ import torch.nn.functional as F
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, token_sum_loss, whole
 from helpers.ranks import run_ranks
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -202,6 +209,18 @@ def test_a_process_group_of_another_size_is_refused() -> None:
         os.environ["WORLD_SIZE"] = "1"
         with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
             make_trainer().fit(Regressor(), make_loader(make_batches(2)))
+
+    run_ranks(run, WORLD)
+
+
+def test_a_process_group_of_another_backend_is_refused() -> None:
+    def run() -> None:
+        loader = make_loader(make_batches(4))
+        for backend in ("nccl", "cpu:mpi"):
+            with pytest.raises(ValueError, match=f"config.backend='{backend}', but .* 'cpu:gloo,cuda:gloo' already"):
+                make_trainer(FSDP2Strategy(config=FSDP2Config(backend=backend))).fit(Regressor(), loader)
+        for backend in ("gloo", "cpu:gloo"):
+            make_trainer(FSDP2Strategy(config=FSDP2Config(backend=backend))).fit(Regressor(), loader)
 
     run_ranks(run, WORLD)
 
@@ -533,6 +552,46 @@ def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0() -
     run_ranks(run, WORLD)
 
 
+class Unfreezes(BaseFinetuning):
+    """Trains the head alone, and all blocks from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks, optimizer, lr=0.01)
+
+
+class TrainsWhatIsNotFrozen(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def test_lightning_callbacks_that_freeze_and_accumulate() -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        module = TrainsWhatIsNotFrozen()
+        callbacks = [Unfreezes(), GradientAccumulationScheduler({1: 2})]
+        make_trainer(max_steps=-1, max_epochs=2, callbacks=callbacks).fit(module, make_loader(batches))
+
+        expected = Regressor()
+        optimizer = make_optimizer([*expected.head.parameters(), expected.scale])
+        expected.blocks.requires_grad_(False)
+        for epoch, window in ((0, WORLD), (1, 2 * WORLD)):
+            if epoch == 1:
+                expected.blocks.requires_grad_(True)
+                optimizer.add_param_group({"params": list(expected.blocks.parameters()), "lr": 0.01})
+            for start in range(0, len(batches), window):
+                optimizer.zero_grad()
+                (sum(map(expected.loss, batches[start : start + window])) / window).backward()
+                optimizer.step()
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
 class StaleOptimizer(Regressor):
     def __init__(self) -> None:
         super().__init__()
@@ -550,18 +609,55 @@ def test_optimizer_built_before_sharding_is_refused() -> None:
     run_ranks(run, WORLD)
 
 
-class UsesLBFGS(Regressor):
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
+}
+"""All of torch's; SparseAdam has no step for dense gradients, sharded or not."""
+
+REFUSED_OPTIMIZERS = ("LBFGS", "Adafactor", "Rprop")
+
+
+class UsesOptimizer(Regressor):
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters())
+        if self.kind is torch.optim.Muon:  # for matrices only
+            return self.kind([block.weight for block in self.blocks])
+        return self.kind(self.parameters())
 
 
-def test_what_needs_whole_weights_is_refused_in_setup() -> None:
+def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused() -> None:
+    batches = make_batches(3 * WORLD)
+
+    def run() -> None:
+        for name, kind in OPTIMIZERS.items():
+            module, trainer = UsesOptimizer(kind), make_trainer(max_steps=3)
+            if name in REFUSED_OPTIMIZERS:
+                with pytest.raises(ValueError, match=f"{name} has no step for sharded parameters.* such as AdamW"):
+                    trainer.fit(module, make_loader(batches))
+                continue
+            trainer.fit(module, make_loader(batches))
+            expected = UsesOptimizer(kind)
+            train_alone(expected, batches, steps=3, optimizer=lambda _, alone=expected: alone.configure_optimizers())
+            # Muon computes in bfloat16: rounding differs with the split of a matrix
+            tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "Muon" else {}
+            torch.testing.assert_close(
+                whole(dict(module.named_parameters())), dict(expected.named_parameters()), **tolerance, msg=name
+            )
+
+    run_ranks(run, WORLD)
+
+
+def test_callbacks_that_need_whole_weights_are_refused_in_setup() -> None:
     def run() -> None:
         loader = make_loader(make_batches(4))
-        with pytest.raises(ValueError, match="LBFGS flattens all parameters"):
-            make_trainer().fit(UsesLBFGS(), loader)
-        for callback in (StochasticWeightAveraging(swa_lrs=0.1), EMAWeightAveraging()):
-            with pytest.raises(ValueError, match=rf"{type(callback).__name__}\(...\)\]\) averages whole weights"):
+        pruning = ModelPruning("l1_unstructured", amount=0.5)
+        for callback in (StochasticWeightAveraging(swa_lrs=0.1), EMAWeightAveraging(), pruning):
+            with pytest.raises(ValueError, match=rf"{type(callback).__name__}\(...\)\]\) needs whole weights"):
                 make_trainer(callbacks=[callback]).fit(Regressor(), loader)
 
     run_ranks(run, WORLD)
@@ -950,6 +1046,19 @@ def test_use_of_a_weight_outside_of_its_unit_names_the_remedy() -> None:
         for stage in ("training_step", "validation_step", "on_train_batch_end"):
             with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor(.|\n)*unshard_fsdp2_model"):
                 make_trainer(max_steps=2).fit(UsesWeightsOutsideOfTheirUnit(stage), loader, loader)
+
+    run_ranks(run, WORLD)
+
+
+class LogsGradientNorms(Regressor):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grad_norm(self, norm_type=2)
+
+
+def test_grad_norm_of_lightning_names_the_remedy() -> None:
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"get_total_norm\(.*\.full_tensor\(\)` on all ranks"):
+            make_trainer().fit(LogsGradientNorms(), make_loader(make_batches(4)))
 
     run_ranks(run, WORLD)
 

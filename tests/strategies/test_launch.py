@@ -260,10 +260,11 @@ def test_ctrl_c_ends_all(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_line_fits_and_then_validates_the_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for index in range(12):
-        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 3}{index}")
+def test_command_line_fits_and_then_tests_the_checkpoint(tmp_path: Path) -> None:
+    for name in ("text", "held-out"):
+        (tmp_path / name).mkdir()
+        for index in range(12):
+            (tmp_path / name / f"{index}.txt").write_text(f"{name} {index} says {'again and again ' * 3}{index}")
     config = {
         "seed_everything": 1,
         "trainer": {
@@ -277,7 +278,6 @@ def test_command_line_fits_and_then_validates_the_checkpoint(tmp_path: Path) -> 
             },
             "log_every_n_steps": 1,
             "val_check_interval": 3,
-            "limit_val_batches": 2,
             "enable_progress_bar": False,
             "callbacks": {
                 "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -291,7 +291,8 @@ def test_command_line_fits_and_then_validates_the_checkpoint(tmp_path: Path) -> 
                 "path": str(tmp_path / "text"),
                 "sequence_length": 16,
                 "batch_size": 2,
-                "validation_fraction": 0.3,
+                "validation_path": str(tmp_path / "held-out"),
+                "test_path": str(tmp_path / "held-out"),
             },
         },
     }
@@ -302,16 +303,17 @@ def test_command_line_fits_and_then_validates_the_checkpoint(tmp_path: Path) -> 
     assert_clean(fitted.output)
     checkpoint = tmp_path / "run" / "last.ckpt"
     assert checkpoint.is_dir()
-    loss_after_fit = get_last_validation_loss(tmp_path / "run" / "metrics.csv")
+    loss_after_fit = get_last_value(tmp_path / "run" / "metrics.csv", "val/loss")
 
-    command = ["-m", "lightning_fsdp2", "validate", "--config", "run.yaml", f"--ckpt_path={checkpoint}"]
-    validated = launch([*command, f"--trainer.logger.init_args.name={tmp_path / 'validated'}"], tmp_path)
-    assert validated.code == 0, validated.output[-6000:]
-    assert_clean(validated.output)
-    assert get_last_validation_loss(tmp_path / "validated" / "metrics.csv") == pytest.approx(loss_after_fit, rel=1e-6)
+    command = ["-m", "lightning_fsdp2", "test", "--config", "run.yaml", f"--ckpt_path={checkpoint}"]
+    tested = launch([*command, f"--trainer.logger.init_args.name={tmp_path / 'tested'}"], tmp_path)
+    assert tested.code == 0, tested.output[-6000:]
+    assert_clean(tested.output)
+    loss = get_last_value(tmp_path / "tested" / "metrics.csv", "test/loss")
+    assert loss == pytest.approx(loss_after_fit, rel=1e-6)
 
 
-def get_last_validation_loss(path: Path) -> float:
+def get_last_value(path: Path, name: str) -> float:
     header, *rows = (line.split(",") for line in path.read_text().splitlines())
-    column = header.index("val/loss")
+    column = header.index(name)
     return float([row[column] for row in rows if row[column]][-1])
