@@ -1,21 +1,27 @@
-"""Units, their settings, and what a step sends; gradients of every grouping are those of one process."""
+"""Steps of sharded models have the gradients of one process, and send no more than they must."""
 
 import contextlib
 import copy
 import math
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers.collectives import StepCounter
-from helpers.models import GPT2, LLAMA, VOCABULARY, Block, PlainTransformer, make_causal_lm
+from helpers.model_kinds import (
+    MODELS,
+    Distillation,
+    Model,
+    assert_equal_gradients,
+    make_tokens,
+    parallelize,
+    token_loss,
+)
+from helpers.models import LLAMA, PlainTransformer, make_causal_lm
 from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -24,356 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel.fully_shard import Unit, build_unit_plan, reshard
+from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_layer_lists
 from lightning_fsdp2.parallelizer import (
     fsdp2_strategy_parallelize,
     unshard_fsdp2_model,
 )
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-def make_tokens(rank: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(rank))
-
-
-def token_loss(model: nn.Module, rank: int) -> Tensor:
-    output = model(make_tokens(rank))
-    logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), make_tokens(rank)[:, 1:].flatten())
-
-
-# ---------------------------------------------------------------------- models
-
-
-class UserLlama(LlamaForCausalLM):
-    """A user's subclass with a head of its own."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.value = nn.Linear(config.hidden_size, 1)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.model(input_ids, use_cache=False).last_hidden_state
-        return self.lm_head(hidden) + self.value(hidden)
-
-
-class Wrapper(nn.Module):
-    """Hides a model under another prefix and beside another part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine = nn.Module()
-        self.engine.net = make_causal_lm(LLAMA)
-        self.value = nn.Linear(VOCABULARY, 1)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = self.engine.net(input_ids, use_cache=False).logits
-        return logits + self.value(logits)
-
-
-class OneModel(pl.LightningModule):
-    """A LightningModule with a model, a Linear and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_causal_lm(LLAMA)
-        self.adapter = nn.Linear(VOCABULARY, VOCABULARY)
-        self.scale = nn.Parameter(torch.ones(VOCABULARY))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.adapter(self.model(input_ids, use_cache=False).logits) * self.scale
-
-
-class Distillation(pl.LightningModule):
-    """A frozen teacher and a student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = make_causal_lm(LLAMA).requires_grad_(False)
-        self.student = make_causal_lm({**LLAMA, "num_hidden_layers": 2})
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(input_ids, use_cache=False).logits
-        return self.student(input_ids, use_cache=False).logits + target
-
-
-class Stack(nn.Module):
-    """Runs blocks one after the other between an embedding and a head."""
-
-    def __init__(self, blocks: nn.Module) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.blocks = blocks
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            for part in block.values() if isinstance(block, nn.ModuleDict) else [block]:
-                hidden = part(hidden)
-        return self.head(hidden)
-
-
-class ExpertBlock(nn.Module):
-    """A mixture of experts; every token uses all of them."""
-
-    def __init__(self, gate_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.gate = nn.Linear(32, 3, dtype=gate_dtype)
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weights = self.gate(hidden.to(self.gate.weight.dtype)).softmax(-1).to(hidden.dtype)
-        return hidden + sum(expert(hidden) * weights[..., i, None] for i, expert in enumerate(self.experts))
-
-
-class LoraLinear(nn.Module):
-    """What peft puts in place of a Linear."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base_layer(hidden) + self.lora_B["default"](self.lora_A["default"](hidden))
-
-
-class PeftLike(nn.Module):
-    """The module tree of ``PeftModel``: ``base_model.model`` is the Hugging Face model, frozen but for adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = make_causal_lm(LLAMA).requires_grad_(False)
-        for layer in self.base_model.model.model.layers:
-            layer.self_attn.q_proj = LoraLinear(layer.self_attn.q_proj)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.base_model.model(input_ids, use_cache=False).logits
-
-
-def make_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
-    return T5ForConditionalGeneration(config).train()
-
-
-def t5_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(input_ids=make_tokens(rank), labels=make_tokens(rank + 7)).loss
-
-
-def make_bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(max_position_embeddings=32, num_labels=5, **SIZES)).train()
-
-
-def bert_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(input_ids=make_tokens(rank), labels=torch.tensor([rank, 4])).loss
-
-
-def make_vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=5, **SIZES)).train()
-
-
-def vit_loss(model: nn.Module, rank: int) -> Tensor:
-    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
-    return model(pixel_values=images, labels=torch.tensor([rank, 4])).loss
-
-
-def make_user_llama() -> nn.Module:
-    return UserLlama(LlamaConfig(**{name: value for name, value in LLAMA.items() if name != "model_type"}))
-
-
-def make_partly_frozen_llama() -> nn.Module:
-    model = make_causal_lm(LLAMA)
-    model.model.embed_tokens.requires_grad_(False)
-    for layer in model.model.layers[:2]:
-        layer.requires_grad_(False)
-    model.model.layers[2].mlp.requires_grad_(False)
-    return model
-
-
-def make_moe(gate_dtype: torch.dtype = torch.float32) -> nn.Module:
-    return Stack(nn.ModuleList(ExpertBlock(gate_dtype) for _ in range(2)))
-
-
-def make_dict_stack() -> nn.Module:
-    return Stack(nn.ModuleList(nn.ModuleDict({"a": Block(32), "b": Block(32)}) for _ in range(2)))
-
-
-# ---------------------------------------------------------------------- units
-
-
-@dataclass
-class Model:
-    """A kind of model, the units it must become, and how to train it."""
-
-    make: Callable[[], nn.Module]
-    units: str
-    """One unit per line: its modules, and the settings that are not the default; see :func:`describe`."""
-
-    loss: Callable[[nn.Module, int], Tensor] = token_loss
-
-
-LLAMA_UNITS = """
-    {}model.layers.0
-    {}model.layers.1
-    {}model.layers.2 kept
-    {}model.embed_tokens forward-only
-    {}model.norm + {}lm_head kept
-"""
-
-MODELS = {
-    "llama": Model(partial(make_causal_lm, LLAMA), LLAMA_UNITS.replace("{}", "") + "root kept output"),
-    "llama-tied": Model(
-        partial(make_causal_lm, {**LLAMA, "tie_word_embeddings": True}),
-        """
-        model.layers.0
-        model.layers.1
-        model.layers.2 kept
-        model.embed_tokens + model.norm + lm_head kept
-        root kept output
-        """,
-    ),
-    "llama-partly-frozen": Model(make_partly_frozen_llama, LLAMA_UNITS.replace("{}", "") + "root kept output"),
-    "llama-subclass": Model(make_user_llama, LLAMA_UNITS.replace("{}", "") + "root kept output"),
-    "llama-under-a-prefix": Model(
-        Wrapper,
-        LLAMA_UNITS.replace("{}", "engine.net.") + "engine.net kept\n value\n root kept output",
-    ),
-    "gpt2": Model(
-        partial(make_causal_lm, GPT2),
-        """
-        transformer.h.0
-        transformer.h.1 kept
-        transformer.wte + transformer.ln_f + lm_head kept
-        root kept output
-        """,
-    ),
-    "t5": Model(
-        make_t5,
-        """
-        encoder.block.0
-        encoder.block.1 kept
-        decoder.block.0
-        decoder.block.1 kept
-        root kept output
-        """,
-        t5_loss,
-    ),
-    "bert": Model(
-        make_bert,
-        """
-        bert.encoder.layer.0
-        bert.encoder.layer.1 kept
-        bert.embeddings.word_embeddings forward-only
-        root kept output
-        """,
-        bert_loss,
-    ),
-    "vit": Model(make_vit, "vit.layers.0\n vit.layers.1 kept\n root kept output", vit_loss),
-    "lightning-module": Model(
-        OneModel,
-        LLAMA_UNITS.replace("{}", "model.") + "model kept output\n adapter output\n root kept container",
-    ),
-    "teacher-and-student": Model(
-        Distillation,
-        """
-        teacher.model.layers.0
-        teacher.model.layers.1
-        teacher.model.layers.2
-        student.model.layers.0
-        student.model.layers.1 kept
-        teacher.model.embed_tokens forward-only
-        teacher.model.norm + teacher.lm_head
-        student.model.embed_tokens forward-only
-        student.model.norm + student.lm_head kept
-        teacher output
-        student kept output
-        root kept container
-        """,
-    ),
-    "peft-like": Model(
-        PeftLike,
-        LLAMA_UNITS.replace("{}", "base_model.model.") + "base_model.model kept\n root kept output",
-    ),
-    "plain": Model(
-        PlainTransformer,
-        "blocks.0\n blocks.1\n blocks.2 kept\n embedding\n norm\n head\n root kept output",
-    ),
-    "plain-tied": Model(
-        partial(PlainTransformer, tied=True),
-        "blocks.0\n blocks.1\n blocks.2 kept\n embedding + head\n norm\n root kept output",
-    ),
-    "experts-in-blocks": Model(make_moe, "blocks.0\n blocks.1 kept\n embedding\n head\n root kept output"),
-    "dicts-in-a-list": Model(
-        make_dict_stack,
-        "blocks.0.a\n blocks.0.b kept\n blocks.1.a\n blocks.1.b kept\n embedding\n head\n root kept output",
-    ),
-    "two-dtypes": Model(
-        partial(make_moe, torch.float64),
-        "blocks.0.gate\n blocks.0\n blocks.1.gate kept\n blocks.1 kept\n embedding\n head\n root kept output",
-    ),
-}
-
-
-def describe(unit: Unit, root: nn.Module) -> str:
-    """The unit in one line: ``kept`` after forward, casts its ``output``, ..."""
-    names = {module: name or "root" for name, module in root.named_modules()}
-    settings = {
-        "kept": unit.reshard_after_forward is False,
-        "output": unit.casts_output,
-        "container": unit.is_container,
-        "forward-only": not unit.unshard_in_backward,
-    }
-    return " ".join([" + ".join(names[module] for module in unit.modules), *[key for key in settings if settings[key]]])
-
-
-def parallelize(model: nn.Module, **options: Any) -> nn.Module:
-    return fsdp2_strategy_parallelize(
-        model, create_device_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy(), **options
-    )
-
-
-def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
-    """Compare with the tolerances of DESIGN, "What correct means"; every rank must call it."""
-    reshard(model)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    actual = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert actual.keys() == expected.keys()
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).abs().max().item()
-        assert error <= 1e-5 * gradient.abs().max().item() + 1e-7 * largest, f"{name}: off by {error}"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_units_of_a_model(name: str) -> None:
-    model = MODELS[name].make()
-    expected = [line.strip() for line in MODELS[name].units.strip().splitlines()]
-    assert [describe(unit, model) for unit in build_unit_plan(model).units] == expected
 
 
 @pytest.fixture(scope="module")
@@ -408,22 +72,6 @@ def train_two_steps(case: Model) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_two_ranks_have_the_gradients_of_one_process(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
-
-
-def test_a_module_with_two_dtypes_is_refused_with_its_parameters() -> None:
-    model = make_moe()
-    model.blocks[1].gate.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"blocks\.1\.gate\.weight \(torch\.float32\), blocks\.1\.gate\.bias"):
-        build_unit_plan(model)
-    model.blocks[1].gate.bias.requires_grad_(False)
-    build_unit_plan(model)
-
-
-def test_parameters_tied_across_blocks_are_refused_with_their_names() -> None:
-    model = PlainTransformer()
-    model.blocks[2].mlp[0].weight = model.blocks[0].mlp[0].weight
-    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.0\.weight, blocks\.2\.mlp\.0\.weight are tied"):
-        build_unit_plan(model)
 
 
 # ---------------------------------------------------------------------- what a step sends
@@ -741,28 +389,3 @@ def test_a_mesh_without_the_named_axis_is_refused() -> None:
             fsdp2_strategy_parallelize(PlainTransformer(), mesh)
 
     run_ranks(run, 1)
-
-
-def test_a_scalar_parameter_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"0\.temperature.*torch\.ones\(1\)"):
-        build_unit_plan(model)
-
-
-def test_a_container_without_a_forward_is_refused_before_anything_is_sharded() -> None:
-    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.raises(ValueError, match=r"A Module(List|Dict) has no forward"):
-            build_unit_plan(container)
-
-
-def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(8) for _ in range(2))
-
-    module = pl.LightningModule()
-    module.model = Stack()
-    (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
-    assert unit.casts_output
