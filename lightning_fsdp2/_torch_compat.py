@@ -44,8 +44,12 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes.
+
+    Public since torch 2.15.
+    """
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def initialize_root(module: FSDPModule) -> None:
