@@ -127,6 +127,9 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
     """Gather all weights of ``model`` in the block, for log-probabilities, ``generate`` or reading parameters.
 
     All ranks must enter it; writes to the parameters are lost. It holds the whole model at once on every rank.
+
+    Raises:
+        RuntimeError: In a backward behind the block that needs its weights.
     """
     return unshard_model(model)
 

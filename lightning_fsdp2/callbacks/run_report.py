@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
-_REPLACED_OPTIONS = ("--ckpt_path", "--trainer.max_steps")
 _INITIAL_LOSS = "initial_loss"
 
 
@@ -101,7 +100,9 @@ class RunReport(Callback):
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         if checkpoint:
             lines.append(f"Checkpoint: {checkpoint}")
-            lines.append(f"Train on from it: {_describe_resume(checkpoint, 2 * trainer.global_step)}")
+            launcher = " (with the launcher of this run)" if trainer.num_nodes > 1 else ""
+            how = _describe_resume(checkpoint, _get_raised_limits(trainer))
+            lines.append(f"Train on from it{launcher}: {how}")
         if sample is not None:
             lines.append(f"A sample, continuing {self.prompt!r}:\n{sample}")
         rank_zero_info("\n".join(lines))
@@ -127,22 +128,39 @@ class RunReport(Callback):
         return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def _describe_resume(checkpoint: str, max_steps: int) -> str:
-    """How to go on from the last checkpoint: the command line of this run, or the call in somebody's own script."""
+def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
+    """How to go on from the last checkpoint: the command line of this run, or the call in somebody's own script.
+
+    Args:
+        checkpoint: Its path.
+        options: The Trainer's limits to raise, and to what.
+    """
     program = Path(sys.argv[0])
     if program.name != "lightning-fsdp2" and program.parts[-2:] != ("lightning_fsdp2", "__main__.py"):
-        return f"trainer.fit(..., ckpt_path={checkpoint!r})"
+        changes = "".join(f", {name}={value}" for name, value in options.items())
+        return f"Trainer(...{changes}).fit(..., ckpt_path={checkpoint!r})"
+    replaced = {"--ckpt_path": "last", **{f"--trainer.{name}": str(value) for name, value in options.items()}}
     arguments, words = [], iter(sys.argv[1:])
     for word in words:
-        if word in _REPLACED_OPTIONS:
+        if word in replaced:
             next(words, None)  # its value
-        elif not word.startswith(tuple(f"{option}=" for option in _REPLACED_OPTIONS)):
+        elif word.partition("=")[0] not in replaced:
             arguments.append(word)
-    return shlex.join([*_get_launcher(), *arguments, "--ckpt_path=last", f"--trainer.max_steps={max_steps}"])
+    return shlex.join([*_get_launcher(), *arguments, *(f"{name}={value}" for name, value in replaced.items())])
 
 
 def _get_launcher() -> list[str]:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    # of several nodes, nothing here knows where they meet
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
-    nodes, ranks = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-    return ["torchrun", "--nnodes", nodes, "--nproc-per-node", ranks, "-m", "lightning_fsdp2"]
+    return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]
+
+
+def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
+    """Twice the limit that ended the run; empty if it was another one, such as a time or a metric."""
+    max_epochs = trainer.max_epochs or -1
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return {"max_steps": 2 * trainer.max_steps}
+    if 0 < max_epochs <= trainer.current_epoch:
+        return {"max_epochs": 2 * max_epochs}
+    return {}

@@ -22,8 +22,9 @@ _DOCUMENTS_AT_ONCE = 64
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into training and validation ones, by a hash of their content.
 
-    Equal documents are on the same side, and a document stays on its side when others come or go. Two different ones
-    are enough for both sides to have some; a lone one is cut, and its end is validated on.
+    Equal documents are on the same side, and a document stays on its side when others come or go, as long as neither
+    side runs empty: then one of the documents that are there moves to it. A lone document is cut, and its end is
+    validated on.
 
     Args:
         documents: Any dataset with a column ``text``.
@@ -74,7 +75,12 @@ def _hash_to_unit(text: str, seed: int) -> float:
 
 
 def pack_documents(
-    documents: Dataset, *, tokenizer: PreTrainedTokenizerBase, sequence_length: int, split: str = "training"
+    documents: Dataset,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    split: str = "training",
+    remedy: str = "use shorter sequences or more text",
 ) -> Dataset:
     """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
 
@@ -86,6 +92,7 @@ def pack_documents(
         tokenizer: It must have an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
         sequence_length: Tokens per sequence.
         split: What to call the documents in an error.
+        remedy: What the error advises.
 
     Returns:
         A dataset whose rows are ``{"input_ids": int64 tensor of shape [sequence_length]}``.
@@ -114,7 +121,7 @@ def pack_documents(
     if len(sequences) == 0:
         raise ValueError(
             f"sequence_length={sequence_length} is longer than all {len(tokens)} {split} document(s) together, "
-            f"which have {sum(map(len, tokens['input_ids']))} tokens; use shorter sequences or more text."
+            f"which have {sum(map(len, tokens['input_ids']))} tokens; {remedy}."
         )
     return sequences.with_format("torch")
 

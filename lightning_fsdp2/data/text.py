@@ -45,7 +45,7 @@ class TextDataModule(LightningDataModule):
         validation_fraction: The part of the documents of ``path`` to validate on, chosen by their content; of a lone
             document, its end. Default: 0.05, or 0 if there is a ``validation_path``.
         validation_path: Documents to validate on, like ``path``.
-        test_path: Documents for ``trainer.test``, like ``path``.
+        test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
         shuffle: Train on another order of the sequences in each epoch.
         seed: Decides the order and which documents are for validation.
         num_workers: Processes per rank that load batches.
@@ -64,7 +64,7 @@ class TextDataModule(LightningDataModule):
     """Set by ``setup``, like ``train_dataset``; None without validation."""
 
     test_dataset: Dataset | None
-    """Set by ``setup``, like ``train_dataset``; None without ``test_path``."""
+    """Set by ``setup`` for test and predict, like ``train_dataset``; None without ``test_path``."""
 
     def __init__(
         self,
@@ -147,8 +147,10 @@ class TextDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Take the packed sequences from the cache, on each process."""
-        self.train_dataset, self.validation_dataset = self._load_splits()
-        self.test_dataset = self._load_test()
+        if stage in ("fit", "validate"):
+            self.train_dataset, self.validation_dataset = self._load_splits()
+        else:
+            self.test_dataset = self._load_test()
 
     def train_dataloader(self) -> ResumableDataLoader:
         """Return this rank's batches, in a new order each epoch; the last sequences that fill no batch are left out."""
@@ -173,9 +175,18 @@ class TextDataModule(LightningDataModule):
 
     def test_dataloader(self) -> ResumableDataLoader:
         """Return this rank's batches of the test sequences, as many on every rank."""
+        return self._build_evaluation_dataloader(self._get_test_dataset())
+
+    def predict_dataloader(self) -> ResumableDataLoader:
+        """Return this rank's batches of the test sequences, each sequence on one rank only."""
+        dataset, (num_replicas, rank) = self._get_test_dataset(), self._get_replicas_and_rank()
+        own = dataset.select(range(rank, len(dataset), num_replicas))
+        return self._build_dataloader(own, ResumableSampler(own, 1, 0, shuffle=False))
+
+    def _get_test_dataset(self) -> Dataset:
         if self.test_dataset is None:
             raise ValueError("test_path=None gives no documents to test on; set it, or use `validate`.")
-        return self._build_evaluation_dataloader(self.test_dataset)
+        return self.test_dataset
 
     def _build_evaluation_dataloader(self, dataset: Dataset) -> ResumableDataLoader:
         return self._build_dataloader(dataset, ResumableSampler(dataset, *self._get_replicas_and_rank(), shuffle=False))
@@ -218,7 +229,8 @@ class TextDataModule(LightningDataModule):
                 f"for training and {len(validation)} for validation; use another fraction or seed, more documents, a "
                 "validation_path, or validation_fraction=0 for no validation."
             )
-        return self._pack(train, "training"), self._pack(validation, "validation")
+        remedy = "use shorter sequences, a larger validation_fraction or a validation_path"
+        return self._pack(train, "training"), self._pack(validation, "validation", remedy=remedy)
 
     def _load_test(self) -> Dataset | None:
         return self._pack(self._load(self._test_files), "test") if self._test_files else None
@@ -226,8 +238,10 @@ class TextDataModule(LightningDataModule):
     def _load(self, files: list[str]) -> Dataset:
         return load_documents(files, text_column=self.text_column, cache_dir=self.cache_dir)
 
-    def _pack(self, documents: Dataset, split: str) -> Dataset:
-        return pack_documents(documents, tokenizer=self.tokenizer, sequence_length=self.sequence_length, split=split)
+    def _pack(self, documents: Dataset, split: str, **options: str) -> Dataset:
+        return pack_documents(
+            documents, tokenizer=self.tokenizer, sequence_length=self.sequence_length, split=split, **options
+        )
 
 
 def _check_minimum(option: str, value: int, minimum: int, reason: str) -> None:

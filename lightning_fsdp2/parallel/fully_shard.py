@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -86,7 +87,8 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     model at once on every rank, in the dtype it computes in (bfloat16 under bf16-mixed).
 
     Raises:
-        RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again.
+        RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again. In a
+            backward behind the block, when it needs weights that were gathered for the block.
     """
     # what an outer block has gathered stays gathered at the end of this one
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
@@ -98,7 +100,8 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
                 module.unshard()
             for inside in marked:
                 inside.__dict__[_UNSHARDED_ATTRIBUTE] = True
-            yield
+            with _guard_saved_weights(model):
+                yield
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
@@ -124,6 +127,39 @@ def reshard(model: nn.Module) -> None:
 def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """All modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
+    """Make it an error, where it would be a crash, that a backward behind the block reads a weight freed at its end."""
+    weights = {_get_address(parameter) for parameter in model.parameters()} - {0}
+    is_over = False
+
+    def pack(tensor: Tensor) -> Tensor | tuple[Tensor]:
+        return (tensor,) if _get_address(tensor) in weights else tensor
+
+    def unpack(saved: Tensor | tuple[Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if is_over:
+            raise RuntimeError(
+                "Backward through an `unshard_fsdp2_model` block that has ended: the weights gathered for it are freed."
+                " Inside the block read weights, under `torch.no_grad()`; to train on them, use them in the forward of"
+                " their own module. A penalty on weights is the optimizer's `weight_decay`, or its gradient, added to"
+                " each `p.grad` in `on_before_optimizer_step`."
+            )
+        return saved[0]
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
+
+
+def _get_address(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -106,6 +107,22 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
     with torch.no_grad():
         dist.all_gather(result, tensor.contiguous(), group=group)
     return torch.stack(result)
+
+
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
+    """Give every rank the values of rank 0, in place and in one message per device.
+
+    Args:
+        tensors: Of any dtype, strided, equal in shape and dtype on all ranks.
+    """
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device == device]
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
+        message = torch.cat(parts)
+        dist.broadcast(message, src=0)
+        for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
+            tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
 
 @cache

@@ -18,7 +18,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -32,6 +32,7 @@ from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.parallel.structure import get_modules
+from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.precision import ShardedPrecision
@@ -42,6 +43,15 @@ if TYPE_CHECKING:
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 """How long a rank that calls a sharded module outside of a step waits for the others, at most."""
+
+
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote server shutdown",
+    "remote process exited",
+)
+"""What gloo, the store and nccl say where another rank is no longer there."""
 
 
 class MeshStrategy(CheckpointingStrategy):
@@ -70,6 +80,7 @@ class MeshStrategy(CheckpointingStrategy):
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
+        self._buffer_owners: list[tuple[nn.Module, str]] = []
         _check_checkpoint_config(self.checkpoint_config)
 
     # ------------------------------------------------------------------ stages
@@ -136,6 +147,7 @@ class MeshStrategy(CheckpointingStrategy):
         reshard(self.lightning_module)
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
+        self._buffer_owners = _get_buffer_owners(self.lightning_module)
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -201,14 +213,10 @@ class MeshStrategy(CheckpointingStrategy):
         self._share_buffers()
         return super().lightning_module_state_dict()
 
-    @torch.no_grad()
     def _share_buffers(self) -> None:
         """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
-        for module in get_modules(self.lightning_module):
-            for name, buffer in module._buffers.items():
-                is_saved = buffer is not None and name not in module._non_persistent_buffers_set
-                if is_saved and buffer.is_floating_point() and not isinstance(buffer, DTensor):
-                    dist.broadcast(buffer, src=0)
+        if self._buffer_owners:
+            distributed.broadcast_coalesced([module._buffers[name] for module, name in self._buffer_owners])
 
     @override
     def on_validation_start(self) -> None:
@@ -234,6 +242,8 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # in every step, or training would depend on how often it is interrupted by an evaluation or a checkpoint
+        self._share_buffers()
         with self._step_region():
             return super().training_step(*args, **kwargs)
 
@@ -356,19 +366,37 @@ def _is_log_whole(log: Any) -> bool:
 
 
 def _is_raised_in(code: CodeType, exception: BaseException) -> bool:
-    *_, (frame, _) = walk_tb(exception.__traceback__)
-    return frame.f_code is code
+    return [frame.f_code for frame, _ in walk_tb(exception.__traceback__)][-1:] == [code]
+
+
+def _get_buffer_owners(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the buffers hang that a checkpoint holds, in an order that is the same on every rank."""
+    return [
+        (module, name)
+        for module in get_modules(root)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+    ]
 
 
 def _get_optional_remedy(exception: BaseException) -> str | None:
     """What to do where torch and Lightning fail on sharded parameters without saying why."""
     if "mixed torch.Tensor and DTensor" in str(exception):
         return (
-            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or"
-            " gather the weights first: `with lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train"
-            " through another method than `forward`, make it one that gathers, in `on_fit_start`:"
+            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
+            " read weights, gather them first:"
+            " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through"
+            " another method than `forward`, make it one that gathers, in `on_fit_start`:"
             ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
         )
+    if "setStorage" in str(exception) and "storage of size 0" in str(exception):
+        return (
+            "The backward needs weights that were freed behind their forward, for a gradient of a gradient"
+            " (`create_graph=True`) perhaps: FSDP2 has no second-order gradients. Train such a loss under a strategy"
+            " that does not shard."
+        )
+    if any(text in str(exception) for text in _PEER_IS_GONE):
+        return "Another rank ended before this one: its own error, further up or in its log, is the reason."
     if _is_raised_in(grad_norm.__code__, exception):
         return (
             "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"

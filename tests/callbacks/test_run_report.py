@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.callbacks import RunReport
-from lightning_fsdp2.callbacks.run_report import _describe_resume
+from lightning_fsdp2.callbacks.run_report import _describe_resume, _get_raised_limits
 
 
 def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, list[float]]:
@@ -63,13 +64,16 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     assert f"Validation loss: {losses[-1]:.3f} nats per token (before training: {before:.3f})" in report
     assert re.search(r"Speed: [\d,]+ tokens per second on 2 rank\(s\)", report)
     assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'}" in report
-    command = "torchrun --nnodes 1 --nproc-per-node 2 -m lightning_fsdp2 fit --config 'my run.yaml'"
+    command = "torchrun --nproc-per-node 2 -m lightning_fsdp2 fit --config 'my run.yaml'"
     assert f"{command} --ckpt_path=last --trainer.max_steps=4" in report
     assert "A sample, continuing 'do':\ndo" in report
 
     report, losses = run_ranks(train, 2, tmp_path, "last", 4)[0]
     assert losses, "no validation ran"
     assert f"(before training: {before:.3f})" in report
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
@@ -79,12 +83,17 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
         (["/lib/lightning_fsdp2/__main__.py", "fit"], {}, "lightning-fsdp2 fit --ckpt_path=last"),
         (
             ["/lib/lightning_fsdp2/__main__.py", "fit"],
-            {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"},
-            "torchrun --nnodes 1 --nproc-per-node 8 -m lightning_fsdp2 fit --ckpt_path=last",
+            {**TORCHRUN, "GROUP_WORLD_SIZE": "1"},
+            "torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --ckpt_path=last",
         ),
-        (["train.py", "--mine"], {}, "trainer.fit(..., ckpt_path='run/last.ckpt')"),
+        (
+            ["/lib/lightning_fsdp2/__main__.py", "fit"],
+            {**TORCHRUN, "GROUP_WORLD_SIZE": "2"},
+            "lightning-fsdp2 fit --ckpt_path=last",
+        ),
+        (["train.py", "--mine"], {}, "Trainer(...).fit(..., ckpt_path='run/last.ckpt')"),
     ],
-    ids=["command", "module", "torchrun", "script"],
+    ids=["command", "module", "torchrun", "nodes", "script"],
 )
 def test_how_to_resume(
     arguments: list[str], environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
@@ -92,8 +101,22 @@ def test_how_to_resume(
     monkeypatch.setattr(sys, "argv", arguments)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    said = _describe_resume("run/last.ckpt", 20)
-    assert said.removesuffix(" --trainer.max_steps=20") == expected
+    assert _describe_resume("run/last.ckpt", {}) == expected
+
+
+def test_the_limit_that_ended_the_run_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fsdp2", "fit", "--trainer.max_epochs", "3", "--trainer.max_steps=-1"])
+    for max_steps, max_epochs, step, epoch, expected in (
+        (10, 1000, 10, 2, {"max_steps": 20}),
+        (-1, 3, 10, 3, {"max_epochs": 6}),
+        (20, 3, 10, 3, {"max_epochs": 6}),
+        (-1, None, 10, 3, {}),
+    ):
+        trainer = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, global_step=step, current_epoch=epoch)
+        assert _get_raised_limits(trainer) == expected
+    assert _describe_resume("x", {"max_epochs": 6}) == (
+        "lightning-fsdp2 fit --trainer.max_steps=-1 --ckpt_path=last --trainer.max_epochs=6"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["auto"])

@@ -42,7 +42,8 @@ def build(corpus, cache):
             sampler_settings = {"num_replicas": ranks, "rank": rank}
             data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler_settings, strategy=strategy)
         data.prepare_data()
-        data.setup("fit")
+        for stage in ("fit", "test"):
+            data.setup(stage)
         return data
 
     return build
@@ -121,6 +122,15 @@ def test_test_path(build, tmp_path):
     assert rows(data.test_dataloader()) == cut(["to test on, only, and no more than that"], 16)
     with pytest.raises(ValueError, match="test_path=None gives no documents to test on; set it, or use `validate`"):
         build().test_dataloader()
+
+
+def test_predictions_take_each_test_sequence_once(build, tmp_path):
+    (tmp_path / "test.txt").write_text("to test on, only, and no more than that")
+    path = str(tmp_path / "test.txt")
+    parts = [rows(build(test_path=path, batch_size=1, rank=rank, ranks=3).predict_dataloader()) for rank in range(3)]
+    expected = cut(["to test on, only, and no more than that"], 16)
+    assert len(expected) % 3
+    assert sorted(itertools.chain(*parts)) == sorted(expected)
 
 
 def test_one_file_is_enough(build, tmp_path):
@@ -352,7 +362,10 @@ def test_tokenizer_without_end(corpus, tmp_path):
     ("settings", "message"),
     [
         ({"sequence_length": 10**6}, r"sequence_length=1000000 is longer than all \d+ training document\(s\) together"),
-        ({"sequence_length": 600, "validation_fraction": 0.05}, r"longer than all \d+ validation document\(s\)"),
+        (
+            {"sequence_length": 600, "validation_fraction": 0.05},
+            r"longer than all \d+ validation document\(s\).*a larger validation_fraction or a validation_path",
+        ),
         ({"path": "equal"}, r"validation_fraction=0.05 splits 2 document\(s\) into 2 for training and 0"),
         ({"path": "equal", "validation_fraction": 0.999}, r"splits 2 document\(s\) into 0 for training and 2"),
         ({"text_column": "body", "path": "rows"}, r"text_column='body' is no column of"),

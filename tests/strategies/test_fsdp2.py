@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, token_sum_loss, whole
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
@@ -1048,6 +1048,52 @@ def test_use_of_a_weight_outside_of_its_unit_names_the_remedy() -> None:
                 make_trainer(max_steps=2).fit(UsesWeightsOutsideOfTheirUnit(stage), loader, loader)
 
     run_ranks(run, WORLD)
+
+
+class PenalisesGatheredWeights(Regressor):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad(), unshard_fsdp2_model(self):
+            self.largest = max(parameter.abs().max().item() for parameter in self.parameters())
+        with unshard_fsdp2_model(self.blocks[0]):
+            return loss + self.blocks[0].weight.square().sum()
+
+
+class PenalisesGradients(Regressor):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs = batch["inputs"].requires_grad_()
+        (gradient,) = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().sum()
+
+
+def test_training_on_freed_weights_is_an_error_that_says_so() -> None:
+    def run() -> None:
+        loader = make_loader(make_batches(4))
+        module = PenalisesGatheredWeights()
+        with pytest.raises(RuntimeError, match=r"block that has ended.*`torch.no_grad\(\)`.*weight_decay"):
+            make_trainer().fit(module, loader)
+        assert module.largest == max(p.abs().max().item() for p in Regressor().parameters())
+        with pytest.raises(RuntimeError, match=r"storage of size 0(.|\n)*no second-order gradients"):
+            make_trainer().fit(PenalisesGradients(), loader)
+
+    run_ranks(run, WORLD)
+
+
+def test_a_rank_whose_peer_is_gone_refers_to_its_error(tmp_path: Path) -> None:
+    class OneRankFails(Regressor):
+        def on_train_start(self) -> None:
+            if self.global_rank == 0:
+                os._exit(1)
+
+    def run() -> None:
+        try:
+            make_trainer().fit(OneRankFails(), make_loader(make_batches(4)))
+        except RuntimeError as error:
+            (tmp_path / "error").write_text(str(error))
+
+    with pytest.raises(RankError, match="rank 0 died"):
+        run_ranks(run, WORLD)
+    assert (tmp_path / "error").read_text().endswith("its own error, further up or in its log, is the reason.")
 
 
 class LogsGradientNorms(Regressor):
