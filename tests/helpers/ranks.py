@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
@@ -77,8 +76,7 @@ def _wait_for_all(processes: list[Any], world_size: int) -> int | None:
         ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
             for rank in running.values():
-                # faulthandler is registered for SIGABRT: the rank's log then says where it hung
-                os.kill(processes[rank].pid, signal.SIGABRT)
+                processes[rank].kill()
             for process in processes:
                 process.join()
             return first_failure if first_failure is not None else min(running.values())
@@ -105,6 +103,8 @@ def _rank_main(
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
+    # says where a rank hung, by a clock: Lightning's Trainer resets the handlers of all signals when it ends
+    faulthandler.dump_traceback_later(RUN_TIMEOUT_SECONDS - 5, file=log)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

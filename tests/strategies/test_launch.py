@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,8 @@ def launch(
             cwd=folder,
             env=environment,
             start_new_session=True,
+            # a shell's background job ignores Ctrl-C, and so would all that it starts
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     try:
         if on_start is not None:
