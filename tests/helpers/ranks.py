@@ -106,6 +106,7 @@ def _rank_main(
     # says where a rank hung, by a clock: Lightning's Trainer resets the handlers of all signals when it ends
     faulthandler.dump_traceback_later(RUN_TIMEOUT_SECONDS - 5, file=log)
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # every process starts with another seed
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -157,7 +158,10 @@ def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | Non
     result = results[failed]
     log = (folder / f"{failed}.log").read_text(errors="replace")
     if result is None:
-        raise RankError(failed, f"rank {failed} died or hung without a result. Its output:\n{log[-8000:]}", None)
+        # what the others were at when their connections broke says where it died
+        others = "\n".join(other["traceback"] for other in results if other is not None and "error" in other)
+        message = f"rank {failed} died or hung without a result. Its output:\n{log[-8000:]}\nThe others:\n{others}"
+        raise RankError(failed, message, None)
     message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
     raise RankError(failed, message, result["error"])
 
