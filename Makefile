@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all lint clean
+.PHONY: help venv quickstart test test-all parity lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -30,6 +30,9 @@ test: venv ## Run the tests that every change must pass
 
 test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
 	$(BIN)/python tests/run_all.py
+
+parity: venv ## Compare all model families under tensor parallelism with one process, write docs/parity.md
+	$(BIN)/python tests/parity_matrix.py --output docs/parity.md $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

@@ -11,6 +11,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import _dtensor_spec, placement_types
+
+StridedShard: Any = placement_types._StridedShard
+"""The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
+
+
+def has_packed_shards() -> bool:
+    """Whether DTensor can gather a ``_StridedShard`` that no order of mesh axes explains, as packed weights need.
+
+    That of torch 2.11 raises "unable to be interpreted into a corresponding shard_order".
+    """
+    return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -41,6 +53,38 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
     gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     return collectives.wait_tensor(gather(tensor, 0, group))
+
+
+def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ``group`` out of place, traceable by ``torch.compile``; the functional collectives are not public."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group))
+
+
+def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the equally sized tensors of ``group`` along ``dim``; renamed in torch 2.13.
+
+    Along another dim than 0 torch 2.11 reads strides in a way that ``torch.compile`` cannot trace.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    gathered = collectives.wait_tensor(gather(tensor.contiguous(), 0, group))
+    return gathered if dim == 0 else torch.cat(gathered.chunk(group.size()), dim)
+
+
+def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ``group`` and keep this rank's part along ``dim``; renamed in torch 2.13."""
+    from torch.distributed import _functional_collectives as collectives
+
+    scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+    return collectives.wait_tensor(scatter(tensor.contiguous(), "sum", dim, group))
+
+
+def is_in_backward() -> bool:
+    """Whether autograd calls: a forward then is one that activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

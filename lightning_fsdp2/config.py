@@ -128,7 +128,8 @@ class FSDP2Config(_Flags):
     that many ranks."""
 
     loss_parallel: bool = False
-    """Whether the logits stay sharded along the vocabulary through the loss when tensor parallel is used."""
+    """Whether the logits stay sharded along the vocabulary, as a DTensor, and the loss is computed on the shards when
+    tensor parallel is used."""
 
     context_parallel_method: ContextParallelMethod = "auto"
     """How attention sees the whole sequence under context parallel: "allgather" collects keys and values, "ulysses"

@@ -194,6 +194,15 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
     raise ValueError(f"The device mesh has no axis {' x '.join(map(repr, names))}; it has {known}.")
 
 
+def get_optional_tp_mesh(device_mesh: DeviceMesh, tp_mesh_name: str = TENSOR_PARALLEL) -> DeviceMesh | None:
+    """Return the tensor parallel axis, or None where there is none or it has one rank."""
+    for view in get_views(device_mesh):
+        if tp_mesh_name in (view.mesh_dim_names or ()):
+            mesh = view[tp_mesh_name]
+            return mesh if mesh.size() > 1 else None
+    return None
+
+
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
     """All views of the world that ``device_mesh`` belongs to; a mesh made elsewhere is its own only view."""
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))

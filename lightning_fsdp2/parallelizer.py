@@ -2,21 +2,32 @@
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.mesh import CONTEXT_PARALLEL, DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_views
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    DATA_PARALLEL,
+    DP_CP,
+    TENSOR_PARALLEL,
+    get_fsdp_mesh,
+    get_optional_tp_mesh,
+    get_views,
+)
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
+from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
+from lightning_fsdp2.parallel.tp_plans import PlanOption, get_plan, get_style, to_torch_style
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +41,12 @@ def fsdp2_strategy_parallelize(
     sequence_parallel: bool = False,
     activation_checkpointing: bool | str = False,
     cpu_offload: bool = False,
-    tp_shard_plan: dict[str, ParallelStyle] | str | None = None,
+    tp_shard_plan: PlanOption = None,
     dp_mesh_name: str | tuple[str, str] = DATA_PARALLEL,
     tp_mesh_name: str = TENSOR_PARALLEL,
     dp_cp_mesh_name: str = DP_CP,
     *,
+    loss_parallel: bool = False,
     reshard_after_forward: bool | int | None = None,
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
@@ -54,13 +66,17 @@ def fsdp2_strategy_parallelize(
         mp_policy: Dtypes of compute, gradient reduction and the model's output. None: ``param_dtype``, float32,
             float32.
         offload_policy: Where shards live between uses.
-        sequence_parallel: Needs tensor parallelism, which this version does not have yet.
+        sequence_parallel: Whether to shard activations over the sequence where the tensor parallel plan leaves them
+            whole.
         activation_checkpointing: Not in this version yet.
         cpu_offload: Short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
-        tp_shard_plan: Needs tensor parallelism, which this version does not have yet.
+        tp_shard_plan: Patterns of module names and the styles of the modules, a function of the model that returns
+            such a dict, or the import path of either; ``"hf"`` for the model's own plan. None chooses: see
+            :func:`~lightning_fsdp2.parallel.tp_plans.get_plan`.
         dp_mesh_name: Axis to shard over, or two axes (replicate, shard).
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
+        loss_parallel: Whether logits stay sharded over the vocabulary, and the loss is computed on the shards.
         reshard_after_forward: None keeps the last block of each list gathered; True reshards every block, False none,
             an int reshards to that many ranks.
         enable_fsdp2_prefetch: Whether units start the all-gathers of the next ones.
@@ -71,19 +87,33 @@ def fsdp2_strategy_parallelize(
         ``model`` itself.
 
     Raises:
-        ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already, or its
-            parameters cannot be grouped into units.
+        TypeError: When a tensor parallel style does not fit its module.
+        ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
+            tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    _check_supported(device_mesh, tp_mesh_name, sequence_parallel, activation_checkpointing, tp_shard_plan)
+    _check_supported(device_mesh, activation_checkpointing)
     _check_not_sharded(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
-    if fsdp_mesh.size() < device_mesh.size():
+    tp_mesh = get_optional_tp_mesh(device_mesh, tp_mesh_name)
+    ranks = fsdp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
+    if ranks < device_mesh.size():
         raise ValueError(
-            f"{dp_mesh_name!r} covers {fsdp_mesh.size()} of the {device_mesh.size()} ranks of {device_mesh}: the others"
-            " would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a smaller mesh."
+            f"{dp_mesh_name!r} and {tp_mesh_name!r} cover {ranks} of the {device_mesh.size()} ranks of {device_mesh}:"
+            " the others would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a"
+            " smaller mesh."
         )
     broadcast_from_first_rank(model, device, device_mesh)
+    if tp_mesh is not None:
+        apply_tensor_parallel(
+            model,
+            tp_mesh,
+            plan=import_plan(tp_shard_plan),
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+        )
+    elif (tp_shard_plan or sequence_parallel or loss_parallel) and dist.get_rank() == 0:
+        logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if device.type == "cpu":
@@ -159,6 +189,52 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
     return classes
 
 
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return the tensor parallel plan that transformers has for ``model``: patterns of module names and their styles.
+
+    The class's, the config's and the inner models' entries are merged, and an input embedding or a head that they
+    leave whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be given to
+    ``torch.distributed.tensor.parallel.parallelize_module`` or to :func:`fsdp2_strategy_parallelize`.
+
+    Raises:
+        ValueError: When the model has no plan; it is an ``AssertionError`` too. When the plan names a style that is
+            unknown or refused.
+    """
+    return {name: to_torch_style(style) for name, style in get_plan(model, "hf").items()}
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in plans of transformers.
+
+    Those that torch lacks are of :mod:`lightning_fsdp2.parallel.tp_styles`.
+
+    Raises:
+        ValueError: When the style is unknown or refused.
+    """
+    return to_torch_style(get_style(style, style))
+
+
+def import_plan(plan: PlanOption) -> PlanOption:
+    """Replace an import path by what it names.
+
+    Raises:
+        TypeError: When it names neither a mapping nor a function.
+        ValueError: When there is nothing of that name.
+    """
+    if not isinstance(plan, str) or plan == "hf":
+        return plan
+    try:
+        found = import_class_from_path(plan)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"tp_plan={plan!r} cannot be imported ({error}); use 'hf', or the path of a dict or a function, such as"
+            " 'my_package.plans.my_plan'."
+        ) from error
+    if not isinstance(found, Mapping) and not callable(found):
+        raise TypeError(f"tp_plan={plan!r} is a {type(found).__name__}; name a dict or a function that returns one.")
+    return found
+
+
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
@@ -179,26 +255,18 @@ def resolve_mp_policy(
     return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
 
 
-def _check_supported(
-    device_mesh: DeviceMesh,
-    tp_mesh_name: str,
-    sequence_parallel: bool,
-    activation_checkpointing: bool | str,
-    tp_shard_plan: dict[str, ParallelStyle] | str | None,
-) -> None:
-    for axis in (tp_mesh_name, CONTEXT_PARALLEL):
-        for view in get_views(device_mesh):
-            if axis in (view.mesh_dim_names or ()) and view[axis].size() > 1:
-                raise ValueError(
-                    f"{axis}={view[axis].size()}: this version shards over data parallel ranks only; use 1."
-                )
-    for option, value in (
-        ("sequence_parallel", sequence_parallel),
-        ("activation_checkpointing", activation_checkpointing),
-        ("tp_shard_plan", tp_shard_plan),
-    ):
-        if value:
-            raise ValueError(f"{option}={value!r} is not supported in this version yet; leave it at its default.")
+def _check_supported(device_mesh: DeviceMesh, activation_checkpointing: bool | str) -> None:
+    for view in get_views(device_mesh):
+        if CONTEXT_PARALLEL in (view.mesh_dim_names or ()) and view[CONTEXT_PARALLEL].size() > 1:
+            raise ValueError(
+                f"{CONTEXT_PARALLEL}={view[CONTEXT_PARALLEL].size()}: context parallelism is not in this version yet;"
+                " use 1."
+            )
+    if activation_checkpointing:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r} is not supported in this version yet; leave it at"
+            " its default."
+        )
 
 
 def _check_not_sharded(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2 import create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
@@ -168,10 +168,8 @@ def test_dtypes_of_compute_output_and_reduction() -> None:
 
 def test_what_is_not_supported_is_refused_by_name_and_leaves_the_model_whole() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"sequence_parallel": True}, "sequence_parallel=True is not supported"),
         ({"activation_checkpointing": True}, "activation_checkpointing=True is not supported"),
         ({"activation_checkpointing": "selective"}, "activation_checkpointing='selective' is not supported"),
-        ({"tp_shard_plan": "package.plan"}, r"tp_shard_plan='package\.plan' is not supported"),
         ({"mp_policy": MixedPrecisionPolicy(torch.float16)}, r"mp_policy\.param_dtype=torch\.float16 .* use bfloat16"),
         ({"mp_policy": MixedPrecisionPolicy(torch.float64)}, r"mp_policy\.param_dtype=torch\.float64 .* use bfloat16"),
         ({"param_dtype": torch.float16}, r"^param_dtype=torch\.float16 .* use bfloat16"),
@@ -189,24 +187,40 @@ def test_what_is_not_supported_is_refused_by_name_and_leaves_the_model_whole() -
     run_ranks(run, 1)
 
 
-def test_tensor_parallel_meshes_are_refused() -> None:
+def test_a_tensor_parallel_mesh_made_elsewhere_goes_by_the_names_given() -> None:
     def run() -> None:
-        ours = create_device_mesh(tp_size=2, device_type="cpu")
-        with pytest.raises(ValueError, match="tensor_parallel=2: this version shards over data parallel ranks only"):
-            fsdp2_strategy_parallelize(make_mlp(), ours)
-        elsewhere = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match="tp=2: this version"):
-            fsdp2_strategy_parallelize(make_mlp(), elsewhere, dp_mesh_name="dp", tp_mesh_name="tp")
-        with pytest.raises(ValueError, match=r"'dp' covers 1 of the 2 ranks .* Name all data parallel axes"):
-            fsdp2_strategy_parallelize(make_mlp(), elsewhere, dp_mesh_name="dp")
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(ValueError, match=r"'dp' and 'tensor_parallel' cover 1 of the 2 ranks"):
+            fsdp2_strategy_parallelize(make_mlp(), mesh, dp_mesh_name="dp")
+        with pytest.raises(ValueError, match=r"has no tensor parallel plan\. Give one as FSDP2Config\(tp_plan="):
+            fsdp2_strategy_parallelize(make_mlp(), mesh, dp_mesh_name="dp", tp_mesh_name="tp")
+
+        plain = make_causal_lm(LLAMA)
+        model = copy.deepcopy(plain)
+        policy = MixedPrecisionPolicy()
+        fsdp2_strategy_parallelize(model, mesh, mp_policy=policy, dp_mesh_name="dp", tp_mesh_name="tp")
+        weight = model.model.layers[0].mlp.down_proj.weight
+        assert weight.placements == (Shard(0), Shard(1))
+        assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
+        (batch,) = make_token_batches(1, ragged=False)
+        torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
 
     run_ranks(run, 2)
+
+
+def test_flags_of_tensor_parallelism_on_one_rank_are_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> str:
+        fsdp2_strategy_parallelize(make_mlp(), create_device_mesh(device_type="cpu"), sequence_parallel=True)
+        return caplog.text
+
+    (text,) = run_ranks(run, 1)
+    assert "have no effect with one tensor parallel rank" in text
 
 
 def test_context_parallel_meshes_are_refused() -> None:
     def run() -> None:
         ours = create_device_mesh(cp_size=2, device_type="cpu")
-        with pytest.raises(ValueError, match="context_parallel=2: this version shards over data parallel ranks only"):
+        with pytest.raises(ValueError, match="context_parallel=2: context parallelism is not in this version yet"):
             fsdp2_strategy_parallelize(make_mlp(), ours)
 
     run_ranks(run, 2)

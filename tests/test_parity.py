@@ -1,4 +1,4 @@
-"""The numbers of every data parallel mesh are those of one process (DESIGN, "What correct means")."""
+"""The numbers of every mesh are those of one process (DESIGN, "What correct means")."""
 
 import itertools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, check
 from helpers.ranks import run_ranks
 from torch import nn
 
-from lightning_fsdp2 import CausalLM
+from lightning_fsdp2 import CausalLM, FSDP2Config
 
 MESHES = {
     "dp1": (1, {}),
@@ -21,6 +21,11 @@ MESHES = {
     "dp4": (4, {}),
     "hsdp2x1": (2, {"dp_replicate_size": 2}),
     "hsdp2x2": (4, {"dp_replicate_size": 2}),
+    "tp2": (2, {"tp_size": 2}),
+    "tp2+sp": (2, {"tp_size": 2, "config": FSDP2Config(sequence_parallel=True)}),
+    "tp2+loss": (2, {"tp_size": 2, "config": FSDP2Config(loss_parallel=True)}),
+    "dp2xtp2+sp+loss": (4, {"tp_size": 2, "config": FSDP2Config(sequence_parallel=True, loss_parallel=True)}),
+    "hsdp2xtp2": (4, {"tp_size": 2, "dp_replicate_size": 2}),
 }
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MODELS = ("llama", "gpt2", "plain")
@@ -32,7 +37,13 @@ SAMPLE = [
     ("hsdp2x1", "bf16-mixed", "llama"),
     ("dp2", "bf16-true", "gpt2"),
     ("hsdp2x2", "32-true", "llama"),
+    ("tp2", "bf16-mixed", "gpt2"),
+    ("tp2+sp", "32-true", "llama"),
+    ("dp2xtp2+sp+loss", "bf16-mixed", "llama"),
+    ("hsdp2xtp2", "32-true", "gpt2"),
 ]
+CELLS = [cell for cell in itertools.product(MESHES, PRECISIONS, MODELS) if "tp2" not in cell[0] or cell[2] != "plain"]
+"""A model of plain torch modules has no tensor parallel plan."""
 
 
 def make_case(model: str, *, accumulate: int, clip: float | None, tied: bool, meta: bool, **options: Any) -> Case:
@@ -77,10 +88,7 @@ COVERING = [(1, None, False, False), (3, 0.1, False, True), (3, None, True, Fals
     [
         # odd cells take one half of the pairs, even cells the other
         *(pytest.param(*cell, COVERING[i % 2 :: 2], id="-".join(cell)) for i, cell in enumerate(SAMPLE)),
-        *(
-            pytest.param(*cell, COMBINATIONS, id="-".join(("all", *cell)), marks=pytest.mark.slow)
-            for cell in itertools.product(MESHES, PRECISIONS, MODELS)
-        ),
+        *(pytest.param(*cell, COMBINATIONS, id="-".join(("all", *cell)), marks=pytest.mark.slow) for cell in CELLS),
     ],
 )
 def test_losses_gradients_norm_and_weights_are_those_of_one_process(

@@ -34,6 +34,7 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.folder import get_hidden_path, publish_folder, put_back, start_folder
+from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like, unpack_all
 from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
 
 FORMAT_VERSION = 1
@@ -125,7 +126,8 @@ def write_checkpoint(
     # what `Module.get_extra_state` returned may be any object; DCP would take a mapping apart and lose its number keys
     extra = {name: value for name, value in tensors["state_dict"].items() if name.endswith(_EXTRA_STATE)}
     weights = {name: value for name, value in tensors["state_dict"].items() if name not in extra}
-    tensors, metadata = {**tensors, "state_dict": weights}, {**metadata, EXTRA_STATES_KEY: extra}
+    tensors = unpack_all({**tensors, "state_dict": weights})
+    metadata = {**metadata, EXTRA_STATES_KEY: extra}
     folder = get_hidden_path(path, _broadcast(uuid.uuid4().hex[:8], group))
     try:
         on_first_rank(lambda: start_folder(folder, path), group)
@@ -170,14 +172,16 @@ def read_tensors(
     path = Path(path)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
-    keys = [
-        key for key in metadata.state_dict_metadata if with_optimizers or _path_of(metadata, key)[0] == "state_dict"
-    ]
+    keys = [key for key in metadata.state_dict_metadata if with_optimizers or _is_weight(metadata, key)]
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     planner = _LoadPlanner(weights_only)
     _call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, process_group=group), path)
-    loaded = _unflatten({_path_of(metadata, key): flat[key] for key in keys})
+    values = {
+        key: _finish(value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key))
+        for key, value in flat.items()
+    }
+    loaded = _unflatten({_path_of(metadata, key): value for key, value in values.items()})
     model_state = loaded.pop("state_dict", {})
     return model_state, [loaded[name] for name in sorted(loaded, key=lambda name: int(name.removeprefix("optimizer_")))]
 
@@ -310,25 +314,50 @@ def _path_of(metadata: Metadata, key: str) -> tuple[Any, ...]:
     return metadata.planner_data[key]
 
 
+def _is_weight(metadata: Metadata, key: str) -> bool:
+    return _path_of(metadata, key)[0] == "state_dict"
+
+
+def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
+    """The model's tensor that a stored tensor is, or is a state of, if it has the same shape."""
+    entry = metadata.state_dict_metadata[key]
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    like = own.get(_path_of(metadata, key)[1 if _is_weight(metadata, key) else 2])
+    return like if like is not None and like.shape == entry.size else None
+
+
 def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool) -> Any:
     """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    root, *rest = _path_of(metadata, key)
-    name = rest[0] if root == "state_dict" else rest[1]
-    like = own.get(name)
+    like = _get_optional_like(metadata, key, own)
     dtype = entry.properties.dtype
-    if like is not None and like.shape == entry.size:
-        if in_place and root == "state_dict":
+    if is_packed(like):
+        contiguous = get_contiguous_placements(like)
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=like.device_mesh, placements=contiguous)
+    if like is not None:
+        if in_place and _is_weight(metadata, key):
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
-    if root == "state_dict" and mesh is not None and len(entry.size) > 0:
+    if _is_weight(metadata, key) and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)
     return torch.empty(entry.size, dtype=dtype)
+
+
+def _finish(value: Any, like: Tensor | None, in_place: bool) -> Any:
+    """From what DCP has filled to what the model or the optimizer takes."""
+    if not is_packed(like):
+        return value
+    packed = pack_like(value, like)
+    if not in_place:
+        return packed
+    with torch.no_grad():
+        return like.copy_(packed)
 
 
 def _unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:

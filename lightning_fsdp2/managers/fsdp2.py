@@ -10,16 +10,13 @@ from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
 
 _NOT_YET = (
-    "enable_async_tensor_parallel",  # before the flag it turns on
-    "sequence_parallel",
-    "tp_plan",
+    "enable_async_tensor_parallel",
     "patch_is_packed_sequence",
     "autocast_dtype",
     "activation_checkpointing",
     "activation_checkpointing_scope",
     "context_parallel_method",
     "enable_compile",
-    "loss_parallel",
 )
 _DEFAULTS = FSDP2Config().to_dict()
 
@@ -64,6 +61,9 @@ class FSDP2Manager:
             model,
             self.device_mesh,
             mp_policy=self.mp_policy,
+            sequence_parallel=config.sequence_parallel,
+            tp_shard_plan=config.tp_plan,
+            loss_parallel=config.loss_parallel,
             offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
             reshard_after_forward=config.reshard_after_forward,
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,

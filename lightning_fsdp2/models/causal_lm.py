@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.parallel.gradients import get_total_norm
-from lightning_fsdp2.parallel.loss import IGNORE_INDEX, TokenMean, apply_token_mean_, token_mean_loss
+from lightning_fsdp2.parallel.loss import (
+    IGNORE_INDEX,
+    TokenMean,
+    apply_token_mean_,
+    token_cross_entropy,
+    token_mean_loss,
+)
 from lightning_fsdp2.parallel.pretrained import get_weight_files, set_pretrained
 
 if TYPE_CHECKING:
@@ -116,7 +122,7 @@ class CausalLM(LightningModule):
             )
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """Return the logits. [batch, sequence, vocabulary]."""
+        """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary]."""
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
     # ------------------------------------------------------------------ steps
@@ -150,10 +156,7 @@ class CausalLM(LightningModule):
         """Loss of every position, 0 where there is no label, and whether there is one. [batch, sequence] each."""
         logits, labels = self._compute_logits(batch)
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        losses = F.cross_entropy(
-            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        return losses.view_as(labels), labels != IGNORE_INDEX
+        return token_cross_entropy(logits, labels), labels != IGNORE_INDEX
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)

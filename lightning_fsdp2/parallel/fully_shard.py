@@ -3,15 +3,16 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2._torch_compat import end_forward, keep_unsharded_after_forward
+from lightning_fsdp2._torch_compat import StridedShard, end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.parallel.structure import get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.units import Unit, UnitPlan, build_layer_units, build_unit_plan
 
@@ -207,11 +208,29 @@ def _shard_unit(
         mp_policy=mp_policy,
         offload_policy=offload_policy or OffloadPolicy(),
         ignored_params=ignored_params,
+        shard_placement_fn=partial(_get_placement, ranks=mesh.size(-1)),
     )
     for (module, name), values in attributes.items():
         module._parameters[name].__dict__.update(values)
     if not unit.unshard_in_backward:
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
+
+
+def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
+    """FSDP2's dim for ``parameter``: 0, but 1 where tensor parallelism has packed shards of dim 0.
+
+    DTensor has no placement for a shard of each of several packed shards.
+    """
+    placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
+    if not isinstance(placement, StridedShard) or placement.dim != 0:
+        return None
+    if parameter.size(1) % ranks:
+        raise ValueError(
+            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so that its dim 1 is"
+            f" sharded over the {ranks} data parallel ranks, which do not divide {parameter.size(1)}; use a number of"
+            " ranks that does, or more replicas (dp_replicate_size)."
+        )
+    return Shard(1)
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fsdp2.parallel.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.parallel.structure import is_hf_model
 
 _RANDOM_FILLS = (
@@ -189,15 +190,15 @@ class _WholeRandomNumbers(TorchDispatchMode):
 
 @contextmanager
 def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    states: list[Any] = [torch.get_rng_state(), accelerator.get_rng_state(device) if accelerator else None]
+    own = get_torch_random_state(device)
+    states = [own]
     for group in _get_groups(device_mesh):
         dist.broadcast_object_list(states, group=group, group_src=0)
-    with torch.random.fork_rng([device] if accelerator else [], device_type=device.type if accelerator else "cuda"):
-        torch.set_rng_state(states[0])
-        if accelerator:
-            accelerator.set_rng_state(states[1], device)
+    set_torch_random_state(states[0], device)
+    try:
         yield
+    finally:
+        set_torch_random_state(own, device)
 
 
 def _get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:

@@ -123,7 +123,8 @@ def _build_end_units(
         return None, tied if _owns_all([embedding, *tail], owners) else None
     embedding_unit = head_unit = None
     if embedding is not None and _owns_all([embedding], owners):
-        embedding_unit = Unit(modules=[embedding], unshard_in_backward=False)
+        # its gradient needs no weights, but that of a norm inside of it does
+        embedding_unit = Unit(modules=[embedding], unshard_in_backward=len(list(embedding.parameters())) > 1)
     if head is not None and _owns_all(tail, owners):
         head_unit = Unit(modules=tail, reshard_after_forward=not keep)
     return embedding_unit, head_unit

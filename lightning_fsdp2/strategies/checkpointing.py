@@ -28,10 +28,10 @@ from lightning_fsdp2.checkpoint.distributed import (
     write_checkpoint,
 )
 from lightning_fsdp2.checkpoint.folder import remove_checkpoint
-from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.world import WorldStrategy
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from typing_extensions import override
 from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager, check_supported
-from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh, get_mesh_sizes
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
+from lightning_fsdp2.parallel.structure import is_metric
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.precision import get_mp_policy
 
@@ -37,7 +38,7 @@ class FSDP2Strategy(MeshStrategy):
     Args:
         dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size`` leave.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
-        tp_size: Tensor parallel ranks; more than 1 is not supported in this version yet.
+        tp_size: Tensor parallel ranks: each holds a part of every layer, and all read the same batch.
         cp_size: Context parallel ranks; more than 1 is not supported in this version yet.
         config: The flags of FSDP2.
         checkpoint: How checkpoints are written and read.
@@ -66,9 +67,8 @@ class FSDP2Strategy(MeshStrategy):
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
-            if size not in (None, 1):
-                raise ValueError(f"{name}={size!r} is not supported in this version yet; use {name}=1.")
+        if cp_size not in (None, 1):
+            raise ValueError(f"cp_size={cp_size!r} is not supported in this version yet; use cp_size=1.")
         for name, value, kind in (
             ("config", config, FSDP2Config),
             ("checkpoint", checkpoint, CheckpointConfig),
@@ -129,7 +129,15 @@ class FSDP2Strategy(MeshStrategy):
                 register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
+        self._synchronise_metrics_over_data(module)
         module.__dict__[_SHARDED_ATTRIBUTE] = sharded
+
+    def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
+        """Ranks that read the same batch must not be counted twice by a metric that adds up or collects."""
+        group = get_mesh(self.full_device_mesh, DATA_PARALLEL).get_group()
+        for submodule in module.modules():
+            if is_metric(submodule) and submodule.process_group is None:
+                submodule.process_group = group  # type: ignore[assignment]
 
     def _apply_layer_sync(self, module: nn.Module) -> None:
         """``Trainer(sync_batchnorm=True)``: new layers take the place of the old, so before they are sharded."""

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2.checkpoint.random_state import get_random_state, set_random_state
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
+from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.structure import get_modules
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
@@ -151,7 +151,8 @@ class MeshStrategy(CheckpointingStrategy):
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._share_random_state()
+            # ranks that hold one replica of the model and read the same batch must drop the same activations
+            share_random_state(self._replica_group, self.root_device)
         self.setup_precision_plugin()
         self._checked_batches.clear()
         drop_token_windows(self.lightning_module)  # of a run that was aborted
@@ -177,14 +178,6 @@ class MeshStrategy(CheckpointingStrategy):
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
             check_optimizer_parameters(self.lightning_module, optimizer)
-
-    def _share_random_state(self) -> None:
-        """Ranks that hold one replica of the model and read the same batch must drop the same activations."""
-        replica = self._replica_group
-        if replica.size() > 1:
-            states = [get_random_state(self.root_device)]
-            dist.broadcast_object_list(states, group=replica, group_src=0)
-            set_random_state(states[0], self.root_device)
 
     @override
     def on_train_start(self) -> None:

@@ -5,7 +5,7 @@ package, and compares losses, every gradient, the gradient norm and the weights.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,9 @@ class Record:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    clipped: list[dict[str, Tensor]] = field(default_factory=list)
+    """Gradients after clipping, where they were recorded."""
+
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -71,11 +74,11 @@ def check_parity(case: Case) -> None:
     """Train on this rank's mesh and alone, and compare; call it on every rank of ``run_ranks``."""
     actual = train_on_mesh(case)
     if torch.distributed.get_rank() == 0:
-        world_size = torch.distributed.get_world_size()
+        dp_size = torch.distributed.get_world_size() // case.strategy.get("tp_size", 1)
         if case.precision == "32-true":
-            assert_equal_runs(actual, train_alone(case, actual.initial, world_size))
+            assert_equal_runs(actual, train_alone(case, actual.initial, dp_size))
         else:
-            assert_bf16_gradients(case, actual, world_size)
+            assert_bf16_gradients(case, actual, dp_size)
 
 
 def train_on_mesh(case: Case) -> Record:
@@ -139,11 +142,37 @@ def assert_equal_runs(actual: Record, expected: Record) -> None:
     for step, (norm, reference) in enumerate(zip(actual.norms, expected.norms, strict=True)):
         assert abs(norm - reference) <= 1e-5 * reference * (1 if step == 0 else 10), f"step {step}: norm {norm}"
     for step, (gradients, references) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
-        _assert_equal_gradients(gradients, references, step)
+        assert_equal_gradients(gradients, references, step)
+    for step, (gradients, references) in enumerate(zip(actual.clipped, expected.clipped, strict=True)):
+        assert_equal_gradients(gradients, references, step)
     assert actual.weights.keys() == expected.weights.keys()
     for name, weight in actual.weights.items():
         error = (weight - expected.weights[name]).abs().max().item()
         assert error <= 5e-5, f"{name}: weight off by {error} after {len(actual.losses)} steps"
+
+
+def assert_equal_gradients(
+    gradients: Mapping[str, Tensor | None], references: Mapping[str, Tensor | None], step: int = 0
+) -> None:
+    """Compare the fp32 gradients of a step within the tolerances of DESIGN §5; None is the gradient of the unused."""
+    assert gradients.keys() == references.keys()
+    sizes = {n: reference.abs().max().item() for n, reference in references.items() if _has_elements(reference)}
+    largest = max(sizes.values())
+    assert largest > 0
+    factor = 1 if step == 0 else 10
+    for name, reference in references.items():
+        gradient = gradients[name]
+        assert (gradient is None) == (reference is None), f"{name}: {gradient} instead of {reference}"
+        if gradient is None or reference is None or name not in sizes:
+            continue
+        assert gradient.shape == reference.shape, name
+        error = (gradient - reference).abs().max().item()
+        allowed = factor * (1e-5 * sizes[name] + 1e-7 * largest)
+        assert error <= allowed, f"step {step}: gradient of {name} off by {error}, allowed {allowed}"
+
+
+def _has_elements(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.numel() > 0
 
 
 def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
@@ -182,16 +211,6 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-def _assert_equal_gradients(gradients: dict[str, Tensor], references: dict[str, Tensor], step: int) -> None:
-    assert gradients.keys() == references.keys()
-    largest = max(reference.abs().max().item() for reference in references.values())
-    factor = 1 if step == 0 else 10
-    for name, reference in references.items():
-        error = (gradients[name] - reference).abs().max().item()
-        allowed = factor * (1e-5 * reference.abs().max().item() + 1e-7 * largest)
-        assert error <= allowed, f"step {step}: gradient of {name} off by {error}, allowed {allowed}"
 
 
 def _squared_distance(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:

@@ -123,6 +123,7 @@ def _rank_main(
         if group:
             store = dist.FileStore(str(folder / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+            dist.barrier()  # a rank that ends before its peers have connected would make them fail
         data, code = pickle.dumps({"value": function(*args)}), 0
     except BaseException as error:  # reported to the parent, which raises it
         data, code = _pickle_failure(error), 1

@@ -28,9 +28,6 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("sequence_parallel", True),
-        ("tp_plan", "hf"),
-        ("tp_plan", {"layers.*.q_proj": "colwise"}),
         ("patch_is_packed_sequence", True),
         ("autocast_dtype", torch.bfloat16),
         ("activation_checkpointing", True),
@@ -38,7 +35,6 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
         ("enable_compile", True),
         ("activation_checkpointing_scope", "vision"),
         ("context_parallel_method", "ulysses"),
-        ("loss_parallel", True),
     ],
     ids=str,
 )

@@ -68,3 +68,11 @@ def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output(
     module.model = Stack()
     (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
     assert unit.casts_output
+
+
+def test_an_embedding_with_a_norm_of_its_own_is_gathered_for_backward() -> None:
+    from helpers.families import make_family_model
+
+    model = make_family_model("inkling_text")
+    (unit,) = [unit for unit in build_unit_plan(model).units if unit.modules == [model.get_input_embeddings()]]
+    assert unit.unshard_in_backward

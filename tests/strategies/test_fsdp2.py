@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, DDPConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
@@ -1147,6 +1148,30 @@ def test_training_through_another_method_names_the_remedy_which_works() -> None:
 # ---------------------------------------------------------------------- names and wrong options
 
 
+class CountsSamples(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.counter.update(1.0)
+        self.log("batches", self.counter)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_metric_counts_each_batch_once(tp_size: int) -> None:
+    def run() -> None:
+        module = CountsSamples()
+        config = FSDP2Config(tp_plan={"blocks.*": "colwise_gather_output"}) if tp_size > 1 else None
+        trainer = make_trainer(FSDP2Strategy(tp_size=tp_size, config=config))
+        batches = make_batches(4)
+        loader = make_loader(batches) if tp_size == 1 else DataLoader(batches, batch_size=None)
+        trainer.validate(module, loader, verbose=False)
+        assert trainer.callback_metrics["batches"] == 4
+
+    run_ranks(run, WORLD)
+
+
 def test_registered_names() -> None:
     def run() -> None:
         for name in ("fsdp2", "fsdp2_offload"):
@@ -1192,17 +1217,14 @@ def name_of_option(options: dict[str, Any]) -> str:
 
 
 NOT_SUPPORTED = [
-    *({"config": FSDP2Config(**{flag: True})} for flag in ("sequence_parallel", "patch_is_packed_sequence")),
     *(
         {"config": FSDP2Config(**{flag: True})}
-        for flag in ("activation_checkpointing", "enable_compile", "loss_parallel")
+        for flag in ("patch_is_packed_sequence", "activation_checkpointing", "enable_compile")
     ),
-    {"config": FSDP2Config(tp_plan="hf")},
     {"config": FSDP2Config(autocast_dtype=torch.bfloat16)},
     {"checkpoint": CheckpointConfig(format="full")},
     {"checkpoint": CheckpointConfig(async_save=True)},
     {"checkpoint": CheckpointConfig(verify=True)},
-    {"tp_size": 2},
     {"cp_size": 2},
 ]
 

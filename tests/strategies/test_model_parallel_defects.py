@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.strategies.distributed import get_default_backend
@@ -36,11 +36,6 @@ UNITS = 4
 """Two blocks, the head, and the root, which holds a parameter itself."""
 
 NOT_APPLICABLE: dict[int, str] = {
-    9: (
-        "Needs tensor parallelism (ranks of one replica augment differently), which this version refuses. Workers are"
-        " seeded by data parallel rank in MeshStrategy.process_dataloader; the refusal of tp_size is covered by"
-        " test_fsdp2.test_options_that_this_version_lacks_are_refused_at_once."
-    ),
     11: (
         "Consolidated single files: this version has no consolidate_checkpoint and reads directories only. Resuming on"
         " another number of ranks needs no consolidation: checkpoint/test_distributed."
@@ -257,6 +252,45 @@ def test_defect_8_logged_sharded_values() -> None:
             value = trainer.callback_metrics["squares"]
             assert not isinstance(value, DTensor)
             assert value.item() == pytest.approx(expected, rel=1e-6)
+
+    run_ranks(run, WORLD)
+
+
+class Augmented(Dataset[Batch]):
+    """Draws its samples at random, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"inputs": torch.rand(2, WIDTH), "targets": torch.rand(2, 1)}
+
+
+class RecordsBatches(ForgetsToShard):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.seen.append(batch["inputs"])
+        return super().training_step(batch, batch_idx)
+
+
+def test_defect_9_ranks_of_one_replica_augment_differently() -> None:
+    def differ(strategy: Any) -> bool:
+        pl.seed_everything(1, workers=True, verbose=False)
+        module = RecordsBatches()
+        loader = DataLoader(Augmented(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+        make_trainer(strategy).fit(module, loader)
+        mine = torch.stack(module.seen)
+        copies = [torch.empty_like(mine) for _ in range(WORLD)]
+        dist.all_gather(copies, mine)
+        return not torch.equal(copies[0], copies[1])
+
+    def run() -> None:
+        assert differ(ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=WORLD))
+        config = FSDP2Config(tp_plan={"blocks.*": "colwise_gather_output"})
+        assert not differ(FSDP2Strategy(tp_size=WORLD, config=config))
 
     run_ranks(run, WORLD)
 

@@ -1,0 +1,469 @@
+"""Sequence parallelism for any stack of decoder layers, derived from the tensor parallel plan alone.
+
+Between the first layer's input and the last layer's output each rank holds its part of the sequence
+(https://arxiv.org/abs/2205.05198). Everything outside of the layers sees whole sequences: position ids, masks, rotary
+embeddings, final norm and head. Inside a layer
+
+- norms, and whatever else computes position by position, work on the rank's positions;
+- every other child is a *region* (attention, MLP, mixture of experts): its hidden states are gathered on entry, and
+  what comes out is reduce-scattered by its one row-wise projection, or sliced where there is none or several.
+
+On entry a region makes two tensors of the gathered hidden states: *complete*, whose gradient is the same on all ranks,
+and *partial*, whose gradients are summands. Its code sees the first one, which is right for routers, gates and
+whatever else all ranks compute alike; column-wise projections that are given this very tensor take the second one.
+So a dense region costs one all-gather and one reduce-scatter, forward and backward each, without knowing the model.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fsdp2._torch_compat import is_in_backward
+from lightning_fsdp2.parallel.tp_collectives import (
+    copy_to_ranks,
+    gather,
+    gather_for_ranks,
+    gather_twice,
+    reduce_from_ranks,
+    reduce_scatter,
+    split,
+)
+from lightning_fsdp2.parallel.tp_parameters import wrap_method
+from lightning_fsdp2.parallel.tp_random import LayerRandom
+
+
+class Scope:
+    """Where a styled module stands: how what it reads comes in, and how its result goes out.
+
+    This one is for whole sequences on every rank: tensor parallelism alone, and modules outside of the layers.
+    """
+
+    is_scattered = False
+    """Whether results are parts of the sequence."""
+
+    remembers = False
+    """Whether it knows which tensors are this rank's part of a projection; then :meth:`clear` ends each forward."""
+
+    def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None = None) -> None:
+        self.group = group
+        self.random = random
+        self._own: list[Tensor] = []
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """For a module of which each rank computes other columns."""
+        self.end_shards()
+        return copy_to_ranks(tensor, self.group)
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """For what all ranks need and has no gradient: indices of experts."""
+        return tensor
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """For the ranks' summands of a result."""
+        self.end_shards()
+        return reduce_from_ranks(tensor, self.group)
+
+    def begin_shards(self, output: Tensor | None = None) -> None:
+        """From here on ranks hold different activations; ``output`` is this rank's part of a projection."""
+        if self.random is not None:
+            self.random.begin_shards()
+        if output is not None and self.remembers:
+            self._own.append(_get_base(output))
+
+    def is_own(self, value: Any) -> bool:
+        """Whether ``value`` is this rank's part of a projection, or a view of it."""
+        return isinstance(value, Tensor) and any(_get_base(value) is own for own in self._own)
+
+    def clear(self) -> None:
+        """Forget the tensors of a forward that has ended."""
+        self._own.clear()
+
+    def end_shards(self) -> None:
+        """From here on ranks hold the same activations."""
+        if self.random is not None:
+            self.random.end_shards()
+
+
+class LayerScope(Scope):
+    """A layer under tensor parallelism alone: projections of the same tensor share the all-reduce of its gradient."""
+
+    remembers = True
+
+    def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None) -> None:
+        super().__init__(group, random)
+        self._tensor: Tensor | None = None
+        self._copy: Tensor | None = None
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        self.end_shards()
+        if self._tensor is not tensor or self._copy is None:
+            self._tensor, self._copy = tensor, super().enter(tensor)
+        return self._copy
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward."""
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._tensor = self._copy = None
+            self.clear()
+            self.end_shards()
+
+
+class Stack:
+    """The layers of one model between which the sequence is sharded, and how long it is in the layer that runs.
+
+    Args:
+        group: Of the tensor parallel ranks.
+        stream_dim: Of the sequence in what the layers hand on.
+    """
+
+    dim = 1
+    """Of the sequence in what the children of a layer are given, [batch, sequence, hidden]."""
+
+    def __init__(self, group: dist.ProcessGroup, *, stream_dim: int = 1) -> None:
+        self.group = group
+        self.stream_dim = stream_dim
+        self.is_open = False
+        self.whole = 0
+        self.local = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the sequence is sharded: not if the ranks do not divide it, in a forward without gradients."""
+        return self.local > 0
+
+    def open(self, hidden: Tensor) -> Tensor:
+        """Shard the hidden states of the first layer.
+
+        A sequence that cannot be sharded (one token of ``generate``) stays whole in a forward without gradients.
+
+        Raises:
+            ValueError: In training.
+        """
+        ranks, self.whole = self.group.size(), hidden.size(self.stream_dim)
+        self.local = self.whole // ranks if self.whole % ranks == 0 else 0
+        self.is_open = not _may_be_repeated()
+        if self.is_active:
+            return split(hidden, self.stream_dim, self.group)
+        if torch.is_grad_enabled():
+            self.is_open = False
+            raise ValueError(
+                f"sequence_parallel=True with tp_size={ranks} needs sequences whose length it divides, but this batch"
+                f" has {self.whole} positions; pad them to {(self.whole // ranks + 1) * ranks}"
+                " (labels with -100), or set sequence_parallel=False."
+            )
+        return hidden
+
+    def enter_layer(self, hidden: Tensor, name: str) -> None:
+        """Check the hidden states of a later layer, or take their length where they are computed again.
+
+        Between forward and backward there may have been forwards of other lengths.
+        """
+        length = hidden.size(self.stream_dim)
+        if torch.is_grad_enabled() and _may_be_repeated():
+            self.local, self.whole = length, length * self.group.size()
+        elif not _may_be_repeated() and (not self.is_open or (self.is_active and length != self.local)):
+            raise ValueError(
+                f"sequence_parallel=True: {name} was given hidden states of shape {tuple(hidden.shape)}, but each rank"
+                f" holds {self.local} of {self.whole} positions between the layers: the model changes them there, or"
+                " leaves out its first layer. Use sequence_parallel=False for this model."
+            )
+
+    def close(self, hidden: Tensor) -> Tensor:
+        """Gather what the last layer returned."""
+        self.is_open = False
+        return gather(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
+
+    def run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the model around the layers.
+
+        Hidden states that it recorded (``output_hidden_states=True``) are gathered: each layer returned this rank's
+        part.
+
+        Raises:
+            ValueError: When the model left out its last layer, so that parts of the sequence would get out.
+        """
+        self.is_open = False
+        try:
+            output = forward(*args, **kwargs)
+            left_open = self.is_open
+        finally:
+            self.is_open = False
+        if left_open and self.is_active:
+            raise ValueError(
+                "sequence_parallel=True: the model left out its last layer, which gathers the sequence. Use"
+                " sequence_parallel=False, or a model of fewer layers."
+            )
+        if isinstance(output, tuple):
+            return (output[0], *map(self._gather_recorded, output[1:]))
+        if getattr(output, "hidden_states", None) is not None:
+            output.hidden_states = self._gather_recorded(output.hidden_states)
+        return output
+
+    def _gather_recorded(self, value: Any) -> Any:
+        if not self.is_active or not isinstance(value, tuple | list):
+            return value
+        return type(value)(self.close(item) if self._is_part(item) else item for item in value)
+
+    def _is_part(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 2 and value.size(self.stream_dim) == self.local
+
+    def get_token_dim(self, tensor: Tensor) -> int:
+        """Models flatten [batch, sequence, hidden] to [tokens, hidden] for modules that treat each token alone."""
+        return 0 if tensor.ndim == 2 else self.dim
+
+
+class PointwiseScope(Scope):
+    """A styled module that is itself a child of the layer: it gathers and scatters for itself."""
+
+    is_scattered = True
+
+    def __init__(self, stack: Stack, random: LayerRandom | None) -> None:
+        super().__init__(stack.group, random)
+        self.stack = stack
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        if not self.stack.is_active:
+            return super().enter(tensor)
+        self.end_shards()
+        return gather_for_ranks(tensor, self.stack.get_token_dim(tensor), self.group)
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return self.enter(tensor) if self.stack.is_active else tensor
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        if not self.stack.is_active:
+            return super().leave(tensor)
+        self.begin_shards()
+        return reduce_scatter(tensor, self.stack.get_token_dim(tensor), self.group)
+
+
+class RegionScope(Scope):
+    """A child of the layer that sees whole sequences.
+
+    Args:
+        stack: The layers around it.
+        random: Of the layer; None where it draws no random numbers.
+        reduces_once: Whether one row-wise projection makes its result, which can then be scattered at once.
+        takes_residual: Whether it is also given hidden states to add to its (scattered) result.
+        name: For messages.
+    """
+
+    remembers = True
+
+    def __init__(
+        self, stack: Stack, random: LayerRandom | None, *, reduces_once: bool, takes_residual: bool, name: str
+    ) -> None:
+        super().__init__(stack.group, random)
+        self.stack = stack
+        self.reduces_once = reduces_once
+        self.takes_residual = takes_residual
+        self.name = name
+        self._complete: Tensor | None = None
+        self._partial: Tensor | None = None
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        if self._partial is not None and tensor is self._complete:
+            self.end_shards()
+            return self._partial
+        return super().enter(tensor)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        dim = self.stack.dim
+        # a part of one position would be broadcast, silently, against whole sequences
+        if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
+            return super().leave(tensor)
+        if tensor.size(dim) != self.stack.whole:
+            return super().leave(tensor)
+        self.is_scattered = True
+        self.begin_shards()
+        return reduce_scatter(tensor, dim, self.group)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the region's forward on whole sequences and return this rank's part."""
+        if not self.stack.is_active:
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.clear()
+        hidden = get_hidden_states(args, kwargs)
+        dim = self.stack.get_token_dim(hidden)
+        self._check_length(hidden, dim)
+        self._check_residual(hidden, [*args, *kwargs.values()])
+        self._complete, self._partial = gather_twice(hidden, dim, self.group)
+        args, kwargs = replace_hidden_states(args, kwargs, self._complete)
+        self.end_shards()
+        try:
+            output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            if self.is_scattered and "must match the size" in str(error):
+                raise self._make_error("combines its scattered result with whole hidden states", hidden) from error
+            raise
+        finally:
+            self._complete = self._partial = None
+            self.is_scattered = False
+            self.clear()
+            self.begin_shards()
+        return map_hidden_states(output, partial(self._take, hidden, dim))
+
+    def _check_length(self, hidden: Tensor, dim: int) -> None:
+        tokens = hidden.size(dim)
+        if tokens % self.stack.local or (hidden.ndim > 2 and tokens != self.stack.local):
+            raise self._make_error("was given hidden states", hidden)
+
+    def _check_residual(self, hidden: Tensor, values: list[Any]) -> None:
+        others = [
+            value
+            for value in values
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
+        ]
+        if len(others) > 1 and not (self.takes_residual and self.reduces_once):
+            raise self._make_error("was given several hidden states", hidden)
+
+    def _take(self, hidden: Tensor, dim: int, output: Tensor) -> Tensor:
+        """Return this rank's part of ``output``, which may be whole, scattered already, or flattened to tokens."""
+        local = hidden.shape[: dim + 1]
+        whole = (*local[:-1], local[-1] * self.group.size())
+        if output.shape[: dim + 1] == local or (output.ndim == 2 and len(output) == math.prod(local)):
+            return output
+        if output.shape[: dim + 1] == whole:
+            return split(output, dim, self.group)
+        if output.ndim == 2 and len(output) == math.prod(whole):
+            return split(output.unflatten(0, whole), dim, self.group).flatten(0, dim)
+        raise self._make_error("returned hidden states", output)
+
+    def _make_error(self, what: str, tensor: Tensor) -> ValueError:
+        return ValueError(
+            f"sequence_parallel=True: {self.name} {what} of shape {tuple(tensor.shape)}, where each rank holds"
+            f" {self.stack.local} of {self.stack.whole} positions: it or the layer around it does not treat the"
+            " positions of a sequence one by one. Use sequence_parallel=False for this model."
+        )
+
+
+class StackedLayer:
+    """A layer of a stack.
+
+    Args:
+        stack: The layers it belongs to.
+        random: None where the layer draws no random numbers.
+        name: For messages.
+        is_first: Whether it is given whole sequences.
+        is_last: Whether it returns whole sequences.
+        per_position: Positions and names of further arguments that are whole sequences, and that it uses itself.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        random: LayerRandom | None,
+        *,
+        name: str,
+        is_first: bool,
+        is_last: bool,
+        per_position: tuple[int | str, ...] = (),
+    ) -> None:
+        self.stack, self.random = stack, random
+        self.name, self.is_first, self.is_last = name, is_first, is_last
+        self.per_position = per_position
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's forward on this rank's part of the sequence."""
+        hidden = get_hidden_states(args, kwargs)
+        if self.is_first:
+            hidden = self.stack.open(hidden)
+        else:
+            self.stack.enter_layer(hidden, self.name)
+        args, kwargs = replace_hidden_states(args, kwargs, hidden)
+        if self.stack.is_active and self.per_position:
+            args = tuple(self._take(value) if i in self.per_position else value for i, value in enumerate(args))
+            kwargs = {name: self._take(value) if name in self.per_position else value for name, value in kwargs.items()}
+        if self.random is not None and self.stack.is_active:
+            self.random.begin_shards()
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            if self.random is not None:
+                self.random.end_shards()
+        return map_hidden_states(output, self.stack.close) if self.is_last else output
+
+    def _take(self, value: Any) -> Any:
+        return split(value, self.stack.dim, self.stack.group) if isinstance(value, Tensor) else value
+
+
+def refuse_own_parts(module: nn.Module, scope: Scope, name: str) -> None:
+    """Let ``module``, which no entry of the plan names, refuse what is this rank's part of a projection.
+
+    Its weights' gradients would lack what the other ranks compute, with perfect logits: the q and k norms of Qwen3.
+    """
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(scope.is_own(value) for value in (*args, *kwargs.values())):
+            raise ValueError(
+                f"tp_plan: {name} works on this rank's part of a column-wise projection, but no entry says how; add"
+                f" it as 'replicated_with_grad_allreduce' if it treats each head alone, so that its gradient is summed."
+            )
+        return forward(*args, **kwargs)
+
+    wrap_method(module, run)
+
+
+def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
+    """Let ``module``, inside a region, have its parameters' gradients summed where it works on scattered results."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not scope.is_scattered:
+            return forward(*args, **kwargs)
+        saved = dict(module._parameters)
+        try:
+            for name, parameter in saved.items():
+                if parameter is not None and parameter.requires_grad:
+                    module._parameters[name] = copy_to_ranks(parameter, scope.group)  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(saved)
+
+    wrap_method(module, run)
+
+
+def _get_base(tensor: Tensor) -> Tensor:
+    """The tensor of which ``tensor`` is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _may_be_repeated() -> bool:
+    """Whether this forward may be one that activation checkpointing computes again in backward."""
+    return torch.compiler.is_compiling() or is_in_backward()
+
+
+def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer or one of its children."""
+    name = _get_optional_name(args, kwargs)
+    return args[0] if name is None else kwargs[name]
+
+
+def replace_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put ``hidden`` where :func:`get_hidden_states` looks."""
+    name = _get_optional_name(args, kwargs)
+    return ((hidden, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: hidden})
+
+
+def _get_optional_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The keyword of the hidden states, None where they are the first positional argument."""
+    if "hidden_states" in kwargs or not args:
+        return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return None
+
+
+def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``function`` to the hidden states that a layer or one of its children returned: all, or its first item."""
+    if isinstance(output, Tensor):
+        return function(output)
+    return (function(output[0]), *output[1:])

@@ -1,0 +1,60 @@
+"""A sample of `make parity`: families that differ in the styles their plans use, each on one of the layouts."""
+
+import pytest
+from helpers.families import FAMILIES, NOT_BUILT, get_families
+from helpers.family_parity import LAYOUTS, get_optional_refusal, has_plan, measure_parity
+from helpers.ranks import RankError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+SAMPLE = (
+    "llama",  # column- and row-wise projections
+    "qwen3",  # norms of each rank's heads
+    "gemma2",  # norms around the regions, capped logits
+    "gemma3_text",  # two rotary bases, sliding windows
+    "gemma3n_text",  # four streams, statistics of all intermediate features
+    "olmo2",  # norms over all heads
+    "phi3",  # packed q, k, v of unequal sizes
+    "gpt2",  # Conv1D, packed q, k, v
+    "gpt_neox",  # q, k, v packed by head, parallel regions
+    "bloom",  # alibi, residuals handed to the regions
+    "falcon",  # one norm per region, key-value groups
+    "opt",  # projections as children of the layer
+    "gptj",
+    "stablelm",  # norms of their own for each head
+    "cohere2",
+    "glm4",  # packed gate and up that the plan gathers
+    "mixtral",  # packed experts
+    "qwen3_moe",
+    "qwen2_moe",  # shared expert behind a gate
+    "gpt_oss",  # biases of experts, attention sinks
+    "llama4_text",  # transposed experts, flattened results
+    "deepseek_v3",  # latent attention
+    "deepseek_v4",  # hyper-connections
+    "longcat_flash",  # experts that return their input
+    "qwen3_next",  # linear attention
+    "jamba",  # state space layers
+    "doge",  # a dynamic mask of each rank's heads
+    "inkling_text",  # an embedding with a norm
+)
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_family_trains_as_in_one_process(family: str) -> None:
+    layout = list(LAYOUTS)[SAMPLE.index(family) % len(LAYOUTS)]
+    assert measure_parity(family, layout) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", get_families())
+def test_a_family_trains_as_in_one_process_on_every_layout(family: str) -> None:
+    for layout in LAYOUTS:
+        try:
+            assert measure_parity(family, layout) < 1e-5
+        except RankError as error:
+            if get_optional_refusal(family, error) is None:
+                raise
+
+
+def test_no_family_with_a_plan_is_forgotten() -> None:
+    with_plan = {family for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_plan(family)}
+    assert with_plan - set(NOT_BUILT) <= set(FAMILIES)
