@@ -72,7 +72,7 @@ class Scope:
         """From here on ranks hold different activations; ``output`` is this rank's part of a projection."""
         if self.random is not None:
             self.random.begin_shards()
-        if output is not None and self.remembers:
+        if output is not None and self.remembers and not torch.compiler.is_compiling():
             self._own.append(_get_base(output))
 
     def is_own(self, value: Any) -> bool:

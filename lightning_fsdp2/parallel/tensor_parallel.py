@@ -102,7 +102,8 @@ def apply_tensor_parallel(
             _check_loss(model)
     # from here on the model is changed
     for model in models:
-        parallelize_module(model.module, mesh, model.foreign)
+        if model.foreign:
+            parallelize_module(model.module, mesh, model.foreign)
         if loss_parallel:
             _shard_loss(model, mesh)
     layouts = {

@@ -17,6 +17,7 @@ from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, make_causa
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -955,5 +956,24 @@ def test_arguments_may_be_given_by_name(sequence_parallel: bool) -> None:
         for model in (plain, sharded):
             model(ids).square().sum().backward()
         assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_a_layer_compiles_to_one_graph_inside_of_activation_checkpointing(sequence_parallel: bool) -> None:
+    def run() -> None:
+        plain = make_model(LLAMA)
+        sharded = copy.deepcopy(plain)
+        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        for index, layer in enumerate(sharded.model.layers):
+            layer.compile(backend="aot_eager", fullgraph=True)
+            sharded.model.layers[index] = checkpoint_wrapper(layer)
+        batch = make_batch()
+        for model in (plain, sharded):
+            model(**batch, use_cache=False).loss.backward()
+        gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in get_gradients(sharded).items()}
+        assert_equal_gradients(gradients, get_gradients(plain))
 
     run_ranks(run, 2)
