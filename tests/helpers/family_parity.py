@@ -25,7 +25,7 @@ LENGTH = 16
 MAX_NORM = 0.1
 
 
-SEEDS = {"gemma4_text": 2, "hy_v4": 1, "inkling_text": 1}
+SEEDS = {"gemma4_text": 1, "hy_v4": 1, "inkling_text": 1}
 """Where seed 0 gives a gradient that is mostly rounding: a sum that cancels, or attention (unscaled) that is sharp."""
 
 
