@@ -361,7 +361,9 @@ def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: di
     if len(reducing) != 1 or isinstance(styles[reducing[0]], Experts):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    return all(layouts[slot] != Layout() for slot in get_slots(around))
+    # what stands beside the module that ends with the projection (experts beside a shared one) adds to its result
+    is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
+    return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 
 
 def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
