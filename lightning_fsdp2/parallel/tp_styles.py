@@ -208,7 +208,8 @@ class RowWise(Style):
         try:
             output = forward(inputs, *args[1:], **kwargs)
         finally:
-            linear._parameters["bias"] = bias
+            if bias is not None:
+                linear._parameters["bias"] = bias
         if self.scatter_output:
             output = reduce_scatter(output, -1, scope.group)
             return output if bias is None else output + bias
