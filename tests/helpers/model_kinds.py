@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.models import GPT2, LLAMA, VOCABULARY, Block, PlainTransformer, make_causal_lm
+from helpers.models import GPT2, LLAMA, VOCABULARY, Block, PlainTransformer, add_adapters, make_causal_lm
 from lightning_fsdp2 import create_device_mesh
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallelizer import (
@@ -127,31 +127,8 @@ class ExpertBlock(nn.Module):
         return hidden + sum(expert(hidden) * weights[..., i, None] for i, expert in enumerate(self.experts))
 
 
-class LoraLinear(nn.Module):
-    """What peft puts in place of a Linear."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base_layer(hidden) + self.lora_B["default"](self.lora_A["default"](hidden))
-
-
-class PeftLike(nn.Module):
-    """The module tree of ``PeftModel``: ``base_model.model`` is the Hugging Face model, frozen but for adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = make_causal_lm(LLAMA).requires_grad_(False)
-        for layer in self.base_model.model.model.layers:
-            layer.self_attn.q_proj = LoraLinear(layer.self_attn.q_proj)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.base_model.model(input_ids, use_cache=False).logits
+def make_adapted_llama() -> nn.Module:
+    return add_adapters(make_causal_lm(LLAMA), target_modules=["q_proj"])
 
 
 def make_t5() -> nn.Module:
@@ -297,8 +274,8 @@ MODELS = {
         root kept container
         """,
     ),
-    "peft-like": Model(
-        PeftLike,
+    "peft": Model(
+        make_adapted_llama,
         LLAMA_UNITS.replace("{}", "base_model.model.") + "base_model.model kept\n root kept output",
     ),
     "plain": Model(

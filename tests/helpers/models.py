@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +39,11 @@ GPT2: dict[str, Any] = {
 
 def make_causal_lm(config: dict[str, Any]) -> nn.Module:
     return AutoModelForCausalLM.from_config(make_config(config), attn_implementation="sdpa").train()
+
+
+def add_adapters(model: Any, **options: Any) -> nn.Module:
+    """Freeze ``model`` and give it low-rank adapters, with peft; none of them starts at zero."""
+    return get_peft_model(model, LoraConfig(r=3, init_lora_weights=False, **options)).train()
 
 
 def make_token_batches(count: int, *, size: int = 2, length: int = 12, ragged: bool = True) -> list[dict[str, Tensor]]:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.collectives import StepCounter
 from helpers.families import make_family_config, make_family_model
-from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, plain_loss
+from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, add_adapters, make_causal_lm, plain_loss
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,7 +101,7 @@ def count_local(module: nn.Module) -> int:
 
 
 @contextmanager
-def refuse(model: nn.Module, error: type[Exception], message: str) -> Iterator[None]:
+def refuse(model: nn.Module, error: type[Exception] | tuple[type[Exception], ...], message: str) -> Iterator[None]:
     """Expect ``error``, and that it came before anything was touched."""
     before = describe(model)
     with pytest.raises(error, match=message):
@@ -603,96 +604,60 @@ def test_several_models_and_parameters_around_them(sequence_parallel: bool) -> N
 # ---------------------------------------------------------------------- adapters
 
 
-class LoraLinear(nn.Module):
-    """The parts and the forward of ``peft.tuners.lora.Linear`` (0.17)."""
-
-    def __init__(self, base_layer: Any, adapters: tuple[str, ...] = ("default",)) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        is_transposed = hasattr(base_layer, "nf")
-        inputs, outputs = base_layer.weight.shape if is_transposed else base_layer.weight.shape[::-1]
-        self.lora_dropout = nn.ModuleDict({name: nn.Identity() for name in adapters})
-        self.lora_A = nn.ModuleDict({name: nn.Linear(inputs, 3, bias=False) for name in adapters})
-        self.lora_B = nn.ModuleDict({name: nn.Linear(3, outputs, bias=False) for name in adapters})
-        self.lora_embedding_A = nn.ParameterDict({})
-        self.lora_embedding_B = nn.ParameterDict({})
-        self.lora_magnitude_vector = nn.ModuleDict()
-        self.scaling = dict.fromkeys(adapters, 0.5)
-        base_layer.requires_grad_(False)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = self.base_layer(x, *args, **kwargs)
-        for name, down in self.lora_A.items():
-            result = result + self.lora_B[name](down(self.lora_dropout[name](x))) * self.scaling[name]
-        return result
-
-
-class Peft(nn.Module):
-    """Hangs the model where peft does."""
-
-    def __init__(self, model: Any, targets: tuple[str, ...]) -> None:
-        super().__init__()
-        model.requires_grad_(False)
-        for name, module in list(model.named_modules()):
-            owner, _, attribute = name.rpartition(".")
-            if attribute in targets:
-                setattr(model.get_submodule(owner), attribute, LoraLinear(module, ("default", "second")))
-        self.base_model = nn.Module()
-        self.base_model.model = model
-
-    def forward(self, **batch: Any) -> Any:
-        return self.base_model.model(**batch)
+ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
+KEPT = {"target_modules": "all-linear", "modules_to_save": ["lm_head", "embed_tokens"]}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(
-    ("config", "targets"),
+    ("model_type", "options"),
     [
-        (LLAMA, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
-        (GPT2, ("c_attn", "c_proj", "c_fc")),
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", KEPT),
+        ("llama", {"target_modules": ["lm_head"]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+        ("qwen3_moe", ATTENTION),
     ],
-    ids=["llama", "gpt2"],
+    ids=["llama-all-linear", "llama-modules-to-save", "llama-head", "gpt2", "qwen3_moe-attention"],
 )
 def test_adapters_of_low_rank_on_a_frozen_base(
-    config: dict[str, Any], targets: tuple[str, ...], sequence_parallel: bool
+    model_type: str, options: dict[str, Any], sequence_parallel: bool
 ) -> None:
     def run() -> None:
         torch.manual_seed(0)
-        plain = Peft(make_model(config), targets)
+        plain: Any = add_adapters(make_family_model(model_type), **options)
+        if "modules_to_save" not in options:
+            plain.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **options))
+            plain.base_model.set_adapter(["default", "second"])
+        trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+        assert all("lora_" in name or "modules_to_save" in name for name in trained)
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
-        trained = {name for name, parameter in sharded.named_parameters() if parameter.requires_grad}
-        assert trained == {name for name, _ in plain.named_parameters() if "lora_" in name}
+        assert trained == {name for name, parameter in sharded.named_parameters() if parameter.requires_grad}
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
         assert_trains_like(plain, sharded)
 
     run_ranks(run, 2)
 
 
-def test_an_adapter_on_a_head_whose_vocabulary_is_not_divisible() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        (
+            "llama",
+            {"target_modules": ["q_proj"], "use_dora": True},
+            r"layers\.0\.self_attn\.q_proj: Linear has the parameters lora_magnitude_vector.* without DoRA",
+        ),
+        ("llama", {"target_modules": ["o_proj"], "lora_bias": True}, r"o_proj: .* without lora_bias"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "adapters on an embedding do not work"),
+        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, "adapters that replace an experts' parameters"),
+    ],
+    ids=["dora", "lora-bias", "embedding", "experts"],
+)
+def test_other_adapters_are_refused_by_name(model_type: str, options: dict[str, Any], message: str) -> None:
     def run() -> None:
-        plain = Peft(make_model(LLAMA), ("lm_head",))
-        sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh())
-        assert_trains_like(plain, sharded)
-
-    run_ranks(run, 2)
-
-
-def test_other_adapters_are_refused_by_name() -> None:
-    def run() -> None:
-        model = make_model(LLAMA)
-        projection = LoraLinear(model.model.layers[1].self_attn.q_proj)
-        projection.lora_magnitude_vector["default"] = nn.Linear(1, 32)
-        model.model.layers[1].self_attn.q_proj = projection
-        message = (
-            r"model\.layers\.1\.self_attn\.q_proj: LoraLinear has the parameters lora_magnitude_vector.* without DoRA"
-        )
-        with refuse(model, TypeError, message):
+        model = add_adapters(make_family_model(model_type), **options)
+        with refuse(model, (TypeError, ValueError), message):
             apply_tensor_parallel(model, make_mesh())
 
     run_ranks(run, 2)

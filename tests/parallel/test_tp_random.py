@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.models import GPT2, VOCABULARY
+from helpers.models import GPT2, VOCABULARY, add_adapters
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -53,7 +53,8 @@ def train(model: nn.Module) -> dict[str, Tensor]:
     """Gradients of one step, whole."""
     model.zero_grad()
     model(**make_batch(), use_cache=False).loss.backward()
-    return {name: to_whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: to_whole(gradient).clone() for name, gradient in gradients.items() if gradient is not None}
 
 
 def to_whole(tensor: Tensor) -> Tensor:
@@ -217,30 +218,12 @@ def test_nothing_is_drawn_in_evaluation_or_without_dropout(sequence_parallel: bo
     run_ranks(run, 2)
 
 
-class LowRank(nn.Module):
-    """As peft's LoRA layer: dropout in front of the adapter."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(PROBABILITY)})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        dropped = self.lora_dropout["default"](hidden)
-        return self.base_layer(hidden) + self.lora_B["default"](self.lora_A["default"](dropped))
-
-
 def make_adapted_model() -> Any:
     config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     model = make_model({**config, **heads})
-    for layer in model.model.layers:
-        for name in ("q_proj", "v_proj", "o_proj"):
-            setattr(layer.self_attn, name, LowRank(getattr(layer.self_attn, name)))
-        layer.mlp.down_proj = LowRank(layer.mlp.down_proj)
-    return model
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    return add_adapters(model, target_modules=targets, lora_dropout=PROBABILITY)
 
 
 @BOTH
