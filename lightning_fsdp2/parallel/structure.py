@@ -70,6 +70,15 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     return unique
 
 
+def iterate_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that the forward of ``module`` calls: its children, and the items of containers among them."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from iterate_children(child)
+        else:
+            yield child
+
+
 def get_embedding_and_head(model: nn.Module) -> tuple[nn.Embedding | None, nn.Module | None]:
     """Return the input embedding and the output head that a Hugging Face model declares, where it has them."""
     return _get_embedding(model), _get_head(model)

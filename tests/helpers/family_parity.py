@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
 from helpers.families import make_family_model
 from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradients, assert_equal_runs
 from helpers.ranks import RankError, run_ranks
+from helpers.tensor_parallel import to_whole
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel import tp_plans
 from lightning_fsdp2.parallel.tp_plans import NoPlanError
@@ -136,7 +136,7 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
         record.norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
         record.clipped.append(_get_gradients(model))
         optimizer.step()
-    record.weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    record.weights = {name: to_whole(parameter.detach()) for name, parameter in model.named_parameters()}
     _assert_same_on_all_ranks(record.weights)
     return record
 
@@ -168,14 +168,10 @@ def _assert_stable(model: nn.Module, batch: Tensor) -> None:
 def _get_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients, whole; zeros for a parameter that took no part."""
     return {
-        name: _whole(parameter.grad).clone() if parameter.grad is not None else torch.zeros(parameter.shape)
+        name: to_whole(parameter.grad).clone() if parameter.grad is not None else torch.zeros(parameter.shape)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _compare(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.collectives import StepCounter
-from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, plain_loss
+from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, plain_loss
 from helpers.oracle import assert_equal_gradients
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import get_gradients, make_mesh, make_rough_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaModel
@@ -27,23 +26,6 @@ from lightning_fsdp2.parallel.tp_plans import LayerTraits, get_plan, register_tp
 BOTH_MODELS = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 
 
-def make_mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    dist.barrier()  # a rank that ends before another has connected to it would fail that one
-    return mesh
-
-
-def make_model(config: dict[str, Any] = LLAMA) -> Any:
-    """With weights of which every one matters; biases start at zero and norms at one otherwise."""
-    torch.manual_seed(0)
-    model = make_causal_lm({**config, "initializer_range": 0.2})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
 def make_sharded(plain: nn.Module, **options: Any) -> Any:
     sharded = copy.deepcopy(plain)
     apply_tensor_parallel(sharded, make_mesh(), **{"sequence_parallel": True, **options})
@@ -53,12 +35,6 @@ def make_sharded(plain: nn.Module, **options: Any) -> Any:
 def make_batch(length: int = 12, seed: int = 1) -> dict[str, Tensor]:
     input_ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": input_ids, "labels": input_ids}
-
-
-def get_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Whole ones, by name."""
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def assert_trains_like(plain: nn.Module, sharded: nn.Module, *batches: dict[str, Any]) -> None:
@@ -82,7 +58,7 @@ def assert_trains_like(plain: nn.Module, sharded: nn.Module, *batches: dict[str,
 @BOTH_MODELS
 def test_a_layer_costs_two_all_gathers_and_two_reduce_scatters_each_way(config: dict[str, Any]) -> None:
     def run() -> None:
-        sharded = make_sharded(make_model(config))
+        sharded = make_sharded(make_rough_model(config))
         layers = sharded.config.num_hidden_layers
         batch = make_batch()
         with StepCounter() as counter:
@@ -109,7 +85,7 @@ def test_a_layer_costs_two_all_gathers_and_two_reduce_scatters_each_way(config: 
 @BOTH_MODELS
 def test_a_model_trains_like_in_one_process(config: dict[str, Any]) -> None:
     def run() -> None:
-        plain = make_model(config)
+        plain = make_rough_model(config)
         sharded = make_sharded(plain)
         assert_trains_like(plain, sharded)
         padded = make_batch()
@@ -126,7 +102,7 @@ def test_a_model_trains_like_in_one_process(config: dict[str, Any]) -> None:
 
 def test_three_ranks_and_embeddings_that_are_given() -> None:
     def run() -> None:
-        plain = make_model({**GPT2, "n_embd": 36, "n_head": 3})
+        plain = make_rough_model({**GPT2, "n_embd": 36, "n_head": 3})
         sharded = make_sharded(plain)
         embeddings = torch.randn(2, 6, 36)
         gradients = []
@@ -161,7 +137,7 @@ def test_norms_inside_of_an_attention_work_on_whole_sequences_before_it_and_on_p
     attention: type[nn.Module],
 ) -> None:
     def run() -> None:
-        plain = make_model({**LLAMA, "attention_bias": True})
+        plain = make_rough_model({**LLAMA, "attention_bias": True})
         for layer in plain.model.layers:
             layer.self_attn = attention(layer.self_attn)
         names = ("q_proj", "k_proj", "v_proj")
@@ -187,7 +163,7 @@ class GatedLayer(LlamaDecoderLayer):
 
 def test_layers_with_traits_of_their_own() -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         plain.model.layers = nn.ModuleList(GatedLayer(plain.config, index) for index in range(3))
         own = get_plan(plain, "hf")
         gathers = []
@@ -208,7 +184,7 @@ def test_layers_with_traits_of_their_own() -> None:
 
 def test_whatever_is_outside_of_the_layers_sees_whole_sequences() -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         seen: list[tuple[Tensor, ...]] = []
         for model in (plain, sharded):
@@ -242,7 +218,7 @@ def flatten(*values: Any) -> tuple[Tensor, ...]:
 @BOTH_MODELS
 def test_generate_continues_as_in_one_process(config: dict[str, Any], sequence_parallel: bool) -> None:
     def run() -> None:
-        plain = make_model(config).eval()
+        plain = make_rough_model(config).eval()
         sharded = make_sharded(plain, sequence_parallel=sequence_parallel)
         for length in (6, 5):
             ids = make_batch(length)["input_ids"]
@@ -258,7 +234,7 @@ def test_generate_continues_as_in_one_process(config: dict[str, Any], sequence_p
 
 def test_a_length_that_is_not_divisible_is_refused_in_training_and_whole_in_evaluation() -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         message = (
             r"sequence_parallel=True with tp_size=2 .* this batch has 7 positions; pad them to 8 .*labels with -100"
@@ -286,7 +262,7 @@ def checkpoint_layers(model: Any) -> None:
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "computed-again"])
 def test_forwards_of_several_lengths_before_one_backward(is_checkpointed: bool) -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         if is_checkpointed:
             checkpoint_layers(sharded)
@@ -299,7 +275,7 @@ def test_forwards_of_several_lengths_before_one_backward(is_checkpointed: bool) 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "computed-again"])
 def test_an_evaluation_between_forward_and_backward(is_checkpointed: bool) -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         if is_checkpointed:
             checkpoint_layers(sharded)
@@ -319,7 +295,7 @@ def test_after_an_exception_inside_of_a_layer_the_next_forward_works(place: str)
         raise KeyError("inside")
 
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         handle = sharded.model.layers[1].get_submodule(place).register_forward_hook(fail)
         with pytest.raises(KeyError, match="inside"):
@@ -356,14 +332,14 @@ class GrowingModel(LlamaModel):
 
 
 def make_reshaping() -> Any:
-    model = make_model()
+    model = make_rough_model(LLAMA)
     for layer in model.model.layers:
         layer.__class__ = ReshapingLayer
     return model
 
 
 def make_growing() -> Any:
-    model = make_model()
+    model = make_rough_model(LLAMA)
     model.model.__class__ = GrowingModel
     return model
 
@@ -421,7 +397,7 @@ def assert_right_or_refused(compute: Callable[[nn.Module], Tensor], plain: nn.Mo
 @pytest.mark.parametrize("layers", [slice(0, 2), slice(1, 3), slice(0, 3, 2)], ids=["last", "first", "middle"])
 def test_a_forward_that_leaves_out_a_layer_is_right_or_refused(layers: slice) -> None:
     def run() -> None:
-        plain = make_model()
+        plain = make_rough_model(LLAMA)
         sharded = make_sharded(plain)
         sharded(make_batch()["input_ids"], use_cache=False)  # all of them
         for model in (plain, sharded):

@@ -1,9 +1,6 @@
 """Plans applied to models, against the plain model in one process; and what is refused before anything is touched."""
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,13 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.collectives import StepCounter
 from helpers.families import make_family_config, make_family_model
-from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, add_adapters, make_causal_lm, plain_loss
-from helpers.oracle import assert_equal_gradients, make_config
+from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, add_adapters, plain_loss
+from helpers.oracle import assert_equal_gradients
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import get_gradients, make_mesh, make_rough_model, refuse, roughen, to_whole
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,11 +26,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
-from lightning_fsdp2.parallel.tp_plans import NoPlanError
-from lightning_fsdp2.parallel.tp_styles import ColumnWise
 
 LAYER = "model.layers.*."
 TIED_LLAMA: dict[str, Any] = {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
@@ -44,38 +40,11 @@ PLAIN_PLAN: dict[str, Any] = {
 }
 
 
-def make_mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    dist.barrier()  # a rank that ends before another has connected to it would fail that one
-    return mesh
-
-
-def make_model(config: dict[str, Any]) -> Any:
-    """With weights of which every one matters; biases start at zero and norms at one otherwise."""
-    torch.manual_seed(0)
-    model = make_causal_lm({**config, "initializer_range": 0.2})
-    roughen(model)
-    return model
-
-
-def roughen(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
 def make_batch(length: int = 12) -> dict[str, Tensor]:
     input_ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
     labels = input_ids.clone()
     labels[0, :5] = -100
     return {"input_ids": input_ids, "labels": labels}
-
-
-def get_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Whole ones, by name."""
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def assert_trains_like(plain: nn.Module, sharded: nn.Module, **batch: Any) -> None:
@@ -89,205 +58,8 @@ def assert_trains_like(plain: nn.Module, sharded: nn.Module, **batch: Any) -> No
     assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
 
 
-def to_whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def count_local(module: nn.Module) -> int:
     return sum(parameter.to_local().numel() for parameter in module.parameters())
-
-
-# ---------------------------------------------------------------------- what is refused
-
-
-@contextmanager
-def refuse(model: nn.Module, error: type[Exception] | tuple[type[Exception], ...], message: str) -> Iterator[None]:
-    """Expect ``error``, and that it came before anything was touched."""
-    before = describe(model)
-    with pytest.raises(error, match=message):
-        yield
-    changed = [name for name, (kind, attributes) in describe(model).items() if before[name] != (kind, attributes)]
-    assert not changed, f"{message}: {changed} changed"
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
-
-
-def describe(model: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
-    """The class of each module and what it holds, but for its parameters and children."""
-    return {
-        name: (type(module), {key: value for key, value in vars(module).items() if not isinstance(value, dict)})
-        for name, module in model.named_modules()
-    }
-
-
-def make_headless() -> nn.Module:
-    return LlamaModel(make_config(LLAMA))
-
-
-def make_classifier() -> nn.Module:
-    return LlamaForSequenceClassification(make_config({**LLAMA, "pad_token_id": 0}))
-
-
-def make_with_other_loss() -> nn.Module:
-    model = make_model(LLAMA)
-    model.loss_function = other_loss
-    return model
-
-
-def other_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    return logits.sum()
-
-
-FOREIGN = {f"{LAYER}mlp.up_proj": ColwiseParallel(use_local_output=False)}
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
-    "nothing-of-that-name": (
-        lambda: make_model(LLAMA),
-        {"plan": {f"{LAYER}self_attn.q_proj": "colwise", f"{LAYER}self_attn.q_prj": "colwise"}},
-        ValueError,
-        r"tp_plan\['model\.layers\.\*\.self_attn\.q_prj'\] matches no module and no parameter of LlamaForCausalLM\. .*"
-        r"for example model\.layers\.0",
-    ),
-    "a-name-that-is-not-whole": (
-        lambda: make_model(LLAMA),
-        {"plan": {"layers.*.mlp.up_proj": "colwise"}},
-        ValueError,
-        r"tp_plan\['layers\.\*\.mlp\.up_proj'\] matches no module",
-    ),
-    "an-asterisk-is-one-component": (
-        lambda: make_model(LLAMA),
-        {"plan": {"*.up_proj": "colwise"}},
-        ValueError,
-        r"tp_plan\['\*\.up_proj'\] matches no module",
-    ),
-    "an-unknown-style": (
-        lambda: make_model(LLAMA),
-        {"plan": {"lm_head": "columnwise"}},
-        ValueError,
-        r"tp_plan\['lm_head'\]='columnwise' is no style that is known",
-    ),
-    "no-plan": (lambda: PlainTransformer(), {}, NoPlanError, "PlainTransformer has no tensor parallel plan"),
-    "no-plan-of-its-own": (lambda: make_model(GPT2), {"plan": "hf"}, NoPlanError, "GPT2LMHeadModel has no tensor par"),
-    "fewer-key-value-heads": (
-        lambda: make_model({**LLAMA, "num_key_value_heads": 1}),
-        {},
-        ValueError,
-        r"tp_size=2 does not divide num_key_value_heads=1 of LlamaConfig; use 1 \(at model\.layers\.0\.self_attn\)",
-    ),
-    "odd-heads": (
-        lambda: make_model({**GPT2, "n_embd": 33, "n_head": 3}),
-        {},
-        ValueError,
-        "tp_size=2 does not divide num_attention_heads=3 of GPT2Config; use 1 or 3 ",
-    ),
-    "odd-intermediate-size": (
-        lambda: make_model({**LLAMA, "intermediate_size": 63}),
-        {},
-        ValueError,
-        r"tp_size=2 does not divide the sharded size 63 of model\.layers\.0\.mlp\.\w+\.weight; use 1, 3, 7, 9, 21 or 6",
-    ),
-    "odd-section": (
-        lambda: make_model(LLAMA),
-        {"plan": {f"{LAYER}mlp.up_proj": ColumnWise(sections=(33, 31))}},
-        ValueError,
-        r"tp_size=2 does not divide the sharded size 33 \+ 31 of model\.layers\.0\.mlp\.up_proj\.weight; use 1",
-    ),
-    "a-norm-column-wise": (
-        lambda: make_model(LLAMA),
-        {"plan": {"model.norm": "colwise"}},
-        TypeError,
-        r"tp_plan: ColumnWise does not fit model\.norm: LlamaRMSNorm is no linear layer",
-    ),
-    "an-embedding-row-wise": (
-        lambda: make_model(LLAMA),
-        {"plan": {"model.embed_tokens": "rowwise"}},
-        TypeError,
-        r"tp_plan: RowWise does not fit model\.embed_tokens: Embedding is no linear layer",
-    ),
-    "a-head-as-embedding": (
-        lambda: make_model(LLAMA),
-        {"plan": {"lm_head": "embedding_rowwise"}},
-        TypeError,
-        r"tp_plan: VocabularyEmbedding does not fit lm_head: Linear is no nn\.Embedding",
-    ),
-    "a-parameter-with-a-style-for-modules": (
-        lambda: make_model(LLAMA),
-        {"plan": {f"{LAYER}mlp.up_proj.weight": "moe_tp_experts"}},
-        TypeError,
-        r"tp_plan: Experts does not fit model\.layers\.0\.mlp\.up_proj\.weight: .* not for a parameter",
-    ),
-    "loss-parallel-of-a-model-without-head": (
-        make_headless,
-        {"loss_parallel": True},
-        ValueError,
-        "loss_parallel=True: LlamaModel has no head whose outputs the plan shards",
-    ),
-    "loss-parallel-of-a-classifier": (
-        make_classifier,
-        {"loss_parallel": True},
-        ValueError,
-        "loss_parallel=True: LlamaForSequenceClassification has no head",
-    ),
-    "loss-parallel-with-a-whole-head": (
-        lambda: make_model(LLAMA),
-        {"loss_parallel": True, "plan": {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}},
-        ValueError,
-        r"LlamaForCausalLM has no head whose outputs the plan shards; add it to tp_plan as 'colwise_gather_output'",
-    ),
-    "loss-parallel-with-another-loss": (
-        make_with_other_loss,
-        {"loss_parallel": True},
-        ValueError,
-        "loss_parallel=True computes the loss of causal language models, but LlamaForCausalLM has other_loss",
-    ),
-    "sequence-parallel-with-other-layouts": (
-        lambda: make_model(LLAMA),
-        {"plan": FOREIGN, "sequence_parallel": True},
-        ValueError,
-        r"sequence_parallel=True cannot be derived .*: model\.layers\.0\.mlp\.up_proj has",
-    ),
-}
-
-
-def test_bad_input_is_refused_with_its_reason_before_anything_is_touched() -> None:
-    def run() -> None:
-        mesh = make_mesh()
-        for make, options, error, message in REFUSED.values():
-            model = make()
-            with refuse(model, error, message):
-                apply_tensor_parallel(model, mesh, **options)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "config", "message"),
-    [
-        (4, LLAMA, "tp_size=4 does not divide num_key_value_heads=2 of LlamaConfig; use 1 or 2 "),
-        (3, LLAMA, "tp_size=3 does not divide num_attention_heads=4 of LlamaConfig; use 1 or 2 "),
-        (3, GPT2, "tp_size=3 does not divide num_attention_heads=4 of GPT2Config; use 1, 2 or 4 "),
-    ],
-    ids=["key-value-heads", "llama-heads", "gpt2-heads"],
-)
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(
-    ranks: int, config: dict[str, Any], message: str
-) -> None:
-    def run() -> None:
-        mesh = make_mesh()
-        for options in ({}, {"sequence_parallel": True}):
-            model = make_model(config)
-            with refuse(model, ValueError, message):
-                apply_tensor_parallel(model, mesh, **options)
-
-    run_ranks(run, ranks)
-
-
-def test_a_refused_model_keeps_its_loss_function() -> None:
-    def run() -> None:
-        model = make_model({**LLAMA, "intermediate_size": 63})
-        with refuse(model, ValueError, "does not divide the sharded size 63"):
-            apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
-
-    run_ranks(run, 2)
 
 
 # ---------------------------------------------------------------------- whole models
@@ -296,7 +68,7 @@ def test_a_refused_model_keeps_its_loss_function() -> None:
 @pytest.mark.parametrize("config", [TIED_LLAMA, LLAMA, GPT2], ids=["tied-llama", "llama", "gpt2"])
 def test_a_model_trains_like_in_one_process_and_each_rank_keeps_its_part(config: dict[str, Any]) -> None:
     def run() -> None:
-        plain = make_model(config)
+        plain = make_rough_model(config)
         for frozen in (1, 4):
             list(plain.parameters())[-frozen].requires_grad = False
         sharded = copy.deepcopy(plain)
@@ -327,7 +99,7 @@ def test_a_model_trains_like_in_one_process_and_each_rank_keeps_its_part(config:
 def test_a_layer_costs_two_all_reduces_forward_and_two_backward() -> None:
     def run() -> None:
         for config in (LLAMA, GPT2):
-            model = make_model(config)
+            model = make_rough_model(config)
             layers = model.config.num_hidden_layers
             apply_tensor_parallel(model, make_mesh())
             with StepCounter() as counter:
@@ -343,7 +115,7 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward() -> None:
 
 def test_four_ranks_and_a_vocabulary_that_they_do_not_divide() -> None:
     def run() -> None:
-        plain = make_model({**TIED_LLAMA, "num_key_value_heads": 4})
+        plain = make_rough_model({**TIED_LLAMA, "num_key_value_heads": 4})
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh())
         assert sharded.lm_head.weight.to_local().size(0) == [26, 26, 26, 23][dist.get_rank()]
@@ -355,7 +127,7 @@ def test_four_ranks_and_a_vocabulary_that_they_do_not_divide() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_checkpointing_by_transformers_computes_the_same_gradients(sequence_parallel: bool) -> None:
     def run() -> None:
-        plain = make_model(LLAMA)
+        plain = make_rough_model(LLAMA)
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
         sharded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -405,7 +177,7 @@ def test_a_projection_whose_output_is_gathered_may_have_any_size_in_a_plain_modu
 
 def test_a_parameter_s_entry_wins_over_its_module_s_and_a_later_one_over_an_earlier_one() -> None:
     def run() -> None:
-        model = make_model({**LLAMA, "mlp_bias": True})
+        model = make_rough_model({**LLAMA, "mlp_bias": True})
         plan = {
             f"{LAYER}mlp.up_proj.bias": "packed_colwise",
             f"{LAYER}mlp.*": "colwise",
@@ -439,7 +211,7 @@ def test_one_pattern_may_stand_for_embeddings_and_linear_layers() -> None:
 
 def test_tied_weights_of_which_the_plan_shards_one_stay_tied_whole_and_right() -> None:
     def run() -> None:
-        plain = make_model(TIED_LLAMA)
+        plain = make_rough_model(TIED_LLAMA)
         mlp = {f"{LAYER}mlp.{name}_proj": style for name, style in (("gate", "colwise"), ("up", "colwise"))}
         for end in ({"lm_head": "colwise_gather_output"}, {"model.embed_tokens": "embedding_rowwise"}):
             plain.zero_grad()
@@ -449,31 +221,6 @@ def test_tied_weights_of_which_the_plan_shards_one_stay_tied_whole_and_right() -
             assert_trains_like(plain, sharded)
 
     run_ranks(run, 2)
-
-
-def collect_warnings(**options: Any) -> list[str]:
-    """What is logged while a model is sharded."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("lightning_fsdp2.parallel.tensor_parallel")
-    logger.addHandler(handler)
-    apply_tensor_parallel(make_model(LLAMA), make_mesh(), **options)
-    logger.removeHandler(handler)
-    return messages
-
-
-def test_a_plan_that_shards_under_half_of_the_parameters_is_warned_of_once_with_what_stays_whole() -> None:
-    def run() -> tuple[list[str], list[str]]:
-        return collect_warnings(plan={"lm_head": "colwise_gather_output"}), collect_warnings()
-
-    (first, none), (second, nothing) = run_ranks(run, 2)
-    assert (none, second, nothing) == ([], [], [])
-    (message,) = first
-    share = 100 * VOCABULARY * 32 / sum(p.numel() for p in make_model(LLAMA).parameters())
-    assert f"shards {share:.0f} % of the parameters only" in message
-    assert "model.layers.*.mlp.gate_proj.weight" in message
-    assert "lm_head" not in message
 
 
 # ---------------------------------------------------------------------- styles of torch with layouts of their own
@@ -561,8 +308,8 @@ class Distillation(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = make_model(LLAMA).eval().requires_grad_(False)
-        self.student = make_model(GPT2)
+        self.teacher = make_rough_model(LLAMA).eval().requires_grad_(False)
+        self.student = make_rough_model(GPT2)
         self.value_head = nn.Sequential(nn.Linear(VOCABULARY, 3), nn.Tanh(), nn.Linear(3, 2))
         self.temperature = nn.Parameter(torch.tensor([1.5]))
         self.seen: list[Any] = []
@@ -670,7 +417,7 @@ def test_other_adapters_are_refused_by_name(model_type: str, options: dict[str, 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, Any], sequence_parallel: bool) -> None:
     def run() -> None:
-        plain = make_model(config)
+        plain = make_rough_model(config)
         sharded = copy.deepcopy(plain)
         mesh = make_mesh()
         apply_tensor_parallel(sharded, mesh, sequence_parallel=sequence_parallel, loss_parallel=True)
@@ -697,7 +444,7 @@ def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, An
 
 def test_logits_of_a_sharded_vocabulary_are_never_gathered() -> None:
     def run() -> None:
-        model = make_model(LLAMA)
+        model = make_rough_model(LLAMA)
         apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
         batch = make_batch()
         with StepCounter() as counter:
@@ -715,7 +462,7 @@ def test_the_loss_on_a_sharded_vocabulary_in_bfloat16() -> None:
         return loss.detach().float(), torch.cat([to_whole(p.grad).flatten().float() for p in model.parameters()])
 
     def run() -> None:
-        exact = make_model(LLAMA)
+        exact = make_rough_model(LLAMA)
         one_process, sharded = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
         apply_tensor_parallel(sharded, make_mesh(), loss_parallel=True)
         loss, gradient = compute(exact)
@@ -728,7 +475,7 @@ def test_the_loss_on_a_sharded_vocabulary_in_bfloat16() -> None:
 
 def test_a_head_that_stays_whole_with_its_tied_embedding_is_no_loss_parallelism() -> None:
     def run() -> None:
-        model = make_model(TIED_LLAMA)
+        model = make_rough_model(TIED_LLAMA)
         try:
             apply_tensor_parallel(model, make_mesh(), plan={"lm_head": "colwise_gather_output"}, loss_parallel=True)
         except ValueError as error:
@@ -746,7 +493,7 @@ def test_a_head_that_stays_whole_with_its_tied_embedding_is_no_loss_parallelism(
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_recorded_hidden_states_are_whole_sequences(config: dict[str, Any]) -> None:
     def run() -> None:
-        plain = make_model(config).eval()
+        plain = make_rough_model(config).eval()
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=True)
         for length in (12, 2, 7):
@@ -766,7 +513,7 @@ def test_recorded_hidden_states_are_whole_sequences(config: dict[str, Any]) -> N
 
 def test_a_rank_holds_its_part_of_what_is_sharded_and_all_of_the_rest() -> None:
     def run() -> None:
-        for plain in (make_model(LLAMA), make_model(GPT2), make_family_model("mixtral")):
+        for plain in (make_rough_model(LLAMA), make_rough_model(GPT2), make_family_model("mixtral")):
             sharded = copy.deepcopy(plain)
             apply_tensor_parallel(sharded, make_mesh())
             whole = {name: parameter.numel() for name, parameter in plain.named_parameters()}
@@ -839,7 +586,7 @@ def test_experts_whose_parameters_no_entry_shards_are_refused() -> None:
 
 def test_ids_and_labels_outside_of_the_vocabulary_are_errors() -> None:
     def run() -> None:
-        model = make_model(LLAMA)
+        model = make_rough_model(LLAMA)
         apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
         ids = torch.randint(3, VOCABULARY, (1, 6))
         for wrong in (VOCABULARY, -1):
@@ -853,7 +600,7 @@ def test_ids_and_labels_outside_of_the_vocabulary_are_errors() -> None:
 
 def test_generate_works_with_a_sharded_vocabulary() -> None:
     def run() -> None:
-        plain = make_model(LLAMA).eval()
+        plain = make_rough_model(LLAMA).eval()
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh(), loss_parallel=True)
         ids = torch.randint(3, VOCABULARY, (2, 6))
@@ -929,7 +676,7 @@ def test_arguments_may_be_given_by_name(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_a_layer_compiles_to_one_graph_inside_of_activation_checkpointing(sequence_parallel: bool) -> None:
     def run() -> None:
-        plain = make_model(LLAMA)
+        plain = make_rough_model(LLAMA)
         sharded = copy.deepcopy(plain)
         apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
         for index, layer in enumerate(sharded.model.layers):

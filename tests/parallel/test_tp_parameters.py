@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_fsdp2._torch_compat import StridedShard, has_packed_shards
@@ -23,12 +23,6 @@ from lightning_fsdp2.parallel.tp_parameters import (
     shard_parameters,
     wrap_method,
 )
-
-
-def make_mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    dist.barrier()  # a rank that ends before another has connected to it would fail that one
-    return mesh
 
 
 def count_up(*shape: int) -> Tensor:

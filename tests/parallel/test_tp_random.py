@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from helpers.models import GPT2, VOCABULARY, add_adapters
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import make_mesh, to_whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
@@ -30,12 +29,6 @@ CALLS = 1 + 3 * LAYERS
 """Of dropout in a forward: of the embeddings; then of attention, of its output and of the MLP's output, by layer."""
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-
-
-def make_mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    dist.barrier()  # a rank that ends before another has connected to it would fail that one
-    return mesh
 
 
 def make_model(config: dict[str, Any] = DROPOUT) -> Any:
@@ -55,10 +48,6 @@ def train(model: nn.Module) -> dict[str, Tensor]:
     model(**make_batch(), use_cache=False).loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {name: to_whole(gradient).clone() for name, gradient in gradients.items() if gradient is not None}
-
-
-def to_whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import make_mesh, to_whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -41,12 +41,6 @@ from lightning_fsdp2.parallel.tp_styles import (
 )
 
 Plan = dict[str, ParallelStyle] | ParallelStyle
-
-
-def make_mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    dist.barrier()  # a rank that ends before another has connected to it would fail that one
-    return mesh
 
 
 def make_random(*shape: int, seed: int = 1) -> Tensor:
@@ -119,10 +113,6 @@ def assert_like_plain(
         torch.testing.assert_close(result, take(whole), rtol=1e-5, atol=1e-6)
     assert_equal_gradients(actual, expected)
     return sharded
-
-
-def to_whole(gradient: Tensor | None) -> Tensor | None:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 # ---------------------------------------------------------------------- column-wise
