@@ -1,14 +1,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # further arguments of `make quickstart` and `make test`, e.g. ARGS="--trainer.max_steps 5"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all parity lint clean
+.PHONY: help venv quickstart test test-all parity parity-oldest lint clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
 
 venv: $(INSTALLED) ## Make .venv with the package, its tools and the pinned versions
 
@@ -34,11 +35,18 @@ test-all: venv ## Run all tests, go on where an interrupted run stopped, write d
 parity: venv ## Compare all model families under tensor parallelism with one process, write docs/parity.md
 	$(BIN)/python tests/parity_matrix.py --output docs/parity.md $(ARGS)
 
+parity-oldest: venv ## The same with the oldest transformers that pyproject.toml allows, in .venv-oldest
+	test -x .venv-oldest/bin/python || $(BIN)/python -m venv --without-pip .venv-oldest
+	grep -v -e '^transformers==' -e '^huggingface_hub==' constraints.txt > .venv-oldest/constraints.txt
+	$(BIN)/python -m pip --python .venv-oldest/bin/python install -e '.[dev]' \
+		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
+	.venv-oldest/bin/python tests/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md $(ARGS)
+
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean: ## Remove caches, builds and the test-all ledger, but not .venv
+clean: ## Remove caches, builds and the test-all ledger, but not the environments
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist *.egg-info
-	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Compare every causal language model family that has a tensor parallel plan with one process, on every layout.
 
-Usage: python tests/parity_matrix.py [--families a,b] [--layouts tp2,tp4] [--output docs/parity.md]
+Usage: python tests/parity_matrix.py [--families a,b] [--layouts "tp2;tp2+sp"] [--output docs/parity.md]
 """
 
 import argparse
@@ -63,7 +63,7 @@ def summarize(cells: dict[tuple[str, str], str], reasons: dict[str, str]) -> str
         "# Tensor and sequence parallel parity",
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Written by"
-        " `make parity`.",
+        " tests/parity_matrix.py (`make parity`, `make parity-oldest`).",
         "",
         "A tiny random model of every causal language model family of transformers that has a tensor parallel plan,",
         f"its own or ours: {STEPS} AdamW steps with clipping in float32, on each layout and in one process. A number",
