@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import _dtensor_spec, placement_types
+from torch.distributed.tensor import _api, _dtensor_spec, placement_types
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -23,6 +24,27 @@ def has_packed_shards() -> bool:
     That of torch 2.11 raises "unable to be interpreted into a corresponding shard_order".
     """
     return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
+
+
+def get_optional_function(node: Any) -> Any:
+    """The ``torch.autograd.Function`` that made a node of the autograd graph, None for torch's own operations.
+
+    There is no public way from one to the other.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
+def is_fsdp_pass_through(node: Any) -> bool:
+    """Whether a node of the autograd graph returns its inputs as they are, to learn of the end of a unit's backward."""
+    return get_optional_function(node) is _fsdp_param_group.RegisterPostBackwardFunction
+
+
+def get_dtensor_crossing(node: Any) -> tuple[str, Sequence[Any]] | None:
+    """Whether a node of the autograd graph goes ``"into"`` or ``"out of"`` a DTensor, and the latter's placements."""
+    function = get_optional_function(node)
+    if function is _api._ToTorchTensor:
+        return "out of", node.dtensor_spec.placements
+    return ("into", ()) if function is _api._FromTorchTensor else None
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

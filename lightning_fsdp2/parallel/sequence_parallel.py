@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import is_in_backward
 from lightning_fsdp2.parallel.tp_collectives import (
+    Kind,
     copy_to_ranks,
     gather,
     gather_for_ranks,
@@ -35,6 +36,7 @@ from lightning_fsdp2.parallel.tp_collectives import (
 )
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
 from lightning_fsdp2.parallel.tp_random import LayerRandom
+from lightning_fsdp2.parallel.tp_verification import LayerVerification
 
 
 class Scope:
@@ -46,13 +48,9 @@ class Scope:
     is_scattered = False
     """Whether results are parts of the sequence."""
 
-    remembers = False
-    """Whether it knows which tensors are this rank's part of a projection; then :meth:`clear` ends each forward."""
-
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None = None) -> None:
         self.group = group
         self.random = random
-        self._own: list[Tensor] = []
 
     def enter(self, tensor: Tensor) -> Tensor:
         """For a module of which each rank computes other columns."""
@@ -68,20 +66,10 @@ class Scope:
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
-    def begin_shards(self, output: Tensor | None = None) -> None:
-        """From here on ranks hold different activations; ``output`` is this rank's part of a projection."""
+    def begin_shards(self) -> None:
+        """From here on ranks hold different activations."""
         if self.random is not None:
             self.random.begin_shards()
-        if output is not None and self.remembers and not torch.compiler.is_compiling():
-            self._own.append(_get_base(output))
-
-    def is_own(self, value: Any) -> bool:
-        """Whether ``value`` is this rank's part of a projection, or a view of it."""
-        return isinstance(value, Tensor) and any(_get_base(value) is own for own in self._own)
-
-    def clear(self) -> None:
-        """Forget the tensors of a forward that has ended."""
-        self._own.clear()
 
     def end_shards(self) -> None:
         """From here on ranks hold the same activations."""
@@ -92,10 +80,9 @@ class Scope:
 class LayerScope(Scope):
     """A layer under tensor parallelism alone: projections of the same tensor share the all-reduce of its gradient."""
 
-    remembers = True
-
-    def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None, verification: LayerVerification) -> None:
         super().__init__(group, random)
+        self.verification = verification
         self._tensor: Tensor | None = None
         self._copy: Tensor | None = None
 
@@ -108,11 +95,12 @@ class LayerScope(Scope):
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
         try:
-            return forward(*args, **kwargs)
+            output = self.verification.run(forward, *args, **kwargs)
         finally:
             self._tensor = self._copy = None
-            self.clear()
             self.end_shards()
+        self.verification.verify(get_hidden_states(args, kwargs), self.verification.returns, output)
+        return output
 
 
 class Stack:
@@ -255,8 +243,6 @@ class RegionScope(Scope):
         name: For messages.
     """
 
-    remembers = True
-
     def __init__(
         self, stack: Stack, random: LayerRandom | None, *, reduces_once: bool, takes_residual: bool, name: str
     ) -> None:
@@ -276,6 +262,8 @@ class RegionScope(Scope):
 
     def leave(self, tensor: Tensor) -> Tensor:
         dim = self.stack.dim
+        if not self.stack.is_active:
+            return super().leave(tensor)
         # a part of one position would be broadcast, silently, against whole sequences
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
@@ -288,10 +276,7 @@ class RegionScope(Scope):
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region's forward on whole sequences and return this rank's part."""
         if not self.stack.is_active:
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.clear()
+            return forward(*args, **kwargs)
         hidden = get_hidden_states(args, kwargs)
         dim = self.stack.get_token_dim(hidden)
         self._check_length(hidden, dim)
@@ -308,7 +293,6 @@ class RegionScope(Scope):
         finally:
             self._complete = self._partial = None
             self.is_scattered = False
-            self.clear()
             self.begin_shards()
         return map_hidden_states(output, partial(self._take, hidden, dim))
 
@@ -352,6 +336,7 @@ class StackedLayer:
     Args:
         stack: The layers it belongs to.
         random: None where the layer draws no random numbers.
+        verification: Of this layer.
         name: For messages.
         is_first: Whether it is given whole sequences.
         is_last: Whether it returns whole sequences.
@@ -362,19 +347,20 @@ class StackedLayer:
         self,
         stack: Stack,
         random: LayerRandom | None,
+        verification: LayerVerification,
         *,
         name: str,
         is_first: bool,
         is_last: bool,
         per_position: tuple[int | str, ...] = (),
     ) -> None:
-        self.stack, self.random = stack, random
+        self.stack, self.random, self.verification = stack, random, verification
         self.name, self.is_first, self.is_last = name, is_first, is_last
         self.per_position = per_position
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward on this rank's part of the sequence."""
-        hidden = get_hidden_states(args, kwargs)
+        given = hidden = get_hidden_states(args, kwargs)
         if self.is_first:
             hidden = self.stack.open(hidden)
         else:
@@ -386,31 +372,16 @@ class StackedLayer:
         if self.random is not None and self.stack.is_active:
             self.random.begin_shards()
         try:
-            output = forward(*args, **kwargs)
+            output = self.verification.run(forward, *args, **kwargs)
         finally:
             if self.random is not None:
                 self.random.end_shards()
+        if self.stack.is_active:
+            self.verification.verify(given, Kind.EQUAL if self.is_first else Kind.OWN, output)
         return map_hidden_states(output, self.stack.close) if self.is_last else output
 
     def _take(self, value: Any) -> Any:
         return split(value, self.stack.dim, self.stack.group) if isinstance(value, Tensor) else value
-
-
-def refuse_own_parts(module: nn.Module, scope: Scope, name: str) -> None:
-    """Let ``module``, which no entry of the plan names, refuse what is this rank's part of a projection.
-
-    Its weights' gradients would lack what the other ranks compute, with perfect logits: the q and k norms of Qwen3.
-    """
-
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and any(scope.is_own(value) for value in (*args, *kwargs.values())):
-            raise ValueError(
-                f"tp_plan: {name} works on this rank's part of a column-wise projection, but no entry says how; add"
-                f" it as 'replicated_with_grad_allreduce' if it treats each head alone, so that its gradient is summed."
-            )
-        return forward(*args, **kwargs)
-
-    wrap_method(module, run)
 
 
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
@@ -429,11 +400,6 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
             module._parameters.update(saved)
 
     wrap_method(module, run)
-
-
-def _get_base(tensor: Tensor) -> Tensor:
-    """The tensor of which ``tensor`` is a view, or itself."""
-    return tensor if tensor._base is None else tensor._base
 
 
 def _may_be_repeated() -> bool:

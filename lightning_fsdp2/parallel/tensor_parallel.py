@@ -19,7 +19,6 @@ from lightning_fsdp2.parallel.sequence_parallel import (
     Scope,
     Stack,
     StackedLayer,
-    refuse_own_parts,
     sum_gradients_on_shards,
 )
 from lightning_fsdp2.parallel.structure import (
@@ -41,6 +40,7 @@ from lightning_fsdp2.parallel.tp_checks import (
     check_results,
     warn_of_replicated,
 )
+from lightning_fsdp2.parallel.tp_collectives import Kind
 from lightning_fsdp2.parallel.tp_matching import MatchedModel, agree_on_tied, match_plan
 from lightning_fsdp2.parallel.tp_parameters import (
     Layout,
@@ -57,6 +57,7 @@ from lightning_fsdp2.parallel.tp_styles import (
     Style,
     VocabularyHead,
 )
+from lightning_fsdp2.parallel.tp_verification import LayerVerification
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -144,7 +145,8 @@ def _install(model: MatchedModel, layouts: dict[Slot, Layout], mesh: DeviceMesh,
             _install_stack(model, layers, styles, layouts, mesh)
         else:
             for layer in layers:
-                _install_layer(layer, styles, layouts, names, mesh)
+                verification = LayerVerification(layer, names[layer], Kind.EITHER if model.foreign else Kind.EQUAL)
+                _install_layer(layer, styles, verification, mesh)
     inside = {module for layers in stacks for layer in layers for module in layer.modules()}
     for module, style in styles.items():
         if module not in inside:
@@ -152,31 +154,13 @@ def _install(model: MatchedModel, layouts: dict[Slot, Layout], mesh: DeviceMesh,
 
 
 def _install_layer(
-    layer: nn.Module,
-    styles: dict[nn.Module, Style],
-    layouts: dict[Slot, Layout],
-    names: dict[nn.Module, str],
-    mesh: DeviceMesh,
+    layer: nn.Module, styles: dict[nn.Module, Style], verification: LayerVerification, mesh: DeviceMesh
 ) -> None:
-    scope = LayerScope(mesh.get_group(), _get_random(layer, mesh))
-    for module in _iterate_own(layer, styles, layouts):
+    scope = LayerScope(mesh.get_group(), _get_random(layer, mesh), verification)
+    for module in layer.modules():
         if module in styles:
             styles[module].install(module, scope)
-        else:
-            refuse_own_parts(module, scope, names[module])
     wrap_method(layer, scope.run)
-
-
-def _iterate_own(top: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> Iterator[nn.Module]:
-    """The modules in ``top`` that have a style, or parameters of which no entry of the plan says anything."""
-    covered: set[nn.Module] = set()
-    for module in top.modules():
-        if module in styles and styles[module].is_boundary:
-            covered.update(inner for inner in module.modules() if inner is not module)
-        slots = get_slots([module])
-        is_unnamed = module is not top and module not in covered and all(layouts[slot] == Layout() for slot in slots)
-        if module in styles or (slots and is_unnamed):
-            yield module
 
 
 def _install_stack(
@@ -204,6 +188,7 @@ def _install_stack(
         stacked = StackedLayer(
             stack,
             random,
+            LayerVerification(layer, names[layer], Kind.OWN),
             name=names[layer],
             is_first=layer is layers[0],
             is_last=layer is layers[-1],
@@ -228,14 +213,25 @@ def _install_region(
     scope = RegionScope(
         stack, random, reduces_once=reduces_once, takes_residual=traits.regions_take_residual, name=names[region]
     )
-    for module in _iterate_own(region, styles, layouts):
-        if module in styles:
-            styles[module].install(module, scope)
-        else:
-            refuse_own_parts(module, scope, names[module])
-            if reduces_once:
-                sum_gradients_on_shards(module, scope)
+    for module, style in inside.items():
+        style.install(module, scope)
+    if reduces_once:
+        for module in _iterate_unnamed(region, styles, layouts):
+            sum_gradients_on_shards(module, scope)
     wrap_method(region, scope.run)
+
+
+def _iterate_unnamed(
+    region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
+) -> Iterator[nn.Module]:
+    """The modules in ``region`` with parameters of which no entry of the plan says anything."""
+    covered = {region}
+    for module in region.modules():
+        if module in styles and styles[module].is_boundary:
+            covered.update(module.modules())
+        slots = get_slots([module])
+        if slots and module not in covered and module not in styles and all(layouts[s] == Layout() for s in slots):
+            yield module
 
 
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:

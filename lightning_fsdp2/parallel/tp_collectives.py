@@ -14,6 +14,8 @@ reduce_scatter       summands -> shards                    reduce-scatter      a
 sum_over_ranks       summands -> equal, used differently   all-reduce          all-reduce
 ===================  ====================================  ==================  =====================
 
+:data:`KINDS` says the same to :mod:`~lightning_fsdp2.parallel.tp_verification`.
+
 *Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
 that each rank computes another part of the result, so that its gradient is a summand. The first two are *f* and *g*
 of Megatron-LM (https://arxiv.org/abs/1909.08053), ``gather`` and ``reduce_scatter`` those of its sequence parallelism
@@ -22,6 +24,7 @@ of Megatron-LM (https://arxiv.org/abs/1909.08053), ``gather`` and ``reduce_scatt
 Shards are those of :func:`torch.chunk`: where the size is not divisible the last ranks hold less, or nothing.
 """
 
+from enum import Enum
 from typing import Any
 
 import torch
@@ -35,6 +38,11 @@ from lightning_fsdp2._torch_compat import all_gather_tensor, all_reduce_tensor, 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``tensor``, whose gradient becomes the sum over the ranks."""
     return _Copy.apply(group, tensor)[0]
+
+
+def copy_last_to_ranks(tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`copy_to_ranks` for the last ``features`` of the last dim alone."""
+    return _CopyLast.apply(tensor, features, group)
 
 
 def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
@@ -101,6 +109,18 @@ class _Copy(torch.autograd.Function):
         return None, *(p.view(g.shape).to(g.dtype) for p, g in zip(parts, gradients, strict=True))
 
 
+class _CopyLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.features, ctx.group = features, group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rest, last = gradient.split([gradient.size(-1) - ctx.features, ctx.features], -1)
+        return torch.cat([rest, all_reduce_tensor(last.contiguous(), ctx.group)], -1), None, None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -164,6 +184,27 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return all_gather_tensor(gradient, ctx.dim, ctx.group), None, None
+
+
+class Kind(Enum):
+    """What the ranks hold of a value, in the words of the table above."""
+
+    EQUAL = "equal"
+    OWN = "shards or summands, or what a rank computed with them"
+    EITHER = "both in one tensor, or a DTensor, which knows for itself"
+
+
+KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
+    _Copy: (Kind.EQUAL, Kind.OWN),
+    _CopyLast: (Kind.EQUAL, Kind.EITHER),
+    _Reduce: (Kind.OWN, Kind.EQUAL),
+    _Gather: (Kind.OWN, Kind.EQUAL),
+    _GatherForRanks: (Kind.OWN, Kind.OWN),
+    _Split: (Kind.EQUAL, Kind.OWN),
+    _ReduceScatter: (Kind.OWN, Kind.OWN),
+    _Twin: (Kind.EITHER, Kind.OWN),  # it reads the gathered tensor too
+}
+"""What goes into and what comes out of the autograd functions."""
 
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

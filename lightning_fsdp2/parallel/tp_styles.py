@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_fsdp2._torch_compat import assert_async
 from lightning_fsdp2.parallel.sequence_parallel import Scope
 from lightning_fsdp2.parallel.tp_collectives import (
+    copy_last_to_ranks,
     copy_to_ranks,
     gather,
     get_shard_range,
@@ -135,7 +136,7 @@ class ColumnWise(Style):
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(scope.enter(args[0]), *args[1:], **kwargs)
         if not self.gather_output:
-            scope.begin_shards(output)
+            scope.begin_shards()
             return output
         (linear,) = _get_base_linears(self, module)
         whole = _get_output_size(linear)
@@ -323,9 +324,7 @@ class LatentKeyValue(Style):
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.rotary_features is None:
             raise ValueError("LatentKeyValue(rotary_features=None) outside of a plan: give `config.qk_rope_head_dim`.")
-        output = forward(*args, **kwargs)
-        latent, keys = output.split([output.size(-1) - self.rotary_features, self.rotary_features], -1)
-        return torch.cat([latent, copy_to_ranks(keys, scope.group)], -1)
+        return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
 
 
 @dataclass(unsafe_hash=True)

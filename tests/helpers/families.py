@@ -441,7 +441,7 @@ def make_family_config(model_type: str) -> PretrainedConfig:
 
 
 def make_family_model(model_type: str) -> nn.Module:
-    model = AutoModelForCausalLM.from_config(make_family_config(model_type), attn_implementation="eager").float()
+    model = AutoModelForCausalLM.from_config(make_family_config(model_type)).float()
     _roughen(model)
     return model
 
