@@ -88,9 +88,9 @@ class FSDP2Config(_Flags):
     """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
 
     tp_plan: dict[str, str | ParallelStyle] | str | None = None
-    """Tensor parallel plan. None chooses one by the structure of the model, "hf" takes the plan that the Hugging Face
-    model carries, a dict maps module names, relative to that model, to styles, and any other string is the import path
-    of such a dict or of a function that returns one."""
+    """Tensor parallel plan. None takes the one registered for the model's class or family, else ours for the family,
+    else the one that the Hugging Face model carries; "hf" takes the last. A dict maps module names, relative to that
+    model, to styles, and any other string is the import path of such a dict or of a function that returns one."""
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one

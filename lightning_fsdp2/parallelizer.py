@@ -27,6 +27,7 @@ from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
+from lightning_fsdp2.parallel.tp_matching import match_plan
 from lightning_fsdp2.parallel.tp_plans import PlanOption, get_plan, get_style, to_torch_style
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,9 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         ValueError: When the model has no plan; it is an ``AssertionError`` too. When the plan names a style that is
             unknown or refused.
     """
-    return {name: to_torch_style(style) for name, style in get_plan(model, "hf").items()}
+    plan = get_plan(model, "hf")
+    unmatched = match_plan(model, plan).unmatched  # what other configurations of the family have
+    return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
@@ -230,7 +233,7 @@ def import_plan(plan: PlanOption) -> PlanOption:
             f"tp_plan={plan!r} cannot be imported ({error}); use 'hf', or the path of a dict or a function, such as"
             " 'my_package.plans.my_plan'."
         ) from error
-    if not isinstance(found, Mapping) and not callable(found):
+    if isinstance(found, type) or not (isinstance(found, Mapping) or callable(found)):
         raise TypeError(f"tp_plan={plan!r} is a {type(found).__name__}; name a dict or a function that returns one.")
     return found
 

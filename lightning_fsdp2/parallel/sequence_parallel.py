@@ -132,8 +132,13 @@ class Stack:
         A sequence that cannot be sharded (one token of ``generate``) stays whole in a forward without gradients.
 
         Raises:
-            ValueError: In training.
+            ValueError: In training. When the stack is open already.
         """
+        if self.is_open and not _may_be_repeated():
+            raise ValueError(
+                "sequence_parallel=True: the model runs its first layer twice in one forward. Use"
+                " sequence_parallel=False, or layers that are modules of their own."
+            )
         ranks, self.whole = self.group.size(), hidden.size(self.stream_dim)
         self.local = self.whole // ranks if self.whole % ranks == 0 else 0
         self.is_open = not _may_be_repeated()
@@ -280,7 +285,8 @@ class RegionScope(Scope):
         hidden = get_hidden_states(args, kwargs)
         dim = self.stack.get_token_dim(hidden)
         self._check_length(hidden, dim)
-        self._check_residual(hidden, [*args, *kwargs.values()])
+        whole = ("encoder_hidden_states", "key_value_states")  # of cross attention
+        self._check_residual(hidden, [*args, *(value for name, value in kwargs.items() if name not in whole)])
         self._complete, self._partial = gather_twice(hidden, dim, self.group)
         args, kwargs = replace_hidden_states(args, kwargs, self._complete)
         self.end_shards()

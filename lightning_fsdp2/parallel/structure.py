@@ -44,11 +44,21 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def get_hf_models(root: nn.Module) -> list[nn.Module]:
-    """Return the outermost Hugging Face models in ``root``, which may be ``root`` itself, in registration order."""
-    if is_hf_model(root):
-        return [root]
-    models = [model for child in root.children() if not is_metric(child) for model in get_hf_models(child)]
-    return list(dict.fromkeys(models))
+    """Return the outermost Hugging Face models in ``root``, which may be ``root`` itself, in registration order.
+
+    One that is part of another is not outermost, even if it hangs elsewhere too (``self.backbone = self.lm.model``).
+    """
+    models = list(_iterate_hf_models(root))
+    inner = {module for model in models for module in model.modules() if module is not model}
+    return [model for model in dict.fromkeys(models) if model not in inner]
+
+
+def _iterate_hf_models(module: nn.Module) -> Iterator[nn.Module]:
+    if is_hf_model(module):
+        yield module
+    elif not is_metric(module):
+        for child in module.children():
+            yield from _iterate_hf_models(child)
 
 
 def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:

@@ -32,12 +32,13 @@ from lightning_fsdp2.parallel.structure import (
 from lightning_fsdp2.parallel.tp_checks import (
     check_all_matched,
     check_divisible,
-    check_experts,
     check_foreign_styles,
     check_heads,
     check_layers,
     check_loss,
     check_results,
+    check_shared,
+    check_summands,
     warn_of_replicated,
 )
 from lightning_fsdp2.parallel.tp_collectives import Kind
@@ -53,8 +54,8 @@ from lightning_fsdp2.parallel.tp_parameters import (
 from lightning_fsdp2.parallel.tp_plans import LayerTraits, PlanOption, get_layer_traits, get_plan
 from lightning_fsdp2.parallel.tp_random import LayerRandom, draws_random_numbers
 from lightning_fsdp2.parallel.tp_styles import (
-    Experts,
     Style,
+    SummedResult,
     VocabularyHead,
 )
 from lightning_fsdp2.parallel.tp_verification import LayerVerification
@@ -88,6 +89,7 @@ def apply_tensor_parallel(
     """
     models = [match_plan(model, get_plan(model, plan)) for model in get_hf_models(root) or [root]]
     check_all_matched(models, plan)
+    check_shared(models)
     layouts = dict.fromkeys(get_slots(get_modules(root)), Layout())
     for model in models:
         check_heads(model, mesh.size())
@@ -96,24 +98,26 @@ def apply_tensor_parallel(
     agree_on_tied(models, layouts)
     check_divisible(root, layouts, mesh.size())
     for model in models:
-        check_experts(model, layouts)
+        check_summands(model, layouts)
         check_results(model)
         if sequence_parallel:
             check_layers(model)
-        if loss_parallel:
-            check_loss(model)
+    if loss_parallel:
+        check_loss(models)
     # from here on the model is changed
     for model in models:
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
-        if loss_parallel:
+        if loss_parallel or any(isinstance(style, VocabularyHead) for style in model.styles.values()):
             _shard_loss(model, mesh)
     layouts = {
         slot: layout for slot, layout in layouts.items() if not isinstance(slot[0]._parameters[slot[1]], DTensor)
     }
+    installed: set[nn.Module] = set()
     for model in models:
-        _install(model, layouts, mesh, sequence_parallel)
-    layers = [layer for model in models for layers in get_layer_lists(model.module) for layer in layers]
+        _install(model, layouts, mesh, sequence_parallel, installed)
+        installed.update(model.module.modules())
+    layers = list(dict.fromkeys(layer for m in models for layers in get_layer_lists(m.module) for layer in layers))
     inside = {module for layer in layers for module in layer.modules()}
     others = [module for module in get_modules(root) if module not in inside]
     warn_of_replicated(root, layouts)
@@ -135,10 +139,16 @@ def _shard_loss(model: MatchedModel, mesh: DeviceMesh) -> None:
 # ---------------------------------------------------------------------- installation
 
 
-def _install(model: MatchedModel, layouts: dict[Slot, Layout], mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Install the styles of a model, and say in ``layouts`` what follows from them."""
-    styles = model.styles
-    stacks = model.get_stacks()
+def _install(
+    model: MatchedModel,
+    layouts: dict[Slot, Layout],
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    installed: set[nn.Module],
+) -> None:
+    """Install the styles of a model, but for those it shares with another, and say in ``layouts`` what follows."""
+    styles = {module: style for module, style in model.styles.items() if module not in installed}
+    stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
     names = {module: name for name, module in model.module.named_modules()}
     for layers in stacks:
         if sequence_parallel:
@@ -147,7 +157,7 @@ def _install(model: MatchedModel, layouts: dict[Slot, Layout], mesh: DeviceMesh,
             for layer in layers:
                 verification = LayerVerification(layer, names[layer], Kind.EITHER if model.foreign else Kind.EQUAL)
                 _install_layer(layer, styles, verification, mesh)
-    inside = {module for layers in stacks for layer in layers for module in layer.modules()}
+    inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}
     for module, style in styles.items():
         if module not in inside:
             style.install(module, Scope(mesh.get_group()))
@@ -241,7 +251,7 @@ def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: di
     on parts, and nobody could tell which; so there the result is sliced at the region's end.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
-    if len(reducing) != 1 or isinstance(styles[reducing[0]], Experts):
+    if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
     # what stands beside the module that ends with the projection (experts beside a shared one) adds to its result

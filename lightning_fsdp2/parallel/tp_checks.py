@@ -1,5 +1,6 @@
 """What is refused before anything is touched: plans that do not fit, and sizes that the ranks do not divide."""
 
+import itertools
 import logging
 import math
 import re
@@ -9,31 +10,64 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from lightning_fsdp2.parallel.structure import iterate_children
+from lightning_fsdp2.parallel.structure import get_parameter_owners, iterate_children
 from lightning_fsdp2.parallel.tp_matching import MatchedModel
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
-from lightning_fsdp2.parallel.tp_plans import PlanOption, get_layer_traits
-from lightning_fsdp2.parallel.tp_styles import ColumnWise, Experts, LatentKeyValue, RowWise
+from lightning_fsdp2.parallel.tp_plans import PlanOption, get_layer_traits, is_registered
+from lightning_fsdp2.parallel.tp_styles import ColumnWise, LatentKeyValue, RowWise, SummedResult
 
 logger = logging.getLogger(__name__)
 
 
 def check_all_matched(models: list[MatchedModel], plan: PlanOption) -> None:
-    """The models' own plans name what some of their configurations lack, but a given one means what it says."""
-    if plan is None or plan == "hf":
-        return
-    for pattern in models[0].unmatched:
-        if all(pattern in model.unmatched for model in models):
-            names = " or ".join(type(model.module).__name__ for model in models)
-            some = [name for name, _ in models[0].module.named_modules() if "0" in name][:3]
-            raise ValueError(
-                f"tp_plan[{pattern!r}] matches no module and no parameter of {names}. Names are relative to the model,"
-                f" with * for the number of a layer; there are for example {', '.join(some)}."
-            )
+    """Plans of families name what some of their configurations lack, but a given one means what it says."""
+    given = [[model] for model in models if is_registered(model.module)] if plan is None else [models]
+    for together in given if plan != "hf" else []:
+        for pattern in together[0].unmatched:
+            if all(pattern in model.unmatched for model in together):
+                names = " or ".join(type(model.module).__name__ for model in together)
+                some = [name for name, _ in together[0].module.named_modules() if "0" in name][:3]
+                raise ValueError(
+                    f"tp_plan[{pattern!r}] matches no module and no parameter of {names}. Names are relative to the"
+                    f" model, with * for the number of a layer; there are for example {', '.join(some)}."
+                )
+
+
+def check_shared(models: list[MatchedModel]) -> None:
+    """What two layers share cannot follow either; what two models share (actor and critic) follows the first one."""
+    layer_of: dict[nn.Module, nn.Module] = {}
+    for model in models:
+        names = {module: name for name, module in model.module.named_modules()}
+        for layer in (layer for layers in model.get_stacks() for layer in layers):
+            for module in layer.modules():
+                other = layer_of.setdefault(module, layer)
+                if other is not layer and get_slots([module]):
+                    raise ValueError(
+                        f"tp_size: {names[module]} is part of {names[layer]} and of {names.get(other, 'another model')}"
+                        " too, and each layer shards and gathers its own modules only. Give each layer modules of its"
+                        " own (their parameters may be tied), or use tp_size=1."
+                    )
+    for first, second in itertools.combinations(models, 2):
+        _check_shared_entries(first, second)
+
+
+def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
+    shared = set(first.module.modules()) & set(second.module.modules())
+    plans = [
+        {(e.module, e.parameter): e.style for e in model.entries.values() if e.module in shared}
+        for model in (first, second)
+    ]
+    if plans[0] != plans[1]:
+        module, _ = next(key for key in {**plans[0], **plans[1]} if plans[0].get(key) != plans[1].get(key))
+        name = next(name for name, candidate in second.module.named_modules() if candidate is module)
+        raise ValueError(
+            f"tp_plan: {type(first.module).__name__} and {type(second.module).__name__} share {name}, but their plans"
+            " differ there. Give both the same entries for what they share, with tp_plan or register_tp_plan."
+        )
 
 
 def check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
-    """Sequence parallelism is derived from styles whose layouts are known."""
+    """Sequence parallelism needs styles whose layouts are known; those of torch do not keep weights tied."""
     if model.foreign and sequence_parallel:
         name, style = next(iter(model.foreign.items()))
         raise ValueError(
@@ -41,12 +75,22 @@ def check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
             f" {style}. Use the names of styles ('colwise', 'rowwise', ...), or leave sequence_parallel False and let"
             " the plan shard the sequence."
         )
+    owned = {module for name in model.foreign for module in model.module.get_submodule(name).modules()}
+    for owners in get_parameter_owners(model.module).values():
+        if len(owners) > 1 and any(module in owned for module, _ in owners):
+            names = {module: name for name, module in model.module.named_modules()}
+            tied = " and ".join(f"{names[module]}.{parameter}" for module, parameter in owners)
+            raise ValueError(
+                f"tp_plan: {tied} are one parameter, which a style of torch with layouts of its own would replace in"
+                " one place only. Use the names of styles for them ('embedding_rowwise', 'colwise_gather_output'), or"
+                " untie them (tie_word_embeddings=False)."
+            )
 
 
-def check_experts(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
-    """Experts whose results are summed over the ranks must be sharded."""
+def check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
+    """What is summed over the ranks must be computed with shards."""
     for name, entry in model.entries.items():
-        if isinstance(entry.style, Experts) and entry.parameter is None:
+        if isinstance(entry.style, SummedResult) and entry.parameter is None:
             slots = get_slots(entry.module.modules())
             if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
                 raise ValueError(
@@ -68,7 +112,7 @@ def check_results(model: MatchedModel) -> None:
         for modules in (own, *(list(child.modules()) for child in children if child not in styles)):
             found = {module: styles[module] for module in modules if module in styles}
             sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
-            if sharded and not any(isinstance(style, RowWise | Experts) for style in found.values()):
+            if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
                     f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry adds up what is"
                     " computed with them; add the projection that reads them as 'rowwise', or gather the outputs with"
@@ -87,7 +131,7 @@ def check_heads(model: MatchedModel, ranks: int) -> None:
         is_latent = any(isinstance(style, LatentKeyValue) for style in children)
         config = getattr(attention, "config", None) or getattr(model.module, "config", None)
         fields = ("num_attention_heads",) if is_latent else ("num_attention_heads", "num_key_value_heads")
-        heads = {field: value for field in fields if isinstance(value := _get_optional(config, field), int)}
+        heads = {field: value for field in fields if isinstance(value := _get_optional_field(config, field), int)}
         for field, value in heads.items():
             if value % ranks:
                 raise ValueError(
@@ -96,24 +140,35 @@ def check_heads(model: MatchedModel, ranks: int) -> None:
                 )
 
 
-def check_loss(model: MatchedModel) -> None:
+def check_loss(models: list[MatchedModel]) -> None:
     """The loss on a sharded vocabulary is that of causal language models, and needs a head to shard."""
-    module: Any = model.module
-    if model.get_optional_head() is None:
+    with_head = [model for model in models if model.get_optional_head() is not None]
+    if not with_head:
+        names = " and ".join(type(model.module).__name__ for model in models)
         raise ValueError(
-            f"loss_parallel=True: {type(module).__name__} has no head whose outputs the plan shards; add it to tp_plan"
-            " as 'colwise_gather_output' (and a tied embedding as 'embedding_rowwise'), or use loss_parallel=False."
+            f"loss_parallel=True: no head of {names} has outputs that the plan shards; add it to tp_plan as"
+            " 'colwise_gather_output' (and a tied embedding as 'embedding_rowwise'), or use loss_parallel=False."
         )
-    if module.loss_function.__name__ != "ForCausalLMLoss":
-        raise ValueError(
-            f"loss_parallel=True computes the loss of causal language models, but {type(module).__name__} has"
-            f" {module.loss_function.__name__}; use loss_parallel=False."
-        )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    for model in with_head:
+        module: Any = model.module
+        if module.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                f"loss_parallel=True computes the loss of causal language models, but {type(module).__name__} has"
+                f" {getattr(module.loss_function, '__name__', module.loss_function)}; use loss_parallel=False."
+            )
 
 
 def check_layers(model: MatchedModel) -> None:
     """Under sequence parallelism a layer's own code may only treat positions one by one."""
     traits = get_layer_traits(model.module)
+    layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
+    if layerdrop > 0:
+        raise ValueError(
+            f"sequence_parallel=True needs every layer in every step, but {type(model.module).__name__} leaves some out"
+            f" at random (layerdrop={layerdrop}); set layerdrop=0, or use sequence_parallel=False."
+        )
     if traits.refused:
         raise ValueError(
             f"sequence_parallel=True is not possible for {type(model.module).__name__}: {traits.refused}; use"
@@ -166,7 +221,7 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
     )
 
 
-def _get_optional(config: Any, field: str) -> Any:
+def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
     except Exception:  # a field that differs by layer refuses to be read; the size of the weights is checked anyway

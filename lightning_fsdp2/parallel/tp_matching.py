@@ -48,7 +48,7 @@ class MatchedModel:
 
     def get_stacks(self) -> list[list[nn.Module]]:
         """The lists of layers in which anything is sharded."""
-        styled = {entry.module for entry in self.entries.values()}
+        styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         lists = get_layer_lists(self.module)
         return [layers for layers in lists if any(module in styled for layer in layers for module in layer.modules())]
 

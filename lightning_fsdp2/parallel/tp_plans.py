@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_fsdp2.parallel.structure import get_embedding_and_head
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
-    Experts,
     FeatureEmbedding,
     IdentityExpert,
     LatentKeyValue,
@@ -30,7 +29,9 @@ from lightning_fsdp2.parallel.tp_styles import (
     ShardParameter,
     Style,
     SummedParameter,
+    SummedResult,
     VocabularyEmbedding,
+    VocabularyHead,
 )
 
 Plan = dict[str, ParallelStyle]
@@ -54,10 +55,10 @@ STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": Replicated(on_shards=True),
     "replicate": Replicated(),
     "local_params": Style(),
-    "moe_tp_experts": Experts(),
+    "moe_tp_experts": SummedResult(),
     "moe_identity_expert": IdentityExpert(),
     "mla_kv_a_proj": LatentKeyValue(),
-    "all_reduce": Experts(),
+    "all_reduce": SummedResult(),
 }
 """The styles that plans of transformers (5.17 to 5.23) name."""
 
@@ -106,6 +107,11 @@ def register_tp_plan(
         traits: Of its layers, for sequence parallelism; few models need any.
     """
     _registered[model] = (plan if callable(plan) else lambda _: plan, traits)
+
+
+def is_registered(model: nn.Module) -> bool:
+    """Whether :func:`register_tp_plan` was called for the class or the family of ``model``."""
+    return _get_registered(model) is not None
 
 
 def get_layer_traits(model: nn.Module) -> LayerTraits:
@@ -157,7 +163,9 @@ def get_plan(model: nn.Module, plan: PlanOption = None) -> Plan:
     if not isinstance(plan, Mapping):
         raise TypeError(f"tp_plan must be a dict of names and styles, but the function given returned {plan!r}.")
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
-    translated = {name: _from_torch(style) for name, style in styles.items()}
+    _, head = get_embedding_and_head(model)
+    heads = {name for name, module in model.named_modules() if module is head}
+    translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
     # one of torch's with another layout may hand a DTensor to the next, which only torch's own would take
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
@@ -181,7 +189,8 @@ def _choose(model: Any, config: Any, *, own_only: bool) -> Mapping[str, "str | P
             f"{type(model).__name__} has no tensor parallel plan. Give one as FSDP2Config(tp_plan={{...}}), from module"
             " names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
             " 'model.layers.*.self_attn.o_proj': 'rowwise'}, or register it for the class with"
-            " lightning_fsdp2.parallel.tp_plans.register_tp_plan; or use tp_size=1."
+            " lightning_fsdp2.parallel.tp_plans.register_tp_plan, which also takes an empty plan for a helper model"
+            " that every rank shall hold whole; or use tp_size=1."
         )
     return {**own, **_add_prefix(model, _CORRECTIONS[family](config))} if family in _CORRECTIONS else own
 
@@ -239,13 +248,18 @@ _TORCH_STYLES: list[tuple[Callable[[], ParallelStyle], Style]] = [
     (RowwiseParallel, RowWise()),
     (partial(RowwiseParallel, input_layouts=Replicate()), RowWise(split_input=True)),
 ]
+_SHARDED_LOGITS: tuple[Callable[[], ParallelStyle], Style] = (
+    partial(ColwiseParallel, output_layouts=Shard(-1), use_local_output=False),
+    VocabularyHead(),
+)
 
 
-def _from_torch(style: ParallelStyle) -> ParallelStyle:
+def _from_torch(style: ParallelStyle, *, is_head: bool) -> ParallelStyle:
     """Torch's own styles with the layouts of plain tensor parallelism are ours, so that they can be combined."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return style
-    return next((ours for theirs, ours in _TORCH_STYLES if vars(theirs()) == vars(style)), style)
+    known = [*_TORCH_STYLES, *([_SHARDED_LOGITS] if is_head else [])]
+    return next((ours for theirs, ours in known if vars(theirs()) == vars(style)), style)
 
 
 # ---------------------------------------------------------------------- families
@@ -449,6 +463,11 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     return plan
 
 
+def _qwen3_vl(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    norms = {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")}
+    return {**_LLAMA_ATTENTION, **norms, **_LLAMA_MLP}
+
+
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     """Small weights that work position by position: shards of them would need whole sequences again."""
     return {
@@ -470,6 +489,7 @@ _FAMILIES: dict[str, PlanBuilder] = {
     "olmo3": _olmo2,
     "opt": _opt,
     "phi3": _phi3,
+    "qwen3_vl_text": _qwen3_vl,
     "stablelm": _stablelm,
 }
 """Plans in place of the models' own."""
@@ -482,6 +502,7 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
+    "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
 """Entries that the models' own plans lack or have wrong."""
@@ -493,6 +514,7 @@ _REFUSED_FAMILIES = {
 """Families whose code allows no plan, and why."""
 
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
+_DEEPSTACK = LayerTraits(refused="the model adds features of its images to whole sequences between its layers")
 _HYPER_CONNECTIONS = LayerTraits(pointwise=("attn_hc", "ffn_hc"))
 _TRAITS: dict[str, LayerTraits] = {
     "bloom": LayerTraits(regions_take_residual=True),
@@ -505,5 +527,7 @@ _TRAITS: dict[str, LayerTraits] = {
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
+    "qwen3_vl_moe_text": _DEEPSTACK,
+    "qwen3_vl_text": _DEEPSTACK,
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }

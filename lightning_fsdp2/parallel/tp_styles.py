@@ -154,6 +154,9 @@ class VocabularyHead(ColumnWise):
     Those of a single position in a forward without gradients are gathered: ``generate`` wants them whole.
     """
 
+    gather_output: bool = True
+    """In that forward."""
+
     mesh: DeviceMesh | None = None
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -328,10 +331,11 @@ class LatentKeyValue(Style):
 
 
 @dataclass(unsafe_hash=True)
-class Experts(Style):
-    """A mixture's experts, each of which is sharded: every rank computes a summand for every token.
+class SummedResult(Style):
+    """A module with sharded parameters inside of which each rank computes a summand of the result.
 
-    Their parameters are sharded by entries of their own (``layers.*.mlp.experts.gate_up_proj``).
+    A mixture's experts, above all, each of which is sharded: every rank computes a summand for every token. The
+    parameters are sharded by entries of their own (``layers.*.mlp.experts.gate_up_proj``).
     """
 
     is_boundary: ClassVar[bool] = True
@@ -348,7 +352,7 @@ class Experts(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise TypeError(
-            f"{type(module).__name__}: `parallelize_module` knows modules only, and would leave the experts' parameters"
+            f"{type(module).__name__}: `parallelize_module` knows modules only, and would leave its parameters"
             " whole; use `fsdp2_strategy_parallelize` or `apply_tensor_parallel`."
         )
 
@@ -476,6 +480,11 @@ def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
     """
     if not hasattr(module, "base_layer"):
         return []
+    if not hasattr(module, "lora_A"):
+        raise TypeError(
+            f"{type(module).__name__} is an adapter whose sharding is not known; of peft's adapters LoRA without DoRA"
+            " and without lora_bias works under tensor parallelism."
+        )
     parts = [getattr(module, name) for name in ("base_layer", "lora_A", "lora_B") if hasattr(module, name)]
     known = {id(p) for part in parts for p in part.parameters()}
     known -= {id(up.bias) for up in module.lora_B.values() if getattr(up, "bias", None) is not None}

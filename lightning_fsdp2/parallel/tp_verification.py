@@ -48,7 +48,7 @@ class LayerVerification:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            if self._is_done or not re.search("size|shape", str(error)):
+            if self._is_done or not re.search("size|shape", str(error), re.IGNORECASE):
                 raise
             raise ValueError(
                 f"tp_plan: {self.name}, with its parameters sharded, stopped at: {error}. A module there reads the"

@@ -130,6 +130,8 @@ def test_hf_models_are_the_outermost_ones_each_once() -> None:
     root = Tree(a=Tree(inner=model), again=model, b=nn.ModuleList([linear(), llama()]))
     assert names_of(root, get_hf_models(root)) == ["a.inner", "b.1"]
     assert get_hf_models(model) == [model]
+    backbone_first, model_first = Tree(backbone=model.model, lm=model), Tree(lm=model, backbone=model.model)
+    assert get_hf_models(backbone_first) == get_hf_models(model_first) == [model]
     assert get_hf_models(PlainTransformer()) == []
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.collectives import StepCounter
 from helpers.families import make_family_config, make_family_model
 from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, add_adapters, plain_loss
-from helpers.oracle import assert_equal_gradients
+from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import get_gradients, make_mesh, make_rough_model, refuse, roughen, to_whole
 from peft import LoraConfig
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -348,6 +348,64 @@ def test_several_models_and_parameters_around_them(sequence_parallel: bool) -> N
     run_ranks(run, 2)
 
 
+class Alias(nn.Module):
+    """Holds a part of its model once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = make_rough_model(LLAMA).model
+        self.model = make_rough_model(LLAMA)
+        self.model.model = self.backbone
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+
+
+class ActorAndCritic(nn.Module):
+    """Two heads on one body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = make_rough_model(LLAMA)
+        self.critic: Any = LlamaForSequenceClassification(make_config({**LLAMA, "pad_token_id": 0}))
+        self.critic.model = self.actor.model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        values = self.critic(input_ids=input_ids, use_cache=False).logits
+        return self.actor(input_ids=input_ids, labels=input_ids, use_cache=False).loss + values.square().mean()
+
+
+class Draft(nn.Module):
+    """A draft model with the embedding and the head of another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.draft = make_rough_model(LLAMA), make_rough_model({**LLAMA, "num_hidden_layers": 1})
+        self.draft.model.embed_tokens, self.draft.lm_head = self.target.model.embed_tokens, self.target.lm_head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        models = (self.target, self.draft)
+        return sum(model(input_ids=input_ids, labels=input_ids, use_cache=False).loss for model in models)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": True}, {"loss_parallel": True}], ids=["tp", "sp", "loss"]
+)
+@pytest.mark.parametrize("kind", [Alias, ActorAndCritic, Draft])
+def test_modules_that_hang_in_two_places_are_sharded_once(kind: type[nn.Module], options: dict[str, Any]) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = kind()
+        sharded = copy.deepcopy(plain)
+        apply_tensor_parallel(sharded, make_mesh(), **options)
+        ids = make_batch()["input_ids"]
+        for model in (plain, sharded):
+            model(ids).backward()
+        assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- adapters
 
 
@@ -531,30 +589,6 @@ def test_a_rank_holds_its_part_of_what_is_sharded_and_all_of_the_rest() -> None:
 
 
 # ---------------------------------------------------------------------- what would train wrong without a word
-
-
-ATTENTION_ONLY = {
-    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.layers.*.self_attn.o_proj": "rowwise",
-}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_norms_of_heads_that_no_entry_names_are_refused_in_the_first_forward(sequence_parallel: bool) -> None:
-    def run() -> None:
-        model = make_family_model("qwen3")
-        apply_tensor_parallel(model, make_mesh(), plan=ATTENTION_ONLY, sequence_parallel=sequence_parallel)
-        with pytest.raises(
-            ValueError, match=r"layers\.0\.self_attn\.q_norm.* works on this rank's part of a column-wise"
-        ):
-            model(input_ids=torch.ones(1, 4, dtype=torch.int64))
-        named = {**ATTENTION_ONLY, "model.layers.*.self_attn.*_norm": "replicated_with_grad_allreduce"}
-        plain = make_family_model("qwen3")
-        sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan=named, sequence_parallel=sequence_parallel)
-        assert_trains_like(plain, sharded)
-
-    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What tensor parallelism refuses, by name and before anything is touched."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ from helpers.oracle import make_config
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import make_mesh, make_rough_model, refuse
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
-from transformers import LlamaForSequenceClassification, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
+from lightning_fsdp2.parallel import tp_plans
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 from lightning_fsdp2.parallel.tp_plans import NoPlanError
 from lightning_fsdp2.parallel.tp_styles import ColumnWise
@@ -28,16 +31,36 @@ def make_classifier() -> nn.Module:
     return LlamaForSequenceClassification(make_config({**LLAMA, "pad_token_id": 0}))
 
 
-def make_with_other_loss() -> nn.Module:
+def make_with_loss(function: Any) -> nn.Module:
     model = make_rough_model(LLAMA)
-    model.loss_function = other_loss
+    model.loss_function = function
     return model
+
+
+def make_with_shared_mlp() -> nn.Module:
+    model = make_rough_model(LLAMA)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    return model
+
+
+def ForCausalLMLoss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """A user's, with the name of the one in transformers."""
+    return logits.mean()
 
 
 def other_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return logits.sum()
 
 
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 16,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
 COLUMN_WISE = {f"{LAYER}self_attn.{name}_proj": "colwise" for name in "qkv"}
 FOREIGN = {f"{LAYER}mlp.up_proj": ColwiseParallel(use_local_output=False)}
 
@@ -127,31 +150,61 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: make_rough_model(LLAMA),
         {"plan": {f"{LAYER}mlp.up_proj.weight": "moe_tp_experts"}},
         TypeError,
-        r"tp_plan: Experts does not fit model\.layers\.0\.mlp\.up_proj\.weight: .* not for a parameter",
+        r"tp_plan: SummedResult does not fit model\.layers\.0\.mlp\.up_proj\.weight: .* not for a parameter",
     ),
     "loss-parallel-of-a-model-without-head": (
         make_headless,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: LlamaModel has no head whose outputs the plan shards",
+        "loss_parallel=True: no head of LlamaModel has outputs that the plan shards",
     ),
     "loss-parallel-of-a-classifier": (
         make_classifier,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: LlamaForSequenceClassification has no head",
+        "loss_parallel=True: no head of LlamaForSequenceClassification",
     ),
     "loss-parallel-with-a-whole-head": (
         lambda: make_rough_model(LLAMA),
         {"loss_parallel": True, "plan": {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}},
         ValueError,
-        r"LlamaForCausalLM has no head whose outputs the plan shards; add it to tp_plan as 'colwise_gather_output'",
+        r"no head of LlamaForCausalLM has outputs that the plan shards; add it to tp_plan as 'colwise_gather_output'",
     ),
     "loss-parallel-with-another-loss": (
-        make_with_other_loss,
+        lambda: make_with_loss(other_loss),
         {"loss_parallel": True},
         ValueError,
         "loss_parallel=True computes the loss of causal language models, but LlamaForCausalLM has other_loss",
+    ),
+    "loss-parallel-with-a-partial-loss": (
+        lambda: make_with_loss(functools.partial(other_loss)),
+        {"loss_parallel": True},
+        ValueError,
+        r"but LlamaForCausalLM has functools\.partial\(",
+    ),
+    "loss-parallel-with-another-loss-of-that-name": (
+        lambda: make_with_loss(ForCausalLMLoss),
+        {"loss_parallel": True},
+        ValueError,
+        "but LlamaForCausalLM has ForCausalLMLoss",
+    ),
+    "a-module-in-two-layers": (
+        make_with_shared_mlp,
+        {},
+        ValueError,
+        r"tp_size: model\.layers\.0\.mlp\.gate_proj is part of model\.layers\.1 and of model\.layers\.0 too",
+    ),
+    "layers-left-out-at-random": (
+        lambda: AutoModelForCausalLM.from_config(make_config({**OPT, "layerdrop": 0.1})),
+        {"sequence_parallel": True},
+        ValueError,
+        r"OPTForCausalLM leaves some out at random \(layerdrop=0\.1\); set layerdrop=0",
+    ),
+    "tied-weights-with-a-style-of-torch": (
+        lambda: make_rough_model({**LLAMA, "tie_word_embeddings": True}),
+        {"plan": {"lm_head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}},
+        ValueError,
+        r"tp_plan: model\.embed_tokens\.weight and lm_head\.weight are one parameter.* Use the names of styles",
     ),
     "sequence-parallel-with-other-layouts": (
         lambda: make_rough_model(LLAMA),
@@ -165,7 +218,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
 def test_bad_input_is_refused_with_its_reason_before_anything_is_touched() -> None:
     def run() -> None:
         mesh = make_mesh()
-        for make, options, error, message in REFUSED.values():
+        for name, (make, options, error, message) in REFUSED.items():
+            print(name)  # shown if it is not refused
             model = make()
             with refuse(model, error, message):
                 apply_tensor_parallel(model, mesh, **options)
@@ -227,3 +281,41 @@ def test_a_plan_that_shards_under_half_of_the_parameters_is_warned_of_once_with_
     assert f"shards {share:.0f} % of the parameters only" in message
     assert "model.layers.*.mlp.gate_proj.weight" in message
     assert "lm_head" not in message
+
+
+def test_every_entry_of_a_registered_plan_stands_for_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tp_plans, "_registered", {})
+
+    class Mistyped(LlamaForCausalLM):
+        pass
+
+    tp_plans.register_tp_plan(Mistyped, {f"{LAYER}mlp.up_prj": "colwise"})
+
+    def run() -> None:
+        model = Mistyped(make_config(LLAMA))
+        with refuse(model, ValueError, r"tp_plan\['model\.layers\.\*\.mlp\.up_prj'\] matches no module"):
+            apply_tensor_parallel(model, make_mesh())
+
+    run_ranks(run, 2)
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = make_rough_model(LLAMA)
+        self.critic = LlamaForSequenceClassification(make_config({**LLAMA, "pad_token_id": 0}))
+        self.critic.model = self.actor.model
+
+
+def test_models_that_share_modules_need_the_same_plan_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tp_plans, "_registered", {})
+    mlp = {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}
+    tp_plans.register_tp_plan(LlamaForSequenceClassification, mlp)
+
+    def run() -> None:
+        model = ActorAndCritic()
+        message = r"LlamaForCausalLM and LlamaForSequenceClassification share model\..*, but their plans differ there"
+        with refuse(model, ValueError, message):
+            apply_tensor_parallel(model, make_mesh())
+
+    run_ranks(run, 2)

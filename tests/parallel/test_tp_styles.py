@@ -26,7 +26,6 @@ from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 from lightning_fsdp2.parallel.tp_plans import STYLES
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
-    Experts,
     FeatureEmbedding,
     IdentityExpert,
     LatentKeyValue,
@@ -37,6 +36,7 @@ from lightning_fsdp2.parallel.tp_styles import (
     ShardedNorm,
     ShardParameter,
     SummedParameter,
+    SummedResult,
     VocabularyEmbedding,
 )
 
@@ -324,7 +324,7 @@ def test_packed_experts_behind_a_router_that_all_ranks_compute(implementation: s
         config = make_config({"model_type": "mixtral", **MOE})
         config._experts_implementation = implementation
         plan = {
-            "experts": Experts(),
+            "experts": SummedResult(),
             "experts.gate_up_proj": STYLES["packed_colwise"],
             "experts.down_proj": STYLES["rowwise"],
         }
@@ -341,7 +341,7 @@ def test_experts_with_biases_and_alternating_gate_and_up() -> None:
         config = make_config({"model_type": "gpt_oss", **MOE})
         config._experts_implementation = "eager"
         plan = {
-            "experts": Experts(),
+            "experts": SummedResult(),
             "experts.gate_up_proj": ShardParameter(dim=2),
             "experts.gate_up_proj_bias": ShardParameter(dim=-1),
             "experts.down_proj": ShardParameter(dim=1),
@@ -358,7 +358,7 @@ def test_transposed_packed_experts() -> None:
     def run() -> None:
         experts = Llama4TextExperts(make_config({"model_type": "llama4_text", **MOE}))
         plan = {
-            "": Experts(),
+            "": SummedResult(),
             "gate_up_proj": STYLES["packed_rowwise"],
             "down_proj": STYLES["colwise"],
         }
@@ -394,7 +394,7 @@ class SumOfExperts(nn.Module):
 def test_a_summed_parameter_and_an_identity_expert_enter_a_sum_over_ranks_once() -> None:
     def run() -> None:
         plan = {
-            "experts": Experts(),
+            "experts": SummedResult(),
             "experts.up": ShardParameter(dim=0),
             "experts.down": ShardParameter(dim=-1),
             "experts.bias": SummedParameter(),
@@ -508,7 +508,7 @@ def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
             assert not any(isinstance(parameter, DTensor) for parameter in module.parameters()), message
 
     run_ranks(run, 1)
-    for style in (VocabularyEmbedding(), ShardedNorm(), LocalHeads(), Experts()):
+    for style in (VocabularyEmbedding(), ShardedNorm(), LocalHeads(), SummedResult()):
         with pytest.raises(TypeError, match=f"The style {type(style).__name__} is for modules, not for a parameter"):
             style.get_parameter_layout(torch.empty(4, 4))
 
