@@ -26,7 +26,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -591,6 +597,55 @@ def test_a_rank_holds_its_part_of_what_is_sharded_and_all_of_the_rest() -> None:
 # ---------------------------------------------------------------------- what would train wrong without a word
 
 
+def make_vision_language_model() -> Any:
+    text = {
+        "vocab_size": 120,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.2,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.2,
+    }
+    ids = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112, "vision_end_token_id": 113}
+    torch.manual_seed(0)
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **ids)).train()
+
+
+def test_a_language_model_with_a_vision_tower_that_stays_whole() -> None:
+    def run() -> None:
+        plain = make_vision_language_model()
+        sharded = copy.deepcopy(plain)
+        apply_tensor_parallel(sharded, make_mesh())
+        input_ids = torch.randint(3, 100, (1, 16))
+        input_ids[0, 2:8] = torch.tensor([112, 110, 110, 110, 110, 113])
+        batch = {
+            "input_ids": input_ids,
+            "labels": input_ids,
+            "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": (input_ids == 110).int(),
+        }
+        assert_trains_like(plain, sharded, **batch)
+        with pytest.raises(ValueError, match="adds features of its images to whole sequences between its layers"):
+            apply_tensor_parallel(make_vision_language_model(), make_mesh(), sequence_parallel=True)
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize(
     ("family", "option"), [("glm4_moe", "use_qk_norm"), ("phi", "qk_layernorm"), ("cohere", "use_qk_norm")]
 )
@@ -628,6 +683,21 @@ def test_ids_and_labels_outside_of_the_vocabulary_are_errors() -> None:
                 model(input_ids=ids.index_fill(1, torch.tensor([2]), wrong))
             with pytest.raises(RuntimeError, match="label is not in the vocabulary's range of 0 to 100"):
                 model(input_ids=ids, labels=ids.index_fill(1, torch.tensor([2]), wrong))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("family", ["bloom", "llama", "gemma3n_text"])
+def test_evaluation_under_sequence_parallelism_takes_sequences_of_any_length(family: str) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = make_family_model(family).eval()
+        sharded = copy.deepcopy(plain)
+        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=True)
+        for length in (5, 1, 2):
+            with torch.no_grad():
+                expected, actual = (model(**make_batch(length), use_cache=False).logits for model in (plain, sharded))
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
     run_ranks(run, 2)
 
