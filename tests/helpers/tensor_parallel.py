@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from helpers.models import make_causal_lm
+from helpers.models import GPT2, make_causal_lm
+from lightning_fsdp2._torch_compat import has_packed_shards
+
+COUNTED_GPT2 = pytest.param(
+    GPT2, marks=pytest.mark.skipif(not has_packed_shards(), reason="this torch gathers packed weights at use")
+)
+"""For tests that count collectives."""
 
 
 def make_mesh() -> DeviceMesh:

@@ -13,7 +13,7 @@ from helpers.families import make_family_config, make_family_model
 from helpers.models import GPT2, LLAMA, VOCABULARY, PlainTransformer, add_adapters, plain_loss
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
-from helpers.tensor_parallel import get_gradients, make_mesh, make_rough_model, refuse, roughen, to_whole
+from helpers.tensor_parallel import COUNTED_GPT2, get_gradients, make_mesh, make_rough_model, refuse, roughen, to_whole
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -102,19 +102,19 @@ def test_a_model_trains_like_in_one_process_and_each_rank_keeps_its_part(config:
     run_ranks(run, 2)
 
 
-def test_a_layer_costs_two_all_reduces_forward_and_two_backward() -> None:
+@pytest.mark.parametrize("config", [LLAMA, COUNTED_GPT2], ids=["llama", "gpt2"])
+def test_a_layer_costs_two_all_reduces_forward_and_two_backward(config: dict[str, Any]) -> None:
     def run() -> None:
-        for config in (LLAMA, GPT2):
-            model = make_rough_model(config)
-            layers = model.config.num_hidden_layers
-            apply_tensor_parallel(model, make_mesh())
-            with StepCounter() as counter:
-                loss = model(**make_batch(), use_cache=False).loss
-            assert counter.collectives == {"all_reduce": 2 * layers + 1, "all_gather": 1}  # embedding; logits
-            with StepCounter() as counter:
-                loss.backward()
-            packed_biases = layers if config is GPT2 else 0  # kept whole, and used in parts
-            assert counter.collectives == {"all_reduce": 2 * layers + 1 + packed_biases}  # head
+        model = make_rough_model(config)
+        layers = model.config.num_hidden_layers
+        apply_tensor_parallel(model, make_mesh())
+        with StepCounter() as counter:
+            loss = model(**make_batch(), use_cache=False).loss
+        assert counter.collectives == {"all_reduce": 2 * layers + 1, "all_gather": 1}  # embedding; logits
+        with StepCounter() as counter:
+            loss.backward()
+        packed_biases = layers if config is GPT2 else 0  # kept whole, and used in parts
+        assert counter.collectives == {"all_reduce": 2 * layers + 1 + packed_biases}  # head
 
     run_ranks(run, 2)
 

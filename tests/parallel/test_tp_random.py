@@ -107,16 +107,22 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def assert_trains_alike(plain: nn.Module, model: nn.Module) -> list[Tensor]:
+    """Let ``plain`` drop what the ranks dropped in ``model``; return this rank's masks."""
+    with record_masks() as masks:
+        actual = train(model)
+    with replay_masks(gather_objects(masks)):
+        expected = train(plain)
+    assert_equal_gradients(actual, expected)
+    return masks
+
+
 @BOTH
 def test_gradients_are_those_of_one_process_that_drops_the_same_elements(sequence_parallel: bool) -> None:
     def run() -> list[Tensor]:
         plain, model = make_model(), make_model()
         apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
-        with record_masks() as masks:
-            actual = train(model)
-        with replay_masks(gather_objects(masks)):
-            expected = train(plain)
-        assert_equal_gradients(actual, expected)
+        masks = assert_trains_alike(plain, model)
         with record_masks() as next_masks:
             train(model)
         return masks + next_masks
@@ -220,12 +226,7 @@ def test_dropout_in_front_of_adapters(sequence_parallel: bool) -> None:
     def run() -> None:
         plain, model = make_adapted_model(), make_adapted_model()
         apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
-        with record_masks() as masks:
-            actual = train(model)
-        with replay_masks(gather_objects(masks)):
-            expected = train(plain)
-        assert len(masks) == 8
-        assert_equal_gradients(actual, expected)
+        assert len(assert_trains_alike(plain, model)) == 8
 
     run_ranks(run, 2)
 
@@ -256,11 +257,7 @@ def test_dropout_of_what_layers_hand_on(sequence_parallel: bool) -> None:
     def run() -> list[Tensor]:
         plain, model = make_mixture(), make_mixture()
         apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
-        with record_masks() as masks:
-            actual = train(model)
-        with replay_masks(gather_objects(masks)):
-            expected = train(plain)
-        assert_equal_gradients(actual, expected)
+        masks = assert_trains_alike(plain, model)
         return masks
 
     first, second = run_ranks(run, 2)
