@@ -20,6 +20,9 @@ from torch.distributed.tensor import Replicate
 from lightning_fsdp2._torch_compat import get_dtensor_crossing, get_optional_function, is_fsdp_pass_through
 from lightning_fsdp2.parallel.tp_collectives import KINDS, Kind
 
+_SIZES_DIFFER = re.compile("must match|cannot be multiplied|for input of size|size mismatch|expanded size|shape")
+"""In what torch says of operations; running out of memory is something else, though sizes are spoken of."""
+
 Edge = tuple[Any, int]
 """A node of the autograd graph and the number of one of its outputs: a value."""
 
@@ -48,7 +51,7 @@ class LayerVerification:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            if self._is_done or not re.search("size|shape", str(error), re.IGNORECASE):
+            if self._is_done or not _SIZES_DIFFER.search(str(error)):
                 raise
             raise ValueError(
                 f"tp_plan: {self.name}, with its parameters sharded, stopped at: {error}. A module there reads the"

@@ -98,7 +98,7 @@ def _make_batches(model: Any) -> list[Tensor]:
 
 
 def _train_alone(model: nn.Module, batches: list[Tensor]) -> Record:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
     record = Record(initial={})
     for batch in batches:
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), sequence_parallel=layout.sequence_parallel)
     mesh = create_device_mesh(config, tp_size=layout.tp)
     model = FSDP2Manager(config, mesh).parallelize(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
     record = Record(initial={})
     for batch in batches:
         optimizer.zero_grad()
