@@ -39,12 +39,14 @@ def is_fsdp_pass_through(node: Any) -> bool:
     return get_optional_function(node) is _fsdp_param_group.RegisterPostBackwardFunction
 
 
-def get_dtensor_crossing(node: Any) -> tuple[str, Sequence[Any]] | None:
-    """Whether a node of the autograd graph goes ``"into"`` or ``"out of"`` a DTensor, and the latter's placements."""
-    function = get_optional_function(node)
-    if function is _api._ToTorchTensor:
-        return "out of", node.dtensor_spec.placements
-    return ("into", ()) if function is _api._FromTorchTensor else None
+def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
+    """The placements of the DTensor, or of its gradient if ``to_local`` was told them, whose local part a node returns.
+
+    None for nodes that return something else.
+    """
+    if get_optional_function(node) is not _api._ToTorchTensor:
+        return None
+    return node.grad_placements or node.dtensor_spec.placements
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -92,15 +92,14 @@ class LayerScope(Scope):
             self._tensor, self._copy = tensor, super().enter(tensor)
         return self._copy
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
+        hidden = get_hidden_states(args, kwargs) if args or kwargs else None
         try:
-            output = self.verification.run(forward, *args, **kwargs)
+            return self.verification.run(forward, hidden, self.verification.returns, *args, **kwargs)
         finally:
             self._tensor = self._copy = None
             self.end_shards()
-        self.verification.verify(get_hidden_states(args, kwargs), self.verification.returns, output)
-        return output
 
 
 class Stack:
@@ -173,7 +172,7 @@ class Stack:
         self.is_open = False
         return gather(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 
-    def run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_model(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model around the layers.
 
         Hidden states that it recorded (``output_hidden_states=True``) are gathered: each layer returned this rank's
@@ -278,7 +277,7 @@ class RegionScope(Scope):
         self.begin_shards()
         return reduce_scatter(tensor, dim, self.group)
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the region's forward on whole sequences and return this rank's part."""
         if not self.stack.is_active:
             return forward(*args, **kwargs)
@@ -364,9 +363,9 @@ class StackedLayer:
         self.name, self.is_first, self.is_last = name, is_first, is_last
         self.per_position = per_position
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward on this rank's part of the sequence."""
-        given = hidden = get_hidden_states(args, kwargs)
+        hidden = get_hidden_states(args, kwargs)
         if self.is_first:
             hidden = self.stack.open(hidden)
         else:
@@ -377,13 +376,12 @@ class StackedLayer:
             kwargs = {name: self._take(value) if name in self.per_position else value for name, value in kwargs.items()}
         if self.random is not None and self.stack.is_active:
             self.random.begin_shards()
+        kind = Kind.OWN if self.stack.is_active else Kind.EITHER
         try:
-            output = self.verification.run(forward, *args, **kwargs)
+            output = self.verification.run(forward, hidden, kind, *args, **kwargs)
         finally:
             if self.random is not None:
                 self.random.end_shards()
-        if self.stack.is_active:
-            self.verification.verify(given, Kind.EQUAL if self.is_first else Kind.OWN, output)
         return map_hidden_states(output, self.stack.close) if self.is_last else output
 
     def _take(self, value: Any) -> Any:
@@ -393,7 +391,7 @@ class StackedLayer:
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
     """Let ``module``, inside a region, have its parameters' gradients summed where it works on scattered results."""
 
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not scope.is_scattered:
             return forward(*args, **kwargs)
         saved = dict(module._parameters)

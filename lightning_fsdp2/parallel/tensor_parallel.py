@@ -51,7 +51,7 @@ from lightning_fsdp2.parallel.tp_parameters import (
     shard_parameters,
     wrap_method,
 )
-from lightning_fsdp2.parallel.tp_plans import LayerTraits, PlanOption, get_layer_traits, get_plan
+from lightning_fsdp2.parallel.tp_plans import LayerTraits, PlanOption, get_layer_traits, get_plan, is_registered
 from lightning_fsdp2.parallel.tp_random import LayerRandom, draws_random_numbers
 from lightning_fsdp2.parallel.tp_styles import (
     Style,
@@ -87,8 +87,11 @@ def apply_tensor_parallel(
         TypeError: When a style does not fit its module.
         ValueError: When there is no plan, an entry matches nothing, or the ranks do not divide what they share.
     """
-    models = [match_plan(model, get_plan(model, plan)) for model in get_hf_models(root) or [root]]
-    check_all_matched(models, plan)
+    models = [
+        match_plan(model, get_plan(model, plan), is_given=plan not in (None, "hf") or is_registered(model))
+        for model in get_hf_models(root) or [root]
+    ]
+    check_all_matched(models)
     check_shared(models)
     layouts = dict.fromkeys(get_slots(get_modules(root)), Layout())
     for model in models:
@@ -155,7 +158,8 @@ def _install(
             _install_stack(model, layers, styles, layouts, mesh)
         else:
             for layer in layers:
-                verification = LayerVerification(layer, names[layer], Kind.EITHER if model.foreign else Kind.EQUAL)
+                returns = Kind.EITHER if model.foreign else Kind.EQUAL
+                verification = LayerVerification(layer, names[layer], returns=returns, is_given=model.is_given)
                 _install_layer(layer, styles, verification, mesh)
     inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}
     for module, style in styles.items():
@@ -198,7 +202,7 @@ def _install_stack(
         stacked = StackedLayer(
             stack,
             random,
-            LayerVerification(layer, names[layer], Kind.OWN),
+            LayerVerification(layer, names[layer], returns=Kind.OWN, is_given=model.is_given),
             name=names[layer],
             is_first=layer is layers[0],
             is_last=layer is layers[-1],

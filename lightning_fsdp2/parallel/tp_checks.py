@@ -13,20 +13,24 @@ from torch.distributed.tensor import Replicate
 from lightning_fsdp2.parallel.structure import get_parameter_owners, iterate_children
 from lightning_fsdp2.parallel.tp_matching import MatchedModel
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
-from lightning_fsdp2.parallel.tp_plans import PlanOption, get_layer_traits, is_registered
+from lightning_fsdp2.parallel.tp_plans import get_layer_traits
 from lightning_fsdp2.parallel.tp_styles import ColumnWise, LatentKeyValue, RowWise, SummedResult
 
 logger = logging.getLogger(__name__)
 
 
-def check_all_matched(models: list[MatchedModel], plan: PlanOption) -> None:
-    """Plans of families name what some of their configurations lack, but a given one means what it says."""
-    given = [[model] for model in models if is_registered(model.module)] if plan is None else [models]
-    for together in given if plan != "hf" else []:
-        for pattern in together[0].unmatched:
-            if all(pattern in model.unmatched for model in together):
-                names = " or ".join(type(model.module).__name__ for model in together)
-                some = [name for name, _ in together[0].module.named_modules() if "0" in name][:3]
+def check_all_matched(models: list[MatchedModel]) -> None:
+    """Plans of families name what some of their configurations lack, but a given one means what it says.
+
+    One that is given for all models must say something of any of them.
+    """
+    given = [model for model in models if model.is_given]
+    found = {pattern for model in given for pattern in model.matched}
+    for model in given:
+        for pattern in model.unmatched:
+            if pattern not in found:
+                names = " or ".join(type(model.module).__name__ for model in given)
+                some = [name for name, _ in model.module.named_modules() if "0" in name][:3]
                 raise ValueError(
                     f"tp_plan[{pattern!r}] matches no module and no parameter of {names}. Names are relative to the"
                     f" model, with * for the number of a layer; there are for example {', '.join(some)}."

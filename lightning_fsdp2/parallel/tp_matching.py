@@ -39,6 +39,12 @@ class MatchedModel:
     foreign: dict[str, ParallelStyle]
     """Styles of others, which handle DTensors and collectives themselves."""
 
+    is_given: bool
+    """Whether the plan is a user's, and means what it says."""
+
+    matched: list[str]
+    """Patterns that stand for something."""
+
     unmatched: list[str]
     """Patterns for which there is nothing."""
 
@@ -79,16 +85,15 @@ class MatchedModel:
         return layouts
 
 
-def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> MatchedModel:
+def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
     """Find what the entries of a plan stand for in ``model``; a later entry wins over an earlier one."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    result = MatchedModel(module=model, entries={}, foreign={}, unmatched=[])
+    result = MatchedModel(module=model, entries={}, foreign={}, is_given=is_given, matched=[], unmatched=[])
     for pattern, style in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         names = [name for name in {**modules, **parameters} if expression.fullmatch(name)]
-        if not names:
-            result.unmatched.append(pattern)
+        (result.matched if names else result.unmatched).append(pattern)
         for name in names:
             if not isinstance(style, Style):
                 result.foreign[name] = style

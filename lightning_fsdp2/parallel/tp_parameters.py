@@ -141,7 +141,7 @@ class _LocalParameters:
         self.slots = slots
         self.group = group
 
-    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # where a module around this one has done it, there is no DTensor left
         sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]

@@ -67,7 +67,7 @@ class Style(ParallelStyle):
         """
         raise TypeError(f"The style {type(self).__name__} is for modules, not for a parameter.")
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``module``'s forward, whose parameters are this rank's part of them."""
         return forward(*args, **kwargs)
 
@@ -77,7 +77,7 @@ class Style(ParallelStyle):
             wrap_method(module, partial(self._run_positional, module, scope))
 
     def _run_positional(
-        self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The only argument of a projection may be given by name."""
         if not args and len(kwargs) == 1:
@@ -133,7 +133,7 @@ class ColumnWise(Style):
                 linear.nf = get_shard_range(linear.nf, scope.group.rank(), scope.group.size())[1]
         super().install(module, scope)
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(scope.enter(args[0]), *args[1:], **kwargs)
         if not self.gather_output:
             scope.begin_shards()
@@ -159,7 +159,7 @@ class VocabularyHead(ColumnWise):
 
     mesh: DeviceMesh | None = None
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         logits = forward(scope.enter(args[0]), *args[1:], **kwargs)
         (linear,) = _get_base_linears(self, module)
         if not torch.is_grad_enabled() and logits.size(-2) == 1:
@@ -202,7 +202,7 @@ class RowWise(Style):
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(placement=Shard(parameter.ndim - 1))
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         inputs = split(args[0], -1, scope.group) if self.split_input else args[0]
         (linear,) = _get_base_linears(self, module)
         bias = linear._parameters.get("bias")
@@ -233,7 +233,7 @@ class VocabularyEmbedding(Style):
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
-    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         ids = args[0]
         size = module.num_embeddings
         assert_async(
@@ -265,7 +265,7 @@ class FeatureEmbedding(Style):
             raise TypeError(f"{type(module).__name__} has parameters of its own, which need whole features.")
         return {(module, "weight"): Layout(placement=Shard(1), is_uneven=True)}
 
-    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return gather(forward(*args, **kwargs), -1, module.embedding_dim, scope.group)
 
 
@@ -303,7 +303,7 @@ class ShardedNorm(Style):
             module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
         super().install(module, scope)
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0]
         wide = hidden.float()
         epsilon = _get_epsilon(module)
@@ -324,7 +324,7 @@ class LatentKeyValue(Style):
     rotary_features: int | None = None
     """``qk_rope_head_dim`` of the model's config, which is taken from there if None."""
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.rotary_features is None:
             raise ValueError("LatentKeyValue(rotary_features=None) outside of a plan: give `config.qk_rope_head_dim`.")
         return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
@@ -341,7 +341,7 @@ class SummedResult(Style):
     is_boundary: ClassVar[bool] = True
     reduces: ClassVar[bool] = True
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -361,7 +361,7 @@ class SummedResult(Style):
 class IdentityExpert(Style):
     """An expert that returns its input on every rank, inside a result that is summed over the ranks."""
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return forward(args[0] / scope.group.size(), *args[1:], **kwargs)
 
 
@@ -401,7 +401,7 @@ class LocalHeads(Style):
             module.config = _ConfigView(module.config, fields)
         super().install(module, scope)
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         own = {name: self._take_own(kwargs[name], scope) for name in self.per_head if kwargs.get(name) is not None}
         return forward(*args, **{**kwargs, **own})
 
@@ -421,7 +421,7 @@ class PerHeadModules(Style):
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
 
-    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         whole: Any = module._modules[self.attribute]
         start, length = get_shard_range(len(whole), scope.group.rank(), scope.group.size())
         module._modules[self.attribute] = whole[start : start + length]
