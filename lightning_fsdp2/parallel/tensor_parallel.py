@@ -29,18 +29,7 @@ from lightning_fsdp2.parallel.structure import (
     is_lightning_module,
     iterate_children,
 )
-from lightning_fsdp2.parallel.tp_checks import (
-    check_all_matched,
-    check_divisible,
-    check_foreign_styles,
-    check_heads,
-    check_layers,
-    check_loss,
-    check_results,
-    check_shared,
-    check_summands,
-    warn_of_replicated,
-)
+from lightning_fsdp2.parallel.tp_checks import check_layouts, check_plans, warn_of_replicated
 from lightning_fsdp2.parallel.tp_collectives import Kind
 from lightning_fsdp2.parallel.tp_matching import MatchedModel, agree_on_tied, match_plan
 from lightning_fsdp2.parallel.tp_parameters import (
@@ -91,22 +80,12 @@ def apply_tensor_parallel(
         match_plan(model, get_plan(model, plan), is_given=plan not in (None, "hf") or is_registered(model))
         for model in get_hf_models(root) or [root]
     ]
-    check_all_matched(models)
-    check_shared(models)
+    check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
     layouts = dict.fromkeys(get_slots(get_modules(root)), Layout())
     for model in models:
-        check_heads(model, mesh.size())
-        check_foreign_styles(model, sequence_parallel)
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
-    check_divisible(root, layouts, mesh.size())
-    for model in models:
-        check_summands(model, layouts)
-        check_results(model)
-        if sequence_parallel:
-            check_layers(model)
-    if loss_parallel:
-        check_loss(models)
+    check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     # from here on the model is changed
     for model in models:
         if model.foreign:
@@ -157,8 +136,8 @@ def _install(
         if sequence_parallel:
             _install_stack(model, layers, styles, layouts, mesh)
         else:
+            returns = Kind.EITHER if model.foreign else Kind.EQUAL
             for layer in layers:
-                returns = Kind.EITHER if model.foreign else Kind.EQUAL
                 verification = LayerVerification(layer, names[layer], returns=returns, is_given=model.is_given)
                 _install_layer(layer, styles, verification, mesh)
     inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}

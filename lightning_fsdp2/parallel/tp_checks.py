@@ -19,7 +19,65 @@ from lightning_fsdp2.parallel.tp_styles import ColumnWise, LatentKeyValue, RowWi
 logger = logging.getLogger(__name__)
 
 
-def check_all_matched(models: list[MatchedModel]) -> None:
+def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bool) -> None:
+    """Check what can be said before it is known how parameters are sharded.
+
+    Raises:
+        ValueError: When an entry matches nothing, the ranks do not divide the heads, or modules are shared.
+    """
+    _check_all_matched(models)
+    _check_shared(models)
+    for model in models:
+        _check_heads(model, ranks)
+        _check_foreign_styles(model, sequence_parallel)
+
+
+def check_layouts(
+    root: nn.Module,
+    models: list[MatchedModel],
+    layouts: dict[Slot, Layout],
+    ranks: int,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Check the rest.
+
+    Raises:
+        ValueError: When the ranks do not divide a parameter, a result is never or wrongly added up, or a model is not
+            made for sequence parallelism or for a loss on shards.
+    """
+    _check_divisible(root, layouts, ranks)
+    for model in models:
+        _check_summands(model, layouts)
+        _check_results(model)
+        if sequence_parallel:
+            _check_layers(model)
+    if loss_parallel:
+        _check_loss(models)
+
+
+def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
+    """Name the largest parameters that every rank holds, if these are more than half of all."""
+    names = {module: name for name, module in root.named_modules()}
+    sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
+    whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
+    if 2 * sum(whole.values()) <= sum(sizes.values()) or dist.get_rank() > 0:
+        return
+    patterns: dict[str, int] = {}
+    for (module, name), size in whole.items():
+        pattern = re.sub(r"\.\d+\.", ".*.", f"{names[module]}.{name}")
+        patterns[pattern] = patterns.get(pattern, 0) + size
+    largest = sorted(patterns, key=lambda pattern: -patterns[pattern])[:10]
+    logger.warning(
+        "Tensor parallelism shards %.0f %% of the parameters only; every rank holds all of %s. A tp_plan that names"
+        " them shards them.",
+        100 * (1 - sum(whole.values()) / sum(sizes.values())),
+        ", ".join(largest),
+    )
+
+
+def _check_all_matched(models: list[MatchedModel]) -> None:
     """Plans of families name what some of their configurations lack, but a given one means what it says.
 
     One that is given for all models must say something of any of them.
@@ -37,7 +95,7 @@ def check_all_matched(models: list[MatchedModel]) -> None:
                 )
 
 
-def check_shared(models: list[MatchedModel]) -> None:
+def _check_shared(models: list[MatchedModel]) -> None:
     """What two layers share cannot follow either; what two models share (actor and critic) follows the first one."""
     layer_of: dict[nn.Module, nn.Module] = {}
     for model in models:
@@ -70,7 +128,7 @@ def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
         )
 
 
-def check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
+def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
     """Sequence parallelism needs styles whose layouts are known; those of torch do not keep weights tied."""
     if model.foreign and sequence_parallel:
         name, style = next(iter(model.foreign.items()))
@@ -91,7 +149,7 @@ def check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
             )
 
 
-def check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
+def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
     """What is summed over the ranks must be computed with shards."""
     for name, entry in model.entries.items():
         if isinstance(entry.style, SummedResult) and entry.parameter is None:
@@ -104,7 +162,7 @@ def check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
                 )
 
 
-def check_results(model: MatchedModel) -> None:
+def _check_results(model: MatchedModel) -> None:
     """What a rank computes for itself in a part of a layer must be added up there."""
     if model.foreign:  # one of them may do it
         return
@@ -124,7 +182,7 @@ def check_results(model: MatchedModel) -> None:
                 )
 
 
-def check_heads(model: MatchedModel, ranks: int) -> None:
+def _check_heads(model: MatchedModel, ranks: int) -> None:
     """Every rank needs as many heads as any other."""
     styles = model.styles
     for name, attention in model.module.named_modules():
@@ -144,7 +202,7 @@ def check_heads(model: MatchedModel, ranks: int) -> None:
                 )
 
 
-def check_loss(models: list[MatchedModel]) -> None:
+def _check_loss(models: list[MatchedModel]) -> None:
     """The loss on a sharded vocabulary is that of causal language models, and needs a head to shard."""
     with_head = [model for model in models if model.get_optional_head() is not None]
     if not with_head:
@@ -164,7 +222,7 @@ def check_loss(models: list[MatchedModel]) -> None:
             )
 
 
-def check_layers(model: MatchedModel) -> None:
+def _check_layers(model: MatchedModel) -> None:
     """Under sequence parallelism a layer's own code may only treat positions one by one."""
     traits = get_layer_traits(model.module)
     layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
@@ -190,7 +248,7 @@ def check_layers(model: MatchedModel) -> None:
                 )
 
 
-def check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
+def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
     """What ranks compute with side by side has equal parts."""
     names = {module: name for name, module in root.named_modules()}
     for (module, name), layout in layouts.items():
@@ -203,26 +261,6 @@ def check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) ->
                 f"tp_size={ranks} does not divide the sharded size {' + '.join(map(str, parts))} of"
                 f" {names[module]}.{name}; use {_list_divisors(parts)}."
             )
-
-
-def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
-    """Name the largest parameters that every rank holds, if these are more than half of all."""
-    names = {module: name for name, module in root.named_modules()}
-    sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
-    whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
-    if 2 * sum(whole.values()) <= sum(sizes.values()) or dist.get_rank() > 0:
-        return
-    patterns: dict[str, int] = {}
-    for (module, name), size in whole.items():
-        pattern = re.sub(r"\.\d+\.", ".*.", f"{names[module]}.{name}")
-        patterns[pattern] = patterns.get(pattern, 0) + size
-    largest = sorted(patterns, key=lambda pattern: -patterns[pattern])[:10]
-    logger.warning(
-        "Tensor parallelism shards %.0f %% of the parameters only; every rank holds all of %s. A tp_plan that names"
-        " them shards them.",
-        100 * (1 - sum(whole.values()) / sum(sizes.values())),
-        ", ".join(largest),
-    )
 
 
 def _get_optional_field(config: Any, field: str) -> Any:
