@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallelizer import (
     apply_fsdp_sharding_recursively,
@@ -358,3 +359,20 @@ def test_importing_several_skips_what_is_missing_with_a_warning_each(caplog: pyt
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     for message, path in zip(caplog.messages, paths[1:4], strict=True):
         assert message.startswith(f"Could not import '{path}': ")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_parallel": True}, {"loss_parallel": True}], ids=["tp", "sp", "loss-parallel"]
+)
+def test_a_step_under_tensor_parallelism_warns_of_nothing(options: dict[str, Any]) -> None:
+    """FSDP2 warns of units that return views, as a gathered head of an odd vocabulary would."""
+
+    def run() -> None:
+        config = FSDP2Config(**options)
+        model = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_causal_lm(LLAMA))
+        input_ids = torch.randint(3, VOCABULARY, (2, 8))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+
+    run_ranks(run, 2)

@@ -219,4 +219,5 @@ def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) 
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    return gathered.narrow(dim, 0, size) if gathered.size(dim) != size else gathered
+    # nothing else refers to the padding, so that this is no view to anybody: FSDP2 warns of units that return one
+    return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered
