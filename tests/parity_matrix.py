@@ -44,7 +44,9 @@ def main() -> int:
                     reasons[family] = reason
                     continue
                 cells[family, layout] = "**FAILED**"
-                failures.append(f"{family}, {layout}: {error.cause!r}\n{error if arguments.verbose else ''}")
+                # a rank that died has left no error but its output
+                details = error if arguments.verbose or error.cause is None else ""
+                failures.append(f"{family}, {layout}: {error.cause!r}\n{details}")
         row = [cells[family, layout] for layout in arguments.layouts or LAYOUTS]
         print(f"{time.monotonic() - start:6.0f} s  {family:24}", *row, flush=True)
     for failure in failures:

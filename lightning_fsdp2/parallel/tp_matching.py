@@ -86,7 +86,11 @@ class MatchedModel:
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
-    """Find what the entries of a plan stand for in ``model``; a later entry wins over an earlier one."""
+    """Find what the entries of a plan stand for in ``model``; a later entry wins over an earlier one.
+
+    Raises:
+        TypeError: When a style of others, which are for modules, is given to a parameter.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     result = MatchedModel(module=model, entries={}, foreign={}, is_given=is_given, matched=[], unmatched=[])
@@ -95,14 +99,19 @@ def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], *, is_given:
         names = [name for name in {**modules, **parameters} if expression.fullmatch(name)]
         (result.matched if names else result.unmatched).append(pattern)
         for name in names:
+            owner, _, attribute = name.rpartition(".")
             if not isinstance(style, Style):
+                if name not in modules:
+                    raise TypeError(
+                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Give"
+                        f" {owner}, or the name of a style that shards a parameter ('colwise', 'rowwise', ...)."
+                    )
                 result.foreign[name] = style
             elif name in modules:
                 for suffix, module in _unwrap(modules[name]):
                     adapted = _adapt_to_embedding(style, module)
                     result.entries[name + suffix] = Entry(module=module, parameter=None, style=adapted)
             else:
-                owner, _, attribute = name.rpartition(".")
                 result.entries[name] = Entry(module=modules[owner], parameter=attribute, style=style)
     return result
 

@@ -206,6 +206,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         ValueError,
         r"tp_plan: model\.embed_tokens\.weight and lm_head\.weight are one parameter.* Use the names of styles",
     ),
+    "a-parameter-with-a-style-of-torch": (
+        lambda: make_rough_model(LLAMA),
+        {"plan": {f"{LAYER}mlp.up_proj.weight": ColwiseParallel(use_local_output=False)}},
+        TypeError,
+        r"tp_plan: model\.layers\.0\.mlp\.up_proj\.weight is a parameter, but the style ColwiseParallel is for modules"
+        r".* Give model\.layers\.0\.mlp\.up_proj,",
+    ),
     "sequence-parallel-with-other-layouts": (
         lambda: make_rough_model(LLAMA),
         {"plan": FOREIGN, "sequence_parallel": True},
