@@ -102,6 +102,7 @@ def _rank_main(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
+    faulthandler.disable()  # the parent's may have lost its handlers to a Trainer, and would not set them again
     faulthandler.enable(log)
     # says where a rank hung, by a clock: Lightning's Trainer resets the handlers of all signals when it ends
     faulthandler.dump_traceback_later(RUN_TIMEOUT_SECONDS - 5, file=log)
