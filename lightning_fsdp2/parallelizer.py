@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL,
@@ -23,6 +24,7 @@ from lightning_fsdp2.mesh import (
     get_optional_tp_mesh,
     get_views,
 )
+from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
@@ -40,13 +42,14 @@ def fsdp2_strategy_parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     sequence_parallel: bool = False,
-    activation_checkpointing: bool | str = False,
+    activation_checkpointing: ActivationCheckpointing = False,
     cpu_offload: bool = False,
     tp_shard_plan: PlanOption = None,
     dp_mesh_name: str | tuple[str, str] = DATA_PARALLEL,
     tp_mesh_name: str = TENSOR_PARALLEL,
     dp_cp_mesh_name: str = DP_CP,
     *,
+    activation_checkpointing_scope: ActivationCheckpointingScope = "all",
     loss_parallel: bool = False,
     reshard_after_forward: bool | int | None = None,
     enable_fsdp2_prefetch: bool = True,
@@ -69,7 +72,8 @@ def fsdp2_strategy_parallelize(
         offload_policy: Where shards live between uses.
         sequence_parallel: Whether to shard activations over the sequence where the tensor parallel plan leaves them
             whole.
-        activation_checkpointing: Not in this version yet.
+        activation_checkpointing: True or ``"full"`` to compute layers again in backward, ``"selective"`` to keep
+            their expensive results.
         cpu_offload: Short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
         tp_shard_plan: Patterns of module names and the styles of the modules, a function of the model that returns
             such a dict, or the import path of either; ``"hf"`` for the model's own plan. None chooses: see
@@ -77,6 +81,7 @@ def fsdp2_strategy_parallelize(
         dp_mesh_name: Axis to shard over, or two axes (replicate, shard).
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
+        activation_checkpointing_scope: The parts of the model whose layers it applies to.
         loss_parallel: Whether logits stay sharded over the vocabulary, and the loss is computed on the shards.
         reshard_after_forward: None keeps the last block of each list gathered; True reshards every block, False none,
             an int reshards to that many ranks.
@@ -92,7 +97,7 @@ def fsdp2_strategy_parallelize(
         ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    _check_supported(device_mesh, activation_checkpointing)
+    _check_supported(device_mesh)
     _check_not_sharded(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
@@ -115,6 +120,8 @@ def fsdp2_strategy_parallelize(
         )
     elif (tp_shard_plan or sequence_parallel or loss_parallel) and dist.get_rank() == 0:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
+    if activation_checkpointing:
+        apply_activation_checkpointing(model, activation_checkpointing, scope=activation_checkpointing_scope)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if device.type == "cpu":
@@ -258,18 +265,13 @@ def resolve_mp_policy(
     return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
 
 
-def _check_supported(device_mesh: DeviceMesh, activation_checkpointing: bool | str) -> None:
+def _check_supported(device_mesh: DeviceMesh) -> None:
     for view in get_views(device_mesh):
         if CONTEXT_PARALLEL in (view.mesh_dim_names or ()) and view[CONTEXT_PARALLEL].size() > 1:
             raise ValueError(
                 f"{CONTEXT_PARALLEL}={view[CONTEXT_PARALLEL].size()}: context parallelism is not in this version yet;"
                 " use 1."
             )
-    if activation_checkpointing:
-        raise ValueError(
-            f"activation_checkpointing={activation_checkpointing!r} is not supported in this version yet; leave it at"
-            " its default."
-        )
 
 
 def _check_not_sharded(model: nn.Module) -> None:

@@ -13,8 +13,6 @@ _NOT_YET = (
     "enable_async_tensor_parallel",
     "patch_is_packed_sequence",
     "autocast_dtype",
-    "activation_checkpointing",
-    "activation_checkpointing_scope",
     "context_parallel_method",
     "enable_compile",
 )
@@ -63,6 +61,8 @@ class FSDP2Manager:
             mp_policy=self.mp_policy,
             sequence_parallel=config.sequence_parallel,
             tp_shard_plan=config.tp_plan,
+            activation_checkpointing=config.activation_checkpointing,
+            activation_checkpointing_scope=config.activation_checkpointing_scope,
             loss_parallel=config.loss_parallel,
             offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
             reshard_after_forward=config.reshard_after_forward,

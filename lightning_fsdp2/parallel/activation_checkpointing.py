@@ -1,0 +1,142 @@
+"""Activation checkpointing: layers keep their inputs, and compute what backward needs a second time.
+
+The forward of a layer is wrapped, not the layer: names of parameters and the module tree stay as they are, and the
+hooks of FSDP2, which gather the layer's weights for backward, stay outside of what is computed again.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
+from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.parallel.tp_parameters import wrap_method
+
+_TOWERS: dict[ScopeWord, tuple[str, ...]] = {
+    "multimodal": ("projector", "connector", "resampler", "merger", "qformer", "aligner", "multi_modal", "multimodal"),
+    "audio": ("audio", "speech", "sound"),
+    "vision": ("vision", "visual", "image", "vit", "video"),
+}
+"""Words in the names of modules, by the part of a model they belong to; all others are language."""
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+_ATEN: Any = torch.ops.aten
+_COLLECTIVES: Any = torch.ops._c10d_functional
+_KEPT = {
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_fused_attention_overrideable.default,
+    _ATEN._flash_attention_forward.default,
+    _ATEN._efficient_attention_forward.default,
+    _COLLECTIVES.all_gather_into_tensor.default,
+    _COLLECTIVES.all_reduce.default,
+    _COLLECTIVES.all_to_all_single.default,
+    _COLLECTIVES.reduce_scatter_tensor.default,
+    torch._higher_order_ops.flex_attention,
+}
+"""What selective checkpointing does not compute twice."""
+
+_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
+"""Every second one of these is kept too, as in torchtitan: half of the memory for half of the work."""
+
+_GROUPED_PRODUCT = _ATEN._grouped_mm.default
+"""One of these too, but not where transformers adds the experts' biases in place: what is kept must not change."""
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    mode: Literal[True, "full", "selective"],
+    *,
+    scope: ActivationCheckpointingScope = "all",
+) -> None:
+    """Let the layers of ``model`` be computed again in backward (https://arxiv.org/abs/1604.06174).
+
+    Args:
+        model: Changed in place; its layers are the blocks of its lists, wherever they hang.
+        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of attention, of
+            collectives and of every second matrix product, in the order in which they are computed.
+        scope: Parts of a model of several modalities, told by the names of its modules.
+
+    Raises:
+        ValueError: When there is no layer in the scope, or the model checkpoints itself already.
+    """
+    for hf_model in get_hf_models(model):
+        if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
+            raise ValueError(
+                f"activation_checkpointing={mode!r}: {type(hf_model).__name__} checkpoints its layers itself and would"
+                " compute them three times; leave `gradient_checkpointing_enable()` out."
+            )
+    for layer in _get_layers(model, mode, scope):
+        products = _PRODUCTS if _has_biased_experts(layer) else {*_PRODUCTS, _GROUPED_PRODUCT}
+        context_fn = partial(_make_contexts, products) if mode == "selective" else noop_context_fn
+        wrap_method(layer, _Checkpoint(layer, context_fn))
+
+
+class _Checkpoint:
+    """Runs a layer's forward, without keeping what happens in it if there will be a backward."""
+
+    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any]) -> None:
+        self.context_fn = context_fn
+        parameters = list(inspect.signature(layer.forward).parameters)
+        # one that is only read (transformers marks such layers) may stay; any other would be filled a second time
+        caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else _CACHES
+        self.caches = {*caches, *(parameters.index(name) for name in caches if name in parameters)}
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(None if index in self.caches else value for index, value in enumerate(args))
+        kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+
+
+def _make_contexts(products: set[Any]) -> Any:
+    """For the forward of a layer and its repetition, which must count alike."""
+    counts: Counter[bool] = Counter()
+
+    def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _KEPT:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in products:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 1:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _has_biased_experts(layer: nn.Module) -> bool:
+    return any(getattr(module, "has_bias", False) for module in layer.modules())
+
+
+def _get_layers(model: nn.Module, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
+    wanted = {scope} if isinstance(scope, str) else set(scope)
+    names = {module: name for name, module in model.named_modules()}
+    parts = {layer: _get_part(names[layer]) for layers in get_layer_lists(model) for layer in layers}
+    layers = [layer for layer, part in parts.items() if part in wanted or "all" in wanted]
+    if not layers:
+        found = f"has layers of {', '.join(sorted(set(parts.values())))} only" if parts else "has no list of layers"
+        raise ValueError(
+            f"activation_checkpointing={mode!r} with activation_checkpointing_scope={scope!r} applies to nothing:"
+            f" {type(model).__name__} {found}. Choose another scope, or activation_checkpointing=False."
+        )
+    return layers
+
+
+def _get_part(name: str) -> ScopeWord:
+    """The part of a model that the module ``name`` belongs to; the innermost word counts."""
+    for component in reversed(name.lower().split(".")):
+        for part, words in _TOWERS.items():
+            if any(word in component for word in words):
+                return part
+    return "language"
