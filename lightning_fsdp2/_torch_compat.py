@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
+from torch.torch_version import TorchVersion
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -104,6 +105,45 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
 
     scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
     return collectives.wait_tensor(scatter(tensor.contiguous(), "sum", dim, group))
+
+
+@contextmanager
+def compile_layers_of_many_kinds() -> Iterator[None]:
+    """Let ``torch.compile`` compile the layers of a model in the block.
+
+    Dynamo counts the graphs of all modules that were compiled with ``module.compile()`` together, and would give up at
+    the eighth: first, middle and last layers, of several kinds, with gradients and without. Under activation
+    checkpointing it refuses that a layer puts this rank's part in place of its parameters for the time of its forward,
+    unless it is told not to do so a second time in backward. Neither has a public option.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=64, skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        yield
+
+
+def get_stance() -> str:
+    """What ``torch.compiler.set_stance`` has set last; there is no public way to read it."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance.stance
+
+
+@contextmanager
+def keep_stance(stance: str) -> Iterator[None]:
+    """The block under ``stance``; ``torch.compiler.set_stance`` begins when it is made, not when it is entered."""
+    with torch.compiler.set_stance(stance):
+        yield
+
+
+def can_compile_checkpointed_collectives() -> bool:
+    """Whether a compiled layer may contain a checkpoint that computes collectives of a DeviceMesh a second time.
+
+    Torch 2.13 raises "expected all tensors_saved_with_vc_check to be Tensors, got ... DeviceMesh"; 2.11, 2.14 and 2.15
+    do not, and 2.12 was not tried.
+    """
+    version = TorchVersion(torch.__version__)
+    return version < "2.12" or version >= "2.14"
 
 
 def is_in_backward() -> bool:

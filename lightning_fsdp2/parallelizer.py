@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_fsdp2._torch_compat import can_compile_checkpointed_collectives
 from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -25,6 +26,7 @@ from lightning_fsdp2.mesh import (
     get_views,
 )
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.compile import apply_compile
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
@@ -50,6 +52,7 @@ def fsdp2_strategy_parallelize(
     dp_cp_mesh_name: str = DP_CP,
     *,
     activation_checkpointing_scope: ActivationCheckpointingScope = "all",
+    enable_compile: bool = False,
     loss_parallel: bool = False,
     reshard_after_forward: bool | int | None = None,
     enable_fsdp2_prefetch: bool = True,
@@ -82,6 +85,7 @@ def fsdp2_strategy_parallelize(
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
         activation_checkpointing_scope: The parts of the model whose layers it applies to.
+        enable_compile: Whether each layer is compiled with ``torch.compile``.
         loss_parallel: Whether logits stay sharded over the vocabulary, and the loss is computed on the shards.
         reshard_after_forward: None keeps the last block of each list gathered; True reshards every block, False none,
             an int reshards to that many ranks.
@@ -121,7 +125,17 @@ def fsdp2_strategy_parallelize(
     elif (tp_shard_plan or sequence_parallel or loss_parallel) and dist.get_rank() == 0:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
     if activation_checkpointing:
-        apply_activation_checkpointing(model, activation_checkpointing, scope=activation_checkpointing_scope)
+        apply_activation_checkpointing(
+            model,
+            activation_checkpointing,
+            scope=activation_checkpointing_scope,
+            around_compiled=enable_compile
+            and tp_mesh is not None
+            and activation_checkpointing != "selective"
+            and not can_compile_checkpointed_collectives(),
+        )
+    if enable_compile:
+        apply_compile(model, tensor_parallel=tp_mesh is not None)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if device.type == "cpu":

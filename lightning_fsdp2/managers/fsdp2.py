@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.mesh import get_optional_tp_mesh
+from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
 
 _NOT_YET = (
@@ -14,7 +16,6 @@ _NOT_YET = (
     "patch_is_packed_sequence",
     "autocast_dtype",
     "context_parallel_method",
-    "enable_compile",
 )
 _DEFAULTS = FSDP2Config().to_dict()
 
@@ -63,6 +64,7 @@ class FSDP2Manager:
             tp_shard_plan=config.tp_plan,
             activation_checkpointing=config.activation_checkpointing,
             activation_checkpointing_scope=config.activation_checkpointing_scope,
+            enable_compile=config.enable_compile,
             loss_parallel=config.loss_parallel,
             offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
             reshard_after_forward=config.reshard_after_forward,
@@ -70,6 +72,17 @@ class FSDP2Manager:
             fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
             fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
         )
+
+    def maybe_compile(self, model: nn.Module) -> None:
+        """Compile the layers of a model that was sharded without it, if the config asks for compilation.
+
+        :meth:`parallelize` has done it already for what it returned; a compiled model is left as it is.
+
+        Raises:
+            ValueError: When there are no layers.
+        """
+        if self.config.enable_compile and not is_compiled(model):
+            apply_compile(model, tensor_parallel=get_optional_tp_mesh(self.device_mesh) is not None)
 
 
 def check_supported(config: FSDP2Config) -> None:

@@ -1,19 +1,21 @@
 """Activation checkpointing: layers keep their inputs, and compute what backward needs a second time.
 
-The forward of a layer is wrapped, not the layer: names of parameters and the module tree stay as they are, and the
-hooks of FSDP2, which gather the layer's weights for backward, stay outside of what is computed again.
+A method of a layer is wrapped, not the layer: names of parameters and the module tree stay as they are. It is its
+forward, so that the hooks of FSDP2, which gather the layer's weights for backward, are not run a second time.
 """
 
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_fsdp2._torch_compat import get_stance, keep_stance
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
@@ -57,6 +59,7 @@ def apply_activation_checkpointing(
     mode: Literal[True, "full", "selective"],
     *,
     scope: ActivationCheckpointingScope = "all",
+    around_compiled: bool = False,
 ) -> None:
     """Let the layers of ``model`` be computed again in backward (https://arxiv.org/abs/1604.06174).
 
@@ -65,6 +68,8 @@ def apply_activation_checkpointing(
         mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of attention, of
             collectives and of every second matrix product, in the order in which they are computed.
         scope: Parts of a model of several modalities, told by the names of its modules.
+        around_compiled: Whether a layer's whole call is computed again, and not its forward alone, so that what is
+            compiled of it (``layer.compile()``) is inside of the checkpoint.
 
     Raises:
         ValueError: When there is no layer in the scope, or the model checkpoints itself already.
@@ -77,15 +82,20 @@ def apply_activation_checkpointing(
             )
     for layer in _get_layers(model, mode, scope):
         products = _PRODUCTS if _has_biased_experts(layer) else {*_PRODUCTS, _GROUPED_PRODUCT}
-        context_fn = partial(_make_contexts, products) if mode == "selective" else noop_context_fn
-        wrap_method(layer, _Checkpoint(layer, context_fn))
+        # torch.compile does not take the default `context_fn` from a variable, so it is left out where it would do
+        options: dict[str, Any] = {}
+        if mode == "selective":
+            options["context_fn"] = partial(_make_contexts, products)
+        elif around_compiled:
+            options["context_fn"] = _make_stances
+        wrap_method(layer, _Checkpoint(layer, options), "__call__" if around_compiled else "forward")
 
 
 class _Checkpoint:
     """Runs a layer's forward, without keeping what happens in it if there will be a backward."""
 
-    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any]) -> None:
-        self.context_fn = context_fn
+    def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
+        self.options = options
         parameters = list(inspect.signature(layer.forward).parameters)
         # one that is only read (transformers marks such layers) may stay; any other would be filled a second time
         caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else _CACHES
@@ -96,7 +106,7 @@ class _Checkpoint:
             return forward(*args, **kwargs)
         args = tuple(None if index in self.caches else value for index, value in enumerate(args))
         kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **self.options, **kwargs)
 
 
 def _make_contexts(products: set[Any]) -> Any:
@@ -113,6 +123,11 @@ def _make_contexts(products: set[Any]) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
+
+
+def _make_stances() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What was not compiled in forward is not compiled in its repetition."""
+    return nullcontext(), keep_stance(get_stance())
 
 
 def _has_biased_experts(layer: nn.Module) -> bool:

@@ -25,6 +25,12 @@ def is_metric(module: nn.Module) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
+def get_entrances(module: nn.Module) -> tuple[str, ...]:
+    """The names of the methods in which a module computes with what it holds itself."""
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    return (*steps, "forward") if is_lightning_module(module) else ("forward",)
+
+
 def get_modules(root: nn.Module) -> list[nn.Module]:
     """Return ``root`` and all modules in it, but for metrics and what they hold, in registration order.
 

@@ -22,11 +22,11 @@ from lightning_fsdp2.parallel.sequence_parallel import (
     sum_gradients_on_shards,
 )
 from lightning_fsdp2.parallel.structure import (
+    get_entrances,
     get_hf_models,
     get_layer_lists,
     get_modules,
     is_hf_model,
-    is_lightning_module,
     iterate_children,
 )
 from lightning_fsdp2.parallel.tp_checks import check_layouts, check_plans, warn_of_replicated
@@ -48,8 +48,6 @@ from lightning_fsdp2.parallel.tp_styles import (
     VocabularyHead,
 )
 from lightning_fsdp2.parallel.tp_verification import LayerVerification
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def apply_tensor_parallel(
@@ -107,7 +105,7 @@ def apply_tensor_parallel(
     for layer in layers:
         compute_with_local_parameters(layer, layouts, mesh.get_group())
     for module in others:
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=False, methods=_get_entrances(module))
+        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=False, methods=get_entrances(module))
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
 
 
@@ -258,8 +256,3 @@ def _get_random(layer: nn.Module, mesh: DeviceMesh) -> LayerRandom | None:
     if not draws_random_numbers(layer):
         return None
     return LayerRandom(layer, mesh.get_group(), torch.device(mesh.device_type))
-
-
-def _get_entrances(module: nn.Module) -> tuple[str, ...]:
-    """The methods in which a module uses its own parameters."""
-    return (*_STEPS, "forward") if is_lightning_module(module) else ("forward",)

@@ -30,10 +30,6 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
     [
         ("patch_is_packed_sequence", True),
         ("autocast_dtype", torch.bfloat16),
-        ("activation_checkpointing", True),
-        ("activation_checkpointing", "selective"),
-        ("enable_compile", True),
-        ("activation_checkpointing_scope", "vision"),
         ("context_parallel_method", "ulysses"),
     ],
     ids=str,

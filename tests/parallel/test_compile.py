@@ -1,0 +1,239 @@
+"""Compiled layers: graphs counted, names unchanged, gradients those of the same steps without compilation."""
+
+import copy
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import FAMILIES, make_family_model
+from helpers.models import GPT2, LLAMA, PlainTransformer
+from helpers.oracle import assert_equal_gradients
+from helpers.ranks import run_ranks
+from helpers.tensor_parallel import get_gradients, make_rough_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.parallel import compile as compilation
+from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp_size": 2},
+    "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
+}
+MODES = (False, "full", "selective")
+LAYERS = 4
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "num_hidden_layers": LAYERS},
+    "gpt2": {**GPT2, "n_layer": LAYERS},
+}
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code is generated: what is tested is what dynamo and autograd make of a layer."""
+    monkeypatch.setattr(compilation, "apply_compile", partial(apply_compile, backend="aot_eager"))
+    for module in ("lightning_fsdp2.parallelizer", "lightning_fsdp2.managers.fsdp2"):
+        monkeypatch.setattr(f"{module}.apply_compile", partial(apply_compile, backend="aot_eager"))
+
+
+def make_batch(seed: int = 1, length: int = 12) -> dict[str, Tensor]:
+    input_ids = torch.randint(3, 101, (2, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
+
+
+def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
+    config = FSDP2Config(**{"mp_policy": MixedPrecisionPolicy(), "enable_compile": True, **flags})
+    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model)
+
+
+def compute_gradients(model: Any, seed: int, length: int = 12) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(**make_batch(seed, length)).loss.backward()
+    return get_gradients(model)
+
+
+def count_graphs() -> int:
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    return counters["stats"]["unique_graphs"]
+
+
+# ---------------------------------------------------------------------- graphs and gradients
+
+
+def check_compiled_steps(kind: str, layout: dict[str, Any], mode: Any) -> list[int]:
+    """Compare the gradients of four steps with those of a copy that is not compiled; graphs after each."""
+    plain = make_rough_model(MODELS[kind])
+    compiled = parallelize(copy.deepcopy(plain), activation_checkpointing=mode, **layout)
+    plain = parallelize(plain, enable_compile=False, **layout)
+    graphs = []
+    for step in range(4):
+        assert_equal_gradients(compute_gradients(compiled, step), compute_gradients(plain, step))
+        graphs.append(count_graphs())
+    return graphs
+
+
+CELLS = [(kind, layout, mode) for kind in MODELS for layout in LAYOUTS for mode in MODES]
+FAST = [("llama", "dp2", False), ("gpt2", "tp2", "full"), ("llama", "tp2+sp", "selective")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "mode"),
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
+)
+def test_all_layers_of_a_kind_share_a_graph_and_none_is_compiled_after_the_second_step(
+    kind: str, layout: str, mode: Any
+) -> None:
+    first, *later = run_ranks(check_compiled_steps, 2, kind, LAYOUTS[layout], mode)[0]
+    # the first step of a tensor parallel model is verified, and not compiled
+    assert first == (1 if layout == "dp2" else 0)
+    assert later == [later[0]] * 3
+    if mode != "full":
+        # under sequence parallelism the first layer splits the sequence and the last one gathers it
+        assert later[0] == (3 if layout == "tp2+sp" else 1)
+
+
+def test_sequences_of_other_lengths_cost_one_more_graph() -> None:
+    def run() -> list[int]:
+        model = parallelize(make_rough_model(LLAMA))
+        graphs = []
+        for length in (12, 9, 7, 11):
+            compute_gradients(model, 1, length)
+            graphs.append(count_graphs())
+        return graphs
+
+    assert run_ranks(run, 1)[0] == [1, 2, 2, 2]
+
+
+class Widened(nn.Module):
+    """A block of its own class, which shares no graph with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.linear(hidden)
+
+
+def test_more_kinds_of_layers_than_dynamo_would_compile_by_itself() -> None:
+    def run() -> int:
+        model = PlainTransformer()
+        model.blocks = nn.ModuleList(type(f"Block{i}", (Widened,), {})() for i in range(12))
+        model = parallelize(model)
+        for evaluates in (False, True):
+            with torch.set_grad_enabled(not evaluates):
+                model(torch.arange(6).view(1, 6))
+        return count_graphs()
+
+    assert run_ranks(run, 1)[0] == 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_compiles_with_the_gradients_of_one_that_does_not(family: str) -> None:
+    def run() -> int:
+        plain = make_family_model(family)
+        compiled = parallelize(copy.deepcopy(plain))
+        plain = parallelize(plain, enable_compile=False)
+        for step in range(2):
+            assert_equal_gradients(compute_gradients(compiled, step), compute_gradients(plain, step))
+        return counters["stats"]["unique_graphs"]
+
+    assert run_ranks(run, 1)[0] > 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_generated_code_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", apply_compile)
+
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        flags = {"tp_size": 2, "sequence_parallel": True, "activation_checkpointing": "full"}
+        compiled = parallelize(copy.deepcopy(plain), **flags)
+        plain = parallelize(plain, **{**flags, "enable_compile": False})
+        for step in range(3):
+            assert_equal_gradients(compute_gradients(compiled, step), compute_gradients(plain, step))
+        assert count_graphs() == 3
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- names, doors, refusals
+
+
+def test_names_stay_and_state_dicts_load_either_way() -> None:
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        compiled = parallelize(copy.deepcopy(plain))
+        compute_gradients(compiled, 1)
+        plain = parallelize(plain, enable_compile=False)
+        assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        assert list(compiled.state_dict()) == list(plain.state_dict())
+        plain.load_state_dict(compiled.state_dict())
+        compiled.load_state_dict(plain.state_dict())
+
+    run_ranks(run, 1)
+
+
+def test_a_model_that_was_sharded_without_is_compiled_later_and_only_once() -> None:
+    def run() -> None:
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), enable_compile=True)
+        manager = FSDP2Manager(config, create_device_mesh(config))
+        model = parallelize(make_rough_model(LLAMA), enable_compile=False)
+        assert not is_compiled(model)
+        FSDP2Manager(FSDP2Config(), create_device_mesh(config)).maybe_compile(model)
+        assert not is_compiled(model)
+        manager.maybe_compile(model)
+        assert is_compiled(model)
+        calls = [layer._compiled_call_impl for layer in model.model.layers]
+        manager.maybe_compile(model)
+        assert [layer._compiled_call_impl for layer in model.model.layers] == calls
+        compute_gradients(model, 1)
+        assert count_graphs() == 1
+
+    run_ranks(run, 1)
+
+
+def test_a_plan_with_wrong_gradients_is_refused_nevertheless() -> None:
+    def run() -> None:
+        plan = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+        model = parallelize(make_rough_model(LLAMA), tp_size=2, tp_plan=plan)
+        with pytest.raises(ValueError, match=r"tp_plan: .*model\.layers\.0"):
+            compute_gradients(model, 1)
+
+    run_ranks(run, 2)
+
+
+def test_what_is_trained_later_is_verified_then() -> None:
+    def run() -> list[int]:
+        model = make_rough_model(LLAMA)
+        model.model.layers[0].mlp.requires_grad_(False)
+        model = parallelize(model, tp_size=2)
+        graphs = []
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            compute_gradients(model, 1)
+            graphs.append(count_graphs())
+        return graphs
+
+    first, second, third, _ = run_ranks(run, 2)[0]
+    assert first == 0
+    assert third == second > 0
+
+
+def test_a_model_without_layers_and_dropout_on_shards_are_refused() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="enable_compile=True: Linear has no list of layers"):
+            parallelize(nn.Linear(4, 4))
+        with pytest.raises(ValueError, match=r"tp_size > 1: GPT2Block has dropout or jitter.* Set these to 0, or"):
+            parallelize(make_rough_model({**GPT2, "resid_pdrop": 0.1}), tp_size=2)
+        parallelize(make_rough_model({**GPT2, "resid_pdrop": 0.1}))
+
+    run_ranks(run, 2)
