@@ -1,0 +1,51 @@
+"""Autocast around every forward, with a residual stream that may stay in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_entrances, get_hf_models
+from lightning_fsdp2.parallel.tp_parameters import wrap_method
+
+
+def apply_autocast(
+    model: nn.Module, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
+) -> None:
+    """Let every forward of ``model``, and of the Hugging Face models in it, run in :class:`torch.autocast`.
+
+    Args:
+        model: Changed in place. Of a LightningModule, the steps count as forwards.
+        dtype: Of matrix products; what autocast leaves in float32 stays so.
+        device_type: Where the model computes.
+        residual_dtype: What the embeddings of Hugging Face models are turned into, and so the dtype of what their
+            layers add up. None leaves them as they are.
+    """
+    models = get_hf_models(model)
+    for target in dict.fromkeys([model, *models]):
+        for name in get_entrances(target):
+            wrap_method(target, _Autocast(dtype, device_type), name)
+    for target in models if residual_dtype is not None else ():
+        embedding, _ = get_embedding_and_head(target)
+        if embedding is not None:
+            wrap_method(embedding, _CastResult(residual_dtype))
+
+
+class _Autocast:
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
+        self.dtype = dtype
+        self.device_type = device_type
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # the cache would keep a copy of every gathered weight until the end of the forward
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+
+class _CastResult:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs).to(self.dtype)

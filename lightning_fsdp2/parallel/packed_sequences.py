@@ -1,0 +1,54 @@
+"""Training without packed sequences need not look for them: transformers does, with a host sync per layer."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+
+from lightning_fsdp2._torch_compat import assert_async
+from lightning_fsdp2.parallel.structure import get_hf_models
+from lightning_fsdp2.parallel.tp_parameters import wrap_method
+
+
+@contextmanager
+def assume_unpacked_sequences() -> Iterator[None]:
+    """Let transformers take every batch for one without packed sequences inside the block.
+
+    It looks for position ids that restart in two places, and waits for the device to see what it has found: in the
+    attention masks of every forward, and in every layer with flash attention at batch size 1.
+    """
+    with (
+        patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
+        patch("transformers.modeling_flash_attention_utils._is_packed_sequence", lambda position_ids, batch_size: False),
+    ):
+        yield
+
+
+def apply_unpacked_sequences(model: nn.Module) -> None:
+    """Let every forward of the Hugging Face models in ``model`` run in :func:`assume_unpacked_sequences`.
+
+    Their batches are checked nevertheless: position ids that restart raise a RuntimeError, on an accelerator a
+    device-side assertion, since the host does not wait for the answer.
+    """
+    for hf_model in get_hf_models(model):
+        wrap_method(hf_model, _UnpackedSequences(hf_model))
+
+
+class _UnpackedSequences:
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        position_ids = given.get("position_ids")
+        if isinstance(position_ids, Tensor) and given.get("attention_mask") is None:
+            assert_async(
+                (position_ids.diff(dim=-1) >= 0).all(),
+                "patch_is_packed_sequence=True, but position_ids restart within a sequence: attention would cross the"
+                " borders of packed documents. Set patch_is_packed_sequence=False for packed batches.",
+            )
+        with assume_unpacked_sequences():
+            return forward(*args, **kwargs)
