@@ -107,8 +107,9 @@ class FSDP2Config(_Flags):
     mapping such as {pin_memory: false} for one with these fields. The config then holds the policy, or None."""
 
     autocast_dtype: torch.dtype | None = None
-    """If set, forward runs inside torch.autocast with this dtype, on whatever device type the model is. Together with
-    output_dtype=float32 in mp_policy the residual stream stays in float32 while matrix products do not."""
+    """If set, to bfloat16, forward runs inside torch.autocast, on whatever device type the model is. Together with
+    output_dtype=float32 in mp_policy the residual stream stays in float32 while matrix products do not; a param_dtype
+    of bfloat16 there gathers the weights in bfloat16, which autocast then need not cast."""
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
@@ -169,7 +170,7 @@ class FSDP2Config(_Flags):
         _check_tp_plan(self.tp_plan)
         self._set("mp_policy", _to_mp_policy(self.mp_policy))
         self._set("offload_policy", _to_offload_policy(self.offload_policy))
-        self._set("autocast_dtype", _to_floating_dtype("autocast_dtype", self.autocast_dtype))
+        self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_activation_checkpointing(self.activation_checkpointing)
         _check_scope(self.activation_checkpointing_scope)
         _check_reshard_after_forward(self.reshard_after_forward)
@@ -318,7 +319,7 @@ class DDPConfig(_Flags):
         self._check_bools()
         _check_activation_checkpointing(self.activation_checkpointing)
         _check_scope(self.activation_checkpointing_scope)
-        self._set("autocast_dtype", _to_floating_dtype("autocast_dtype", self.autocast_dtype))
+        self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_bucket_cap(self.bucket_cap_mb)
         _check_backend(self.backend)
 
@@ -468,6 +469,14 @@ def _to_floating_dtype(option: str, value: object) -> torch.dtype | None:
         raise ValueError(f"{option}={error}") from None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{option}={value!r} must be a floating point dtype; use for example torch.bfloat16.")
+    return dtype
+
+
+def _to_autocast_dtype(value: object) -> torch.dtype | None:
+    dtype = _to_floating_dtype("autocast_dtype", value)
+    if dtype not in (None, torch.bfloat16):
+        reason = "needs a gradient scaler, which is not supported" if dtype is torch.float16 else "is no autocast dtype"
+        raise ValueError(f"autocast_dtype={value!r} {reason}; use torch.bfloat16, or None for no autocast.")
     return dtype
 
 

@@ -26,9 +26,11 @@ from lightning_fsdp2.mesh import (
     get_views,
 )
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.autocast import apply_autocast
 from lightning_fsdp2.parallel.compile import apply_compile
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 from lightning_fsdp2.parallel.tp_matching import match_plan
@@ -52,8 +54,10 @@ def fsdp2_strategy_parallelize(
     dp_cp_mesh_name: str = DP_CP,
     *,
     activation_checkpointing_scope: ActivationCheckpointingScope = "all",
+    autocast_dtype: torch.dtype | None = None,
     enable_compile: bool = False,
     loss_parallel: bool = False,
+    patch_is_packed_sequence: bool = False,
     reshard_after_forward: bool | int | None = None,
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
@@ -85,8 +89,11 @@ def fsdp2_strategy_parallelize(
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
         activation_checkpointing_scope: The parts of the model whose layers it applies to.
+        autocast_dtype: None, or that of matrix products in :class:`torch.autocast`, which then decides on casts in
+            place of the units; with a policy whose ``output_dtype`` is float32 the residual stream is float32.
         enable_compile: Whether each layer is compiled with ``torch.compile``.
         loss_parallel: Whether logits stay sharded over the vocabulary, and the loss is computed on the shards.
+        patch_is_packed_sequence: Whether transformers need not look for packed sequences, of which there are none.
         reshard_after_forward: None keeps the last block of each list gathered; True reshards every block, False none,
             an int reshards to that many ranks.
         enable_fsdp2_prefetch: Whether units start the all-gathers of the next ones.
@@ -136,6 +143,17 @@ def fsdp2_strategy_parallelize(
         )
     if enable_compile:
         apply_compile(model, tensor_parallel=tp_mesh is not None)
+    if patch_is_packed_sequence:
+        apply_unpacked_sequences(model)
+    policy = resolve_mp_policy(mp_policy, param_dtype)
+    if autocast_dtype is not None:
+        apply_autocast(
+            model,
+            autocast_dtype,
+            device.type,
+            residual_dtype=torch.float32 if policy.output_dtype is torch.float32 else None,
+        )
+        policy = replace(policy, cast_forward_inputs=False)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if device.type == "cpu":
@@ -143,7 +161,7 @@ def fsdp2_strategy_parallelize(
     plan = apply_fully_shard(
         model,
         fsdp_mesh,
-        mp_policy=resolve_mp_policy(mp_policy, param_dtype),
+        mp_policy=policy,
         offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
     )

@@ -82,7 +82,7 @@ YAML_CASES = {
         {
             "mp_policy": {"param_dtype": "bf16", "cast_forward_inputs": False},
             "offload_policy": {"pin_memory": False},
-            "autocast_dtype": "torch.float16",
+            "autocast_dtype": "torch.bfloat16",
             "activation_checkpointing": "selective",
             "activation_checkpointing_scope": ["language", "vision"],
             "reshard_after_forward": 1,
@@ -93,7 +93,7 @@ YAML_CASES = {
         FSDP2Config(
             mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False),
             offload_policy=CPUOffloadPolicy(pin_memory=False),
-            autocast_dtype=torch.float16,
+            autocast_dtype=torch.bfloat16,
             activation_checkpointing="selective",
             activation_checkpointing_scope=["language", "vision"],
             reshard_after_forward=1,

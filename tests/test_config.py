@@ -220,6 +220,8 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "enable_fsdp2_prefetch", None, TypeError, "must be a bool; use True or False."),
     (FSDP2Config, "tp_plan", 3, TypeError, 'must be None, "hf", a dict or an import path.'),
     (FSDP2Config, "autocast_dtype", "bf17", ValueError, "use bfloat16 (bf16)"),
+    (FSDP2Config, "autocast_dtype", "fp16", ValueError, "needs a gradient scaler, which is not supported; use torch.bfl"),
+    (DDPConfig, "autocast_dtype", torch.float32, ValueError, "autocast_dtype=torch.float32 is no autocast dtype; use"),
     (FSDP2Config, "autocast_dtype", 16, TypeError, "must be a floating point dtype; use for example torch.bfloat16."),
     (FSDP2Config, "autocast_dtype", torch.int64, TypeError, "must be a floating point dtype"),
     (FSDP2Config, "mp_policy", "bf16", TypeError, "must be a MixedPrecisionPolicy, a mapping of its fields or None."),

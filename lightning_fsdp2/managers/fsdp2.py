@@ -13,8 +13,6 @@ from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_
 
 _NOT_YET = (
     "enable_async_tensor_parallel",
-    "patch_is_packed_sequence",
-    "autocast_dtype",
     "context_parallel_method",
 )
 _DEFAULTS = FSDP2Config().to_dict()
@@ -64,8 +62,10 @@ class FSDP2Manager:
             tp_shard_plan=config.tp_plan,
             activation_checkpointing=config.activation_checkpointing,
             activation_checkpointing_scope=config.activation_checkpointing_scope,
+            autocast_dtype=config.autocast_dtype,
             enable_compile=config.enable_compile,
             loss_parallel=config.loss_parallel,
+            patch_is_packed_sequence=config.patch_is_packed_sequence,
             offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
             reshard_after_forward=config.reshard_after_forward,
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,

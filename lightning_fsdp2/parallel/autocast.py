@@ -26,10 +26,14 @@ def apply_autocast(
     for target in dict.fromkeys([model, *models]):
         for name in get_entrances(target):
             wrap_method(target, _Autocast(dtype, device_type), name)
-    for target in models if residual_dtype is not None else ():
-        embedding, _ = get_embedding_and_head(target)
-        if embedding is not None:
-            wrap_method(embedding, _CastResult(residual_dtype))
+    for norm in model.modules() if device_type == "cpu" else ():
+        if isinstance(norm, nn.LayerNorm | nn.GroupNorm):
+            wrap_method(norm, _InFloat32(norm))
+    if residual_dtype is not None:
+        for target in models:
+            embedding, _ = get_embedding_and_head(target)
+            if embedding is not None:
+                wrap_method(embedding, _CastResult(residual_dtype))
 
 
 class _Autocast:
@@ -41,6 +45,22 @@ class _Autocast:
         # the cache would keep a copy of every gathered weight until the end of the forward
         with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
             return forward(*args, **kwargs)
+
+
+class _InFloat32:
+    """Computes a norm in float32, as autocast does on accelerators; on CPUs torch refuses weights of another dtype."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, forward: Callable[..., Tensor], /, hidden: Tensor) -> Tensor:
+        saved = dict(self.norm._parameters)
+        try:
+            for name, parameter in saved.items():
+                self.norm._parameters[name] = None if parameter is None else parameter.float()  # type: ignore[assignment]
+            return forward(hidden.float())
+        finally:
+            self.norm._parameters.update(saved)
 
 
 class _CastResult:

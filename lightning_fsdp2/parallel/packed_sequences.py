@@ -3,8 +3,8 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -20,11 +20,24 @@ def assume_unpacked_sequences() -> Iterator[None]:
     It looks for position ids that restart in two places, and waits for the device to see what it has found: in the
     attention masks of every forward, and in every layer with flash attention at batch size 1.
     """
-    with (
-        patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-        patch("transformers.modeling_flash_attention_utils._is_packed_sequence", lambda position_ids, batch_size: False),
-    ):
+    from transformers import masking_utils, modeling_flash_attention_utils
+
+    checks: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", None),
+        (modeling_flash_attention_utils, "_is_packed_sequence", False),
+    ]
+    saved = [getattr(module, name) for module, name, _ in checks]
+    try:
+        for module, name, answer in checks:
+            setattr(module, name, partial(_answer, answer))
         yield
+    finally:
+        for (module, name, _), function in zip(checks, saved, strict=True):
+            setattr(module, name, function)
+
+
+def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
+    return answer
 
 
 def apply_unpacked_sequences(model: nn.Module) -> None:
@@ -44,7 +57,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids = given.get("position_ids")
-        if isinstance(position_ids, Tensor) and given.get("attention_mask") is None:
+        # with a mask transformers does not look at them; of three dims they count in several directions, as for images
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and given.get("attention_mask") is None:
             assert_async(
                 (position_ids.diff(dim=-1) >= 0).all(),
                 "patch_is_packed_sequence=True, but position_ids restart within a sequence: attention would cross the"

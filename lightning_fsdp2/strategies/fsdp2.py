@@ -1,11 +1,11 @@
 """FSDP2 for the Lightning Trainer: ``Trainer(strategy=FSDP2Strategy())``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,9 +21,13 @@ from lightning_fsdp2.managers.fsdp2 import FSDP2Manager, check_supported
 from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh, get_mesh_sizes
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import is_metric
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.precision import get_mp_policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _SHARDED_ATTRIBUTE = "_lightning_fsdp2_sharded"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -85,6 +89,7 @@ class FSDP2Strategy(MeshStrategy):
         )
         super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
         self._manager: FSDP2Manager | None = None
+        self._patches = ExitStack()
 
     @property
     def manager(self) -> FSDP2Manager:
@@ -98,6 +103,18 @@ class FSDP2Strategy(MeshStrategy):
         policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
         super().setup_environment()
         self._manager = FSDP2Manager(replace(self.config, mp_policy=policy), self.full_device_mesh)
+
+    @override
+    def setup(self, trainer: "Trainer") -> None:
+        if self.config.patch_is_packed_sequence:
+            # not around the forwards alone: activation checkpointing computes layers again in backward
+            self._patches.enter_context(assume_unpacked_sequences())
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        self._patches.close()
+        super().teardown()
 
     @contextmanager
     @override

@@ -28,8 +28,6 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("patch_is_packed_sequence", True),
-        ("autocast_dtype", torch.bfloat16),
         ("context_parallel_method", "ulysses"),
     ],
     ids=str,

@@ -1,0 +1,110 @@
+"""transformers' search for packed sequences, left out: how often it is asked, and who gets refused."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers.collectives import StepCounter
+from helpers.models import LLAMA, make_causal_lm
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from transformers import AttentionInterface, masking_utils, modeling_flash_attention_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
+
+CHECKS = (
+    (masking_utils, "find_packed_sequence_indices"),
+    (modeling_flash_attention_utils, "_is_packed_sequence"),
+)
+
+
+def attend_watched(module: nn.Module, query: Tensor, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+    """Look for packed sequences as flash attention does, which does not run on a CPU."""
+    modeling_flash_attention_utils._is_packed_sequence(position_ids, query.size(0))
+    return sdpa_attention_forward(module, query, *args, **kwargs)
+
+
+def parallelize(model: nn.Module, **flags: Any) -> Any:
+    config = FSDP2Config(patch_is_packed_sequence=True, **flags)
+    return FSDP2Manager(config, create_device_mesh(config)).parallelize(model)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often transformers' own functions are called."""
+    counts: Counter[str] = Counter()
+    for module, name in CHECKS:
+        original = getattr(module, name)
+
+        def count(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            counts[_name] += 1
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, count)
+    return counts
+
+
+def test_neither_place_is_asked_and_the_host_waits_for_nothing(calls: Counter[str]) -> None:
+    AttentionInterface.register("watched", attend_watched)
+
+    def run(model: Any) -> tuple[dict[str, int], int]:
+        calls.clear()
+        position_ids = torch.arange(12).view(1, 12)
+        with StepCounter() as counter:
+            model(input_ids=torch.ones(1, 12, dtype=torch.int64), position_ids=position_ids, use_cache=False)
+        return dict(calls), counter.host_syncs
+
+    def run_both() -> list[tuple[dict[str, int], int]]:
+        plain = make_causal_lm(LLAMA)
+        patched = parallelize(make_causal_lm(LLAMA))
+        for model in (plain, patched):
+            model.set_attn_implementation("watched")
+        return [run(plain), run(patched)]
+
+    (calls_before, syncs_before), (calls_after, syncs_after) = run_ranks(run_both, 1)[0]
+    assert calls_before == {"_is_packed_sequence": LLAMA["num_hidden_layers"]}
+    assert calls_after == {}
+    assert syncs_after <= syncs_before
+
+
+def test_masks_are_made_without_a_look_at_the_positions(calls: Counter[str]) -> None:
+    def run() -> list[tuple[int, int]]:
+        results = []
+        for model in (make_causal_lm(LLAMA), parallelize(make_causal_lm(LLAMA))):
+            calls.clear()
+            with StepCounter() as counter:
+                model(input_ids=torch.ones(2, 12, dtype=torch.int64), use_cache=False)
+            results.append((calls["find_packed_sequence_indices"], counter.host_syncs))
+        return results
+
+    (calls_before, syncs_before), (calls_after, syncs_after) = run_ranks(run, 1)[0]
+    assert (calls_before, calls_after) == (1, 0)
+    assert syncs_after == syncs_before - 1
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_packed_batch_is_refused(positional: bool) -> None:
+    def run() -> None:
+        model = parallelize(make_causal_lm(LLAMA))
+        input_ids = torch.ones(1, 6, dtype=torch.int64)
+        packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+        with pytest.raises(RuntimeError, match="patch_is_packed_sequence=True, but position_ids restart"):
+            model(input_ids, None, packed) if positional else model(input_ids, position_ids=packed)
+        with_mask = torch.ones(1, 6, dtype=torch.int64)
+        model(input_ids, with_mask, packed)  # transformers would not look at the positions either
+        model(input_ids, position_ids=torch.arange(3, 9).view(1, 6))
+
+    run_ranks(run, 1)
+
+
+def test_the_patch_is_undone_also_after_an_error_and_inside_itself() -> None:
+    originals = [getattr(module, name) for module, name in CHECKS]
+    with pytest.raises(KeyError), assume_unpacked_sequences():
+        with assume_unpacked_sequences():
+            assert masking_utils.find_packed_sequence_indices(torch.tensor([[0, 0]])) is None
+        assert modeling_flash_attention_utils._is_packed_sequence(torch.tensor([[0, 0]]), 1) is False
+        raise KeyError
+    assert [getattr(module, name) for module, name in CHECKS] == originals
