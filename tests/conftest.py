@@ -1,16 +1,26 @@
 """Imports what the forked ranks would otherwise import one by one, and keeps the parent free of threads."""
 
 import os
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
+import pytest
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import lightning_fsdp2  # noqa: F401
+from lightning_fsdp2.parallel.compile import apply_compile
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers are traced, with their backward, but no code is generated for them."""
+    for name in ("lightning_fsdp2.parallelizer.apply_compile", "lightning_fsdp2.managers.fsdp2.apply_compile"):
+        monkeypatch.setattr(name, partial(apply_compile, backend="aot_eager"))

@@ -2,31 +2,18 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
-from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, check_parity, hf_loss, token_sum_loss
+from helpers.cases import MESHES, make_case
+from helpers.models import make_token_batches
+from helpers.oracle import Case, ScalarLossModule, check_parity, hf_loss
 from helpers.ranks import run_ranks
 from torch import nn
 
-from lightning_fsdp2 import CausalLM, FSDP2Config
+from lightning_fsdp2 import FSDP2Config
 
-MESHES = {
-    "dp1": (1, {}),
-    "dp2": (2, {}),
-    "dp3": (3, {}),
-    "dp4": (4, {}),
-    "hsdp2x1": (2, {"dp_replicate_size": 2}),
-    "hsdp2x2": (4, {"dp_replicate_size": 2}),
-    "tp2": (2, {"tp_size": 2}),
-    "tp2+sp": (2, {"tp_size": 2, "config": FSDP2Config(sequence_parallel=True)}),
-    "tp2+loss": (2, {"tp_size": 2, "config": FSDP2Config(loss_parallel=True)}),
-    "dp2xtp2+sp+loss": (4, {"tp_size": 2, "config": FSDP2Config(sequence_parallel=True, loss_parallel=True)}),
-    "hsdp2xtp2": (4, {"tp_size": 2, "dp_replicate_size": 2}),
-}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MODELS = ("llama", "gpt2", "plain")
 SAMPLE = [
@@ -44,36 +31,6 @@ SAMPLE = [
 ]
 CELLS = [cell for cell in itertools.product(MESHES, PRECISIONS, MODELS) if "tp2" not in cell[0] or cell[2] != "plain"]
 """A model of plain torch modules has no tensor parallel plan."""
-
-
-def make_case(model: str, *, accumulate: int, clip: float | None, tied: bool, meta: bool, **options: Any) -> Case:
-    batches = make_token_batches(3 * accumulate * 4)
-    if model == "plain":
-        make_model: Callable[[], nn.Module] = partial(PlainTransformer, tied=tied)
-        make_module = partial(ScalarLossModule, make_model, plain_loss, meta=meta)
-        loss = plain_loss
-    else:
-        config = {**(LLAMA if model == "llama" else GPT2), "tie_word_embeddings": tied}
-        make_model = partial(make_causal_lm, config)
-        make_module = partial(make_causal_lm_module, config, meta=meta)
-        loss = token_sum_loss
-    return Case(
-        make_module=make_module,
-        make_model=make_model,
-        loss=loss,
-        batches=batches,
-        accumulate=accumulate,
-        clip=clip,
-        **options,
-    )
-
-
-def make_causal_lm_module(config: dict[str, Any], *, meta: bool) -> CausalLM:
-    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
-    module = CausalLM(config=config, optimizer=optimizer, decay_norms_and_biases=True)
-    if not meta:
-        module.model = make_causal_lm(config)
-    return module
 
 
 COMBINATIONS = list(itertools.product((1, 3), (None, 0.1), (False, True), (False, True)))
@@ -94,7 +51,8 @@ COVERING = [(1, None, False, False), (3, 0.1, False, True), (3, None, True, Fals
 def test_losses_gradients_norm_and_weights_are_those_of_one_process(
     mesh: str, precision: str, model: str, combinations: list[tuple[int, float | None, bool, bool]]
 ) -> None:
-    world_size, strategy = MESHES[mesh]
+    world_size, sizes, flags = MESHES[mesh]
+    strategy = {**sizes, "config": FSDP2Config(**flags)}
 
     def run() -> None:
         for accumulate, clip, tied, meta in combinations:

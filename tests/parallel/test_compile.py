@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.parallel import compile as compilation
 from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,12 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No code is generated: what is tested is what dynamo and autograd make of a layer."""
-    monkeypatch.setattr(compilation, "apply_compile", partial(apply_compile, backend="aot_eager"))
-    for module in ("lightning_fsdp2.parallelizer", "lightning_fsdp2.managers.fsdp2"):
-        monkeypatch.setattr(f"{module}.apply_compile", partial(apply_compile, backend="aot_eager"))
+pytestmark = pytest.mark.usefixtures("compile_without_code")
 
 
 def make_batch(seed: int = 1, length: int = 12) -> dict[str, Tensor]:

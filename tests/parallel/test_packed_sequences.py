@@ -100,11 +100,16 @@ def test_a_packed_batch_is_refused(positional: bool) -> None:
     run_ranks(run, 1)
 
 
-def test_the_patch_is_undone_also_after_an_error_and_inside_itself() -> None:
-    originals = [getattr(module, name) for module, name in CHECKS]
-    with pytest.raises(KeyError), assume_unpacked_sequences():
+def use_patch_twice_and_fail() -> None:
+    with assume_unpacked_sequences():
         with assume_unpacked_sequences():
             assert masking_utils.find_packed_sequence_indices(torch.tensor([[0, 0]])) is None
         assert modeling_flash_attention_utils._is_packed_sequence(torch.tensor([[0, 0]]), 1) is False
         raise KeyError
+
+
+def test_the_patch_is_undone_also_after_an_error_and_inside_itself() -> None:
+    originals = [getattr(module, name) for module, name in CHECKS]
+    with pytest.raises(KeyError):
+        use_patch_twice_and_fail()
     assert [getattr(module, name) for module, name in CHECKS] == originals
