@@ -1,23 +1,25 @@
 """Any Hugging Face causal language model, trained from YAML."""
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.gradients import get_total_norm
 from lightning_fsdp2.parallel.loss import (
     IGNORE_INDEX,
     TokenMean,
     apply_token_mean_,
+    reduce_token_losses,
+    shift_left,
     token_cross_entropy,
-    token_mean_loss,
 )
 from lightning_fsdp2.parallel.pretrained import get_weight_files, set_pretrained
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
+
+LossMethod = Literal["full", "chunked"]
 
 
 class CausalLM(LightningModule):
@@ -46,10 +50,13 @@ class CausalLM(LightningModule):
         lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
         decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
+        loss: ``"full"`` computes the logits of all positions at once; ``"chunked"`` those of about a thousand at a
+            time, and again in backward: the same loss and gradients, for one more product with the head and without
+            what is often the largest tensor of a step.
 
     Raises:
-        ValueError: When both or neither of ``pretrained`` and ``config`` are given, or the mapping lacks
-            ``model_type``.
+        ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
+            or ``loss`` is unknown; in ``configure_model`` when ``loss="chunked"`` cannot be done for the model.
         FileNotFoundError: When a ``pretrained`` directory holds no safetensors files.
     """
 
@@ -63,6 +70,7 @@ class CausalLM(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         decay_norms_and_biases: bool = False,
         attn_implementation: str = "sdpa",
+        loss: LossMethod = "full",
     ) -> None:
         super().__init__()
         if (pretrained is None) == (config is None):
@@ -70,9 +78,12 @@ class CausalLM(LightningModule):
                 f"CausalLM(pretrained={pretrained!r}, config={config!r}): give exactly one of them, `pretrained` to"
                 " start from a model's weights, `config` to start a new model."
             )
-        self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation")
+        if loss not in get_args(LossMethod):
+            raise ValueError(f"CausalLM(loss={loss!r}) is unknown; use 'full' or 'chunked'.")
+        self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss")
         self.pretrained, self.attn_implementation = pretrained, attn_implementation
         self.decay_norms_and_biases = decay_norms_and_biases
+        self.loss = loss
         self.hf_config = _build_config(pretrained or config)
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(
@@ -80,6 +91,7 @@ class CausalLM(LightningModule):
                 " does not add to its own; leave it out, or write a LightningModule that returns `model(...).loss`."
             )
         self.model = None  # built in `configure_model`, where the mesh is known
+        self._logits_tail: LogitsTail | None = None
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
@@ -93,8 +105,12 @@ class CausalLM(LightningModule):
             _find_weights(self.pretrained, download=True)
 
     def configure_model(self) -> None:
-        if self.model is not None:
-            return
+        if self.model is None:
+            self._build_model()
+        if self.loss == "chunked" and self._logits_tail is None:
+            self._logits_tail = trace_logits_tail(self.model)
+
+    def _build_model(self) -> None:
         from transformers import AutoModelForCausalLM
 
         folder = None if self.pretrained is None else _find_weights(self.pretrained, download=False)
@@ -128,8 +144,7 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits, labels = self._compute_logits(batch)
-        return token_mean_loss(self, logits, labels)
+        return reduce_token_losses(self, *self._compute_token_losses(batch))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._update_evaluation_loss(batch)
@@ -148,15 +163,15 @@ class CausalLM(LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_evaluation_loss("test")
 
-    def _compute_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return self(**inputs), batch.get("labels", batch["input_ids"])
-
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss of every position, 0 where there is no label, and whether there is one. [batch, sequence] each."""
-        logits, labels = self._compute_logits(batch)
-        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        return token_cross_entropy(logits, labels), labels != IGNORE_INDEX
+        compute_logits = partial(self, **{name: value for name, value in batch.items() if name != "labels"})
+        labels = shift_left(batch.get("labels", batch["input_ids"]))
+        if self.loss == "full":
+            losses = token_cross_entropy(compute_logits(), labels)
+        else:
+            losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
+        return losses, labels != IGNORE_INDEX
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)

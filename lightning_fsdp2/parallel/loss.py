@@ -76,12 +76,34 @@ def token_mean_loss(
         The local sum of the token losses over ``LOSS_UNIT``, to call ``backward`` on: not the mean loss. [] float32.
     """
     if shift:
-        # shifting the labels, not the logits, spares a copy of the largest tensor of the step
-        labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss_sum = token_cross_entropy(logits, labels, ignore_index=ignore_index).sum()
+        labels = shift_left(labels, ignore_index)
+    losses = token_cross_entropy(logits, labels, ignore_index=ignore_index)
+    return reduce_token_losses(module, losses, labels != ignore_index)
+
+
+def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) -> Tensor:
+    """:func:`token_mean_loss` for token losses that are computed already.
+
+    Args:
+        module: As for :func:`token_mean_loss`.
+        losses: [batch, sequence], 0 where there is no label.
+        has_label: [batch, sequence], bool.
+
+    Returns:
+        The local sum of the token losses over ``LOSS_UNIT``. [], the dtype of ``losses``.
+    """
+    loss_sum = losses.sum()
     if torch.is_grad_enabled():
-        _add_to_window(module, loss_sum.detach(), (labels != ignore_index).sum())
+        _add_to_window(module, loss_sum.detach(), has_label.sum())
     return loss_sum / LOSS_UNIT
+
+
+def shift_left(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Put the label of t + 1 where position t predicts it; the last position has none. [..., sequence].
+
+    Shifting the labels, not the logits, spares a copy of the largest tensor of the step.
+    """
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -124,7 +146,7 @@ def causal_lm_loss(
     if shift_labels is None:
         if labels is None:
             raise ValueError("The loss of a causal language model needs `labels` or `shift_labels`.")
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift_left(labels, ignore_index)
     losses = token_cross_entropy(logits, shift_labels.to(logits.device), ignore_index=ignore_index)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum()
