@@ -205,7 +205,8 @@ class _TracedLogits(Tensor):
             isinstance(value, int | float | torch.dtype | None) for value in (*arguments, *kwargs.values())
         )
         if function.__name__ not in _POINTWISE or not isinstance(logits, cls) or not are_constants:
-            raise TypeError(f"it applies {function.__name__!r} to its logits")
+            # Python's operators would replace a TypeError by their own
+            raise ValueError(f"it applies {function.__name__!r} to its logits")
         return cls.make((*logits.tail, LogitsOperation(function.__name__, tuple(arguments), kwargs)))
 
 
