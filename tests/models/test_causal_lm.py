@@ -9,12 +9,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, MetricsLogger, token_sum_loss, whole
+from helpers.oracle import (
+    EPSILON,
+    LEARNING_RATE,
+    QUIET,
+    Case,
+    MetricsLogger,
+    check_parity,
+    token_sum_loss,
+    whole,
+)
 from helpers.ranks import RankError, run_ranks
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.models import causal_lm
+from lightning_fsdp2.parallel import chunked_loss
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -28,6 +40,17 @@ MIXTRAL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+PROPHETNET: dict[str, Any] = {
+    "model_type": "prophetnet",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
 }
 PRETRAINED = {"llama": LLAMA, "llama-tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2, "mixtral": MIXTRAL}
 
@@ -86,8 +109,30 @@ def test_frozen_parameters_stay_frozen_when_weights_are_read(tmp_path: Path) -> 
     assert run_ranks(run, 2)[0] == ["model.model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str) -> None:
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of them in the tests' batches."""
+    small = partial(chunked_loss.compute_chunked_token_losses, chunk_size=7)
+    monkeypatch.setattr(causal_lm, "compute_chunked_token_losses", small)
+
+
+class OwnSharding(CausalLM):
+    """Written for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        is_new = self.model is None
+        super().configure_model()
+        if is_new:
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.model.lm_head, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "model-parallel"])
+def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str, loss: Any) -> None:
     """Same loss and weights as the oracle: the token mean does not depend on our strategy."""
     ranks = 1 if strategy == "auto" else 2
     batches = make_token_batches(8)
@@ -95,15 +140,20 @@ def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str) -
     def run() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
         torch.manual_seed(0)
         optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
-        module = CausalLM(config=LLAMA, optimizer=optimizer, decay_norms_and_biases=True)
-        module.configure_model()
-        initial = {name: value.clone() for name, value in module.model.state_dict().items()}
+        module_class = OwnSharding if strategy == "model-parallel" else CausalLM
+        module = module_class(config=LLAMA, optimizer=optimizer, decay_norms_and_biases=True, loss=loss)
+        initial: dict[str, torch.Tensor] = {}
         logger = MetricsLogger()
-        chosen = "auto" if strategy == "auto" else DDPStrategy()
-        trainer = make_trainer(chosen, accumulate_grad_batches=2, logger=logger, use_distributed_sampler=False)
+        chosen = {"auto": "auto", "ddp": DDPStrategy(), "model-parallel": ModelParallelStrategy(ranks, 1)}[strategy]
+        recorder = pl.callbacks.LambdaCallback(
+            on_train_start=lambda trainer, module: initial.update(whole(module.model.state_dict()))
+        )
+        trainer = make_trainer(
+            chosen, accumulate_grad_batches=2, logger=logger, callbacks=[recorder], use_distributed_sampler=False
+        )
         rank = torch.distributed.get_rank() if ranks > 1 else 0
         trainer.fit(module, DataLoader(batches[rank::ranks], batch_size=None))
-        return initial, module.model.state_dict(), [metrics["train/loss"] for metrics in logger.history]
+        return initial, whole(module.model.state_dict()), [metrics["train/loss"] for metrics in logger.history]
 
     initial, weights, losses = run_ranks(run, ranks, group=ranks > 1)[0]
     model = make_causal_lm(LLAMA)
@@ -141,11 +191,13 @@ def test_what_is_logged_and_when() -> None:
     assert validation["val/perplexity"] == pytest.approx(math.exp(validation["val/loss"]), rel=1e-6)
 
 
-def test_evaluation_loss_counts_every_token_once_and_prediction_scores_every_sequence() -> None:
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_evaluation_loss_counts_every_token_once_and_prediction_scores_every_sequence(loss: Any) -> None:
     batches = make_token_batches(4)
 
     def run() -> tuple[dict[str, torch.Tensor], float, float, list[dict[str, torch.Tensor]]]:
-        module = CausalLM(config=LLAMA)
+        module = CausalLM(config=LLAMA, loss=loss)
         trainer = make_trainer(use_distributed_sampler=False)
         own = DataLoader(batches[torch.distributed.get_rank() :: 2], batch_size=None)
         validated = trainer.validate(module, own, verbose=False)[0]["val/loss"]
@@ -167,6 +219,53 @@ def test_evaluation_loss_counts_every_token_once_and_prediction_scores_every_seq
         assert scores["tokens"].sum() == count
 
 
+CHUNKED = {
+    "tp2+sp+loss-32-true-gpt2": (
+        2,
+        "32-true",
+        GPT2,
+        {
+            "tp_size": 2,
+            "config": FSDP2Config(sequence_parallel=True, loss_parallel=True, activation_checkpointing=True),
+        },
+    ),
+    "dp2-bf16-mixed-llama-tied": (2, "bf16-mixed", {**LLAMA, "tie_word_embeddings": True}, {}),
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("cell", CHUNKED)
+def test_the_chunked_loss_trains_as_one_process_with_the_full_loss(cell: str) -> None:
+    ranks, precision, config, strategy = CHUNKED[cell]
+
+    def make_module() -> CausalLM:
+        optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+        return CausalLM(config=config, optimizer=optimizer, decay_norms_and_biases=True, loss="chunked")
+
+    def run() -> None:
+        case = Case(
+            make_module=make_module,
+            make_model=partial(make_causal_lm, config),
+            loss=token_sum_loss,
+            batches=make_token_batches(12),
+            accumulate=2,
+            precision=precision,
+            strategy=strategy,
+        )
+        check_parity(case)
+
+    run_ranks(run, ranks)
+
+
+def test_the_chunked_loss_leaves_the_forward_as_it_is() -> None:
+    def run() -> torch.Size:
+        module = CausalLM(config=LLAMA, loss="chunked")
+        make_trainer().fit(module, make_loader())
+        return module(make_token_batches(1)[0]["input_ids"]).shape
+
+    assert run_ranks(run, 2)[0] == (2, 12, VOCABULARY)
+
+
 def test_norms_and_biases_are_not_decayed() -> None:
     module = CausalLM(config=GPT2, optimizer=partial(torch.optim.AdamW, weight_decay=0.3))
     module.configure_model()
@@ -185,6 +284,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         CausalLM(pretrained="x", config=LLAMA)
     with pytest.raises(ValueError, match="no `model_type`"):
         CausalLM(config={"hidden_size": 3})
+    with pytest.raises(ValueError, match=r"CausalLM\(loss='fused'\) is unknown; use 'full' or 'chunked'."):
+        CausalLM(config=LLAMA, loss="fused")
+    with pytest.raises(ValueError, match=r"'chunked' is not possible for ProphetNetForCausalLM: .*; use loss='full'"):
+        CausalLM(config=PROPHETNET, loss="chunked", attn_implementation="eager").configure_model()
+    assert CausalLM(config=LLAMA, loss="chunked").hparams["loss"] == "chunked"
     make_causal_lm(LLAMA).config.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
         CausalLM(pretrained=str(tmp_path)).configure_model()

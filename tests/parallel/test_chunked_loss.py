@@ -299,7 +299,9 @@ def test_logits_exist_for_a_chunk_at_a_time(mesh: str) -> None:
     run_ranks(run, ranks)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"tp_size": 2, "loss_parallel": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": True}, {"tp_size": 2, "loss_parallel": True}], ids=str
+)
 def test_nothing_is_gathered_more_often(options: dict[str, Any]) -> None:
     def run() -> list[Counter[str]]:
         counts = []
