@@ -17,7 +17,7 @@ from helpers.oracle import assert_equal_gradients, token_sum_loss
 from helpers.ranks import RankError, run_ranks
 from helpers.tensor_parallel import describe, get_gradients, make_rough_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -213,6 +213,46 @@ def test_frozen_weights_adapters_on_the_head_dropout_and_layers_compiled_one_by_
     expected = {name: g if g is None else g.clone() for name, g in expected.items()}
     actual = train(model, partial(compute_chunked, model, batch, (), 24))
     assert_equal_gradients(actual, expected)
+
+
+def test_a_model_that_is_sharded_by_hand() -> None:
+    """Its own weights are freed after its forward, so that its output must call for them; so must the head's."""
+
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        model = copy.deepcopy(plain)
+        tail = trace_logits_tail(model)
+        root = nn.Sequential(model)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model.lm_head, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+        fully_shard(model, reshard_after_forward=True)
+        fully_shard(root)
+        losses = compute_chunked(model, make_batch(), tail)
+        losses.sum().backward()
+        compute_full(plain, make_batch()).sum().backward()
+        assert losses.dtype == torch.float32
+        assert_equal_gradients(get_gradients(model), get_gradients(plain))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_autocast_is_repeated_in_backward(is_cached: bool) -> None:
+    def train(model: nn.Module, *arguments: Any) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            losses = (
+                compute_chunked(model, make_batch(), *arguments) if arguments else compute_full(model, make_batch())
+            )
+        losses.sum().backward()
+        return {name: gradient.clone() for name, gradient in get_gradients(model).items()}
+
+    model = make_rough_model({**LLAMA, "num_hidden_layers": 1})
+    chunked, one_chunk, full = train(model, (), 7), train(model, (), 24), train(model)
+    for name, gradient in full.items():
+        torch.testing.assert_close(one_chunk[name], gradient, rtol=0, atol=0)
+        torch.testing.assert_close(chunked[name], gradient, rtol=0.05, atol=0.01 * gradient.abs().max().item())
 
 
 def test_a_graph_that_is_kept_can_be_used_again() -> None:
