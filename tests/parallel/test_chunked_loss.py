@@ -1,6 +1,7 @@
 """Chunked cross entropy: gradients against the full loss of one process, what exists at a time, what is gathered."""
 
 import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -379,7 +380,26 @@ def test_nothing_stays_on_the_model() -> None:
     assert compute_logits(model, make_batch()).shape == (2, 12, VOCABULARY)
     ids = make_batch()["input_ids"][:, :4]
     assert model.eval().generate(ids, max_new_tokens=2, do_sample=False).shape == (2, 6)
-    assert copy.deepcopy(tail) == tail
+
+
+def test_a_tail_can_be_copied_and_pickled() -> None:
+    tail = trace_logits_tail(MODELS["gemma2"]())
+    logits = torch.randn(3, 5)
+    for other in (copy.deepcopy(tail), pickle.loads(pickle.dumps(tail))):
+        assert len(other) == 3
+        for ours, theirs in zip(tail, other, strict=True):
+            assert torch.equal(ours(logits), theirs(logits))
+
+
+def test_an_infinite_loss_stays_where_it_is() -> None:
+    model, batch = make_rough_model(LLAMA), make_batch()
+    model.lm_head.bias = nn.Parameter(torch.zeros(VOCABULARY))
+    label = next(label for label in batch["labels"].flatten()[1:] if label >= 0)
+    with torch.no_grad():
+        model.lm_head.bias[label] = -torch.inf
+        actual, expected = compute_chunked(model, batch, ()), compute_full(model, batch)
+    assert 0 < expected.isinf().sum() < expected.numel()
+    torch.testing.assert_close(actual, expected)
 
 
 # ---------------------------------------------------------------------- what is refused
