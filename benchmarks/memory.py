@@ -5,15 +5,15 @@ tensors, which have shapes but no values, for this rank's (rank 0). It is the pa
 ``CausalLM``, ``FSDP2Manager`` shards it, and the token mean, clipping and AdamW follow. A dispatch mode writes down
 every storage that is made, resized and freed.
 
-What is simulated is then done, with a small model: two forked ranks train real tensors over gloo, and the peak that
-torch's CPU allocator counted is printed beside that of the simulation of the same two ranks.
+A small model is then both simulated and trained: two forked ranks with real tensors and gloo. What their step adds to
+the resident memory at its peak, as Linux counts it, is printed beside what the simulation says it adds.
 
     python benchmarks/memory.py
 """
 # ruff: noqa: T201
 
 import argparse
-import json
+import ctypes
 import multiprocessing
 import os
 import platform
@@ -37,10 +37,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.profiler import ProfilerActivity
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -85,12 +83,15 @@ LLAMA_3_8B: dict[str, Any] = {
 SMALL: dict[str, Any] = {
     **LLAMA_3_8B,
     "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,11 @@ class Peak:
     def total(self) -> int:
         """All categories together."""
         return sum(self.bytes.values())
+
+    @property
+    def step(self) -> int:
+        """What the step adds to what is there before it."""
+        return self.total - self.bytes[SHARDED_PARAMETERS] - self.bytes[OPTIMIZER_STATE]
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -289,7 +295,7 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
     print(f"| variant | {' | '.join(CATEGORIES)} | peak | in |")
     print(f"|---|{'--:|' * (len(CATEGORIES) + 1)}---|")
     for name in variants:
-        if VARIANTS[name].config.get("loss_parallel") and run.tp_size == 1:
+        if not is_measurable(run, VARIANTS[name]):
             continue
         (peak,) = run_forked(partial(simulate, run, VARIANTS[name]), 1)
         cells = [f"{size / 2**30:.2f}" for size in (*peak.bytes.values(), peak.total)]
@@ -298,19 +304,25 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
 
 
 def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
-    """Print a row for each variant of the small model that two processes can train: MiB at the peak."""
-    print("| ranks | variant | simulated | real, tracked | real, allocator | simulated / allocator |")
-    print("|---|---|--:|--:|--:|--:|")
+    """Print a row for each variant of the small model, simulated and trained by processes; MiB."""
+    print(
+        "| ranks | variant | peak, simulated | peak, tracked | step, simulated | step, resident | simulated / resident |"
+    )
+    print("|---|---|--:|--:|--:|--:|--:|")
     for run in runs:
         for name in variants:
-            variant = VARIANTS[name]
-            if variant.is_offloaded or (variant.config.get("loss_parallel") and run.tp_size == 1):
+            if not is_measurable(run, VARIANTS[name]) or VARIANTS[name].is_offloaded:
                 continue
-            (simulated,) = run_forked(partial(simulate, run, variant), 1)
+            (simulated,) = run_forked(partial(simulate, run, VARIANTS[name]), 1)
             with tempfile.TemporaryDirectory() as folder:
-                (tracked, allocated), *_ = run_forked(partial(train_and_measure, run, variant, folder), run.ranks)
-            sizes = [f"{size / 2**20:.1f}" for size in (simulated.total, tracked.total, allocated)]
-            print(f"| {run} | {name} | {' | '.join(sizes)} | {simulated.total / allocated:.3f} |", flush=True)
+                (tracked, resident), *_ = run_forked(partial(train, run, VARIANTS[name], folder), run.ranks)
+            sizes = [f"{size / 2**20:.1f}" for size in (simulated.total, tracked.total, simulated.step, resident)]
+            print(f"| {run} | {name} | {' | '.join(sizes)} | {simulated.step / resident:.3f} |", flush=True)
+
+
+def is_measurable(run: Run, variant: Variant) -> bool:
+    """Whether the options of ``variant`` mean anything to ``run``."""
+    return run.tp_size > 1 or not variant.config.get("loss_parallel")
 
 
 def run_forked(function: Callable[[int], Any], ranks: int) -> list[Any]:
@@ -323,35 +335,41 @@ def simulate(run: Run, variant: Variant, rank: int = 0) -> Peak:
     """The peak of one rank in a world of fake ranks and fake tensors; nothing is computed."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.ranks)
     with fake_tensors() as mode:
-        module, mesh = build_module(run, variant)
+        step = build_step(run, variant)
         with mode:
-            tracker = track_step(module, mesh, run)
+            step()
+            tracker = step()
     if variant.is_offloaded:
-        # on a CPU mesh, the only one that can be simulated here, the package leaves offloading out: the shards are in
-        # host memory anyway. So what it keeps on the host, and the optimizer that runs there, are taken out here.
+        # on a CPU mesh, the only one that can be simulated without a GPU's driver, the package leaves offloading out:
+        # the shards are in host memory anyway. So what the policy keeps there, and the optimizer, are taken out here.
         return tracker.find_peak(without=OFFLOADED, until="optimizer")
     return tracker.find_peak()
 
 
-def train_and_measure(run: Run, variant: Variant, folder: str, rank: int) -> tuple[Peak, int]:
-    """The peak of a real run: as tracked, and as the CPU allocator counted it, initialisation included."""
+def train(run: Run, variant: Variant, folder: str, rank: int) -> tuple[Peak, int]:
+    """The peak of a real run as tracked, and what a step added to the resident memory as Linux counted it."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     store = dist.FileStore(f"{folder}/store", run.ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60)
-    )
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
-        module, mesh = build_module(run, variant)
-        tracker = track_step(module, mesh, run)
-    dist.destroy_process_group()
-    trace = Path(folder) / f"{rank}.json"
-    profile.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    return tracker.find_peak(), max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60))
+    step = build_step(run, variant)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins anew
+    before = read_resident_memory("VmRSS")
+    tracker = step()
+    added = read_resident_memory("VmHWM") - before
+    dist.barrier()  # a rank that ends before its peers would make them fail
+    return tracker.find_peak(), added
+
+
+def read_resident_memory(name: str) -> int:
+    """Bytes of this process now (``VmRSS``) or at the peak (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Let :func:`build_module` allocate fake tensors, and make them of the mode it yields."""
+    """Let :func:`build_step` allocate fake tensors, and make them of the mode it yields."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     materialize = parallelizer.materialize
 
@@ -368,47 +386,41 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def build_module(run: Run, variant: Variant) -> tuple[CausalLM, DeviceMesh]:
-    """A module as ``FSDP2Strategy`` would train it under ``precision="bf16-mixed"``, and its mesh."""
+def build_step(run: Run, variant: Variant) -> Callable[[], MemoryTracker]:
+    """Shard a module as ``FSDP2Strategy`` does under ``precision="bf16-mixed"``, and return a step of its training.
+
+    The first step makes the optimizer's state and fills the caches of DTensor; the second is one of many.
+    """
     config = FSDP2Config(sequence_parallel=run.tp_size > 1, **variant.config)
     mesh = create_device_mesh(config, tp_size=run.tp_size, device_type="cpu")
-    # what AdamW does by default on a GPU
+    # `foreach` is what AdamW does by default on a GPU
     module = CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
     with torch.device("meta"):
         module.configure_model()
     FSDP2Manager(config, mesh).parallelize(module)
-    return module, mesh
+    return partial(train_step, module, module.configure_optimizers(), run, get_mesh(mesh, DP_CP).get_group())
 
 
-def track_step(module: CausalLM, mesh: DeviceMesh, run: Run) -> MemoryTracker:
-    """Track the second of two steps; the first makes the optimizer's state, and fills the caches of DTensor."""
-    optimizer = module.configure_optimizers()
-    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length))
-    for _ in range(2):
-        with MemoryTracker() as tracker:
-            train_step(module, optimizer, {"input_ids": tokens, "labels": tokens}, get_mesh(mesh, DP_CP), tracker)
-    return tracker
-
-
-def train_step(
-    module: CausalLM, optimizer: Optimizer, batch: dict[str, Tensor], mesh: DeviceMesh, tracker: MemoryTracker
-) -> None:
+def train_step(module: CausalLM, optimizer: Optimizer, run: Run, group: dist.ProcessGroup) -> MemoryTracker:
     """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step."""
+    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length))
     parameters = list(module.parameters())
-    tracker.label(parameters, SHARDED_PARAMETERS)
-    tracker.label((t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), OPTIMIZER_STATE)
-    tracker.label([*module.buffers(), *batch.values()], ACTIVATIONS)
-    tracker.begin("forward")
-    loss = module.training_step(batch, 0)
-    tracker.begin("backward")
-    tracker.label_rest(ACTIVATIONS)
-    loss.backward()
-    tracker.begin("optimizer")
-    tracker.label((parameter.grad for parameter in parameters), SHARDED_GRADIENTS)
-    apply_token_mean_(module, mesh.get_group())
-    clip_grad_norm_(parameters, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    with MemoryTracker() as tracker:
+        tracker.label(parameters, SHARDED_PARAMETERS)
+        tracker.label((t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), OPTIMIZER_STATE)
+        tracker.label([*module.buffers(), tokens], ACTIVATIONS)
+        tracker.begin("forward")
+        loss = module.training_step({"input_ids": tokens, "labels": tokens}, 0)
+        tracker.begin("backward")
+        tracker.label_rest(ACTIVATIONS)
+        loss.backward()
+        tracker.begin("optimizer")
+        tracker.label((parameter.grad for parameter in parameters), SHARDED_GRADIENTS)
+        apply_token_mean_(module, group)
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return tracker
 
 
 if __name__ == "__main__":
