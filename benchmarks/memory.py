@@ -85,7 +85,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 256,
     "intermediate_size": 896,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
@@ -111,12 +111,14 @@ class Variant:
 
 
 FULL = {"activation_checkpointing": "full"}
+CHUNKED = {"loss": "chunked"}
 VARIANTS = {
     "baseline": Variant(),
     "selective AC": Variant({"activation_checkpointing": "selective"}),
     "full AC": Variant(FULL),
     "full AC, loss parallel": Variant({**FULL, "loss_parallel": True}),
-    "full AC, offload": Variant({**FULL, "offload_policy": True}),
+    "full AC, chunked loss": Variant(FULL, CHUNKED),
+    "full AC, chunked loss, offload": Variant({**FULL, "offload_policy": True}, CHUNKED),
 }
 
 
@@ -198,7 +200,7 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._observe(tensor.untyped_storage())
         match func._schema.name:
             case "fsdp::all_gather_copy_in":
@@ -274,7 +276,7 @@ def main() -> None:
         print_simulation(
             Run(model, arguments.ranks, tp_size, arguments.sequence_length, arguments.batch_size), arguments.variants
         )
-    print_comparison([Run(SMALL, 2, tp_size, 1024) for tp_size in (1, 2)], arguments.variants)
+    print_comparison([Run(SMALL, 2, tp_size, 2048) for tp_size in (1, 2)], arguments.variants)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -305,10 +307,9 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
 
 def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
     """Print a row for each variant of the small model, simulated and trained by processes; MiB."""
-    print(
-        "| ranks | variant | peak, simulated | peak, tracked | step, simulated | step, resident | simulated / resident |"
-    )
-    print("|---|---|--:|--:|--:|--:|--:|")
+    columns = ("peak, simulated", "peak, tracked", "step, simulated", "step, resident", "simulated / resident")
+    print(f"| ranks | variant | {' | '.join(columns)} |")
+    print(f"|---|---|{'--:|' * len(columns)}")
     for run in runs:
         for name in variants:
             if not is_measurable(run, VARIANTS[name]) or VARIANTS[name].is_offloaded:
