@@ -69,6 +69,9 @@ CATEGORIES = (
 OFFLOADED = (SHARDED_PARAMETERS, SHARDED_GRADIENTS, OPTIMIZER_STATE)
 """What FSDP2's ``CPUOffloadPolicy`` keeps on the host, where the optimizer then runs."""
 
+M_MMAP_THRESHOLD = -3
+"""Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""
+
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -89,9 +92,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-
-M_MMAP_THRESHOLD = -3
-"""Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Peak:
         return sum(self.bytes.values())
 
     @property
-    def step(self) -> int:
+    def added(self) -> int:
         """What the step adds to what is there before it."""
         return self.total - self.bytes[SHARDED_PARAMETERS] - self.bytes[OPTIMIZER_STATE]
 
@@ -167,9 +167,10 @@ class Peak:
 class MemoryTracker(TorchDispatchMode):
     """Writes down every change in the bytes that storages hold, and what the storages are.
 
-    FSDP2's own operations tell its buffers apart: what it copies in, gathers, copies out, and reduces. Of all others,
+    FSDP2's own operations tell its tensors apart: what it copies in, gathers, copies out, and reduces. Of all others,
     activations are those made in forward that are alive when backward begins, the step's inputs and the model's
-    buffers included; temporaries are the rest, among them what backward computes again.
+    buffers included; temporaries are the rest, among them what backward computes again. What tensor parallelism
+    gathers or reduces is one or the other. Workspace that an operation takes for itself is not seen.
     """
 
     def __init__(self) -> None:
@@ -269,7 +270,6 @@ def main() -> None:
     """Print the table of each simulated mesh, and that of the small model's real and simulated run."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}\n")
     for tp_size in arguments.tp_sizes:
         model = {**LLAMA_3_8B, "num_hidden_layers": arguments.layers}
@@ -307,7 +307,7 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
 
 def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
     """Print a row for each variant of the small model, simulated and trained by processes; MiB."""
-    columns = ("peak, simulated", "peak, tracked", "step, simulated", "step, resident", "simulated / resident")
+    columns = ("peak, simulated", "peak, tracked", "added, simulated", "added, resident", "simulated / resident")
     print(f"| ranks | variant | {' | '.join(columns)} |")
     print(f"|---|---|{'--:|' * len(columns)}")
     for run in runs:
@@ -317,8 +317,8 @@ def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
             (simulated,) = run_forked(partial(simulate, run, VARIANTS[name]), 1)
             with tempfile.TemporaryDirectory() as folder:
                 (tracked, resident), *_ = run_forked(partial(train, run, VARIANTS[name], folder), run.ranks)
-            sizes = [f"{size / 2**20:.1f}" for size in (simulated.total, tracked.total, simulated.step, resident)]
-            print(f"| {run} | {name} | {' | '.join(sizes)} | {simulated.step / resident:.3f} |", flush=True)
+            sizes = [f"{size / 2**20:.1f}" for size in (simulated.total, tracked.total, simulated.added, resident)]
+            print(f"| {run} | {name} | {' | '.join(sizes)} | {simulated.added / resident:.3f} |", flush=True)
 
 
 def is_measurable(run: Run, variant: Variant) -> bool:
@@ -340,6 +340,7 @@ def simulate(run: Run, variant: Variant, rank: int = 0) -> Peak:
         with mode:
             step()
             tracker = step()
+    dist.destroy_process_group()
     if variant.is_offloaded:
         # on a CPU mesh, the only one that can be simulated without a GPU's driver, the package leaves offloading out:
         # the shards are in host memory anyway. So what the policy keeps there, and the optimizer, are taken out here.
