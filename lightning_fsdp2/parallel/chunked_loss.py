@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp2.parallel.loss import token_cross_entropy
 from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models, is_hf_model
+from lightning_fsdp2.parallel.tp_styles import keep_logits_sharded
 
 CHUNK_SIZE = 1024
 """Positions of a chunk, over all sequences of the batch: matrix products of this size keep an accelerator busy."""
@@ -99,7 +100,8 @@ def compute_chunked_token_losses(
     results: list[Tensor] = []
 
     def compute_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = compute_head(hidden)
+        with keep_logits_sharded(head):
+            logits = compute_head(hidden)
         for operation in tail:
             logits = operation(logits)
         return token_cross_entropy(logits, labels)

@@ -43,6 +43,7 @@ from lightning_fsdp2.parallel.tp_parameters import (
 from lightning_fsdp2.parallel.tp_plans import LayerTraits, PlanOption, get_layer_traits, get_plan, is_registered
 from lightning_fsdp2.parallel.tp_random import LayerRandom, draws_random_numbers
 from lightning_fsdp2.parallel.tp_styles import (
+    ColumnWise,
     Style,
     SummedResult,
     VocabularyHead,
@@ -88,8 +89,7 @@ def apply_tensor_parallel(
     for model in models:
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
-        if loss_parallel or any(isinstance(style, VocabularyHead) for style in model.styles.values()):
-            _shard_loss(model, mesh)
+        _shard_logits(model, mesh, loss_parallel)
     layouts = {
         slot: layout for slot, layout in layouts.items() if not isinstance(slot[0]._parameters[slot[1]], DTensor)
     }
@@ -109,10 +109,16 @@ def apply_tensor_parallel(
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
 
 
-def _shard_loss(model: MatchedModel, mesh: DeviceMesh) -> None:
+def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
+    """Let the head return logits of a sharded vocabulary, or be able to."""
     name = model.get_optional_head()
-    if name is not None:
-        model.entries[name] = replace(model.entries[name], style=VocabularyHead(mesh=mesh))
+    if name is None:
+        return
+    shards_logits = loss_parallel or isinstance(model.entries[name].style, VocabularyHead)
+    if shards_logits or model.entries[name].style == ColumnWise(gather_output=True):
+        style = VocabularyHead(mesh=mesh, shards_logits=shards_logits)
+        model.entries[name] = replace(model.entries[name], style=style)
+    if shards_logits:
         model.module.loss_function = causal_lm_loss  # type: ignore[assignment]
 
 

@@ -5,7 +5,8 @@ They are :class:`torch.distributed.tensor.parallel.ParallelStyle` s, so that
 stand for any number of modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -40,6 +41,9 @@ from lightning_fsdp2.parallel.tp_parameters import (
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
 """Where a ``Conv1D``, whose ``nf`` becomes the rank's number of outputs, keeps the number of all."""
+
+_KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
+"""Where a head knows of :func:`keep_logits_sharded`."""
 
 
 class Style(ParallelStyle):
@@ -155,19 +159,33 @@ class VocabularyHead(ColumnWise):
     """
 
     gather_output: bool = True
-    """In that forward."""
+    """In that forward, or if ``shards_logits`` is False."""
+
+    shards_logits: bool = True
+    """False: only for a loss that asks for it with :func:`keep_logits_sharded`."""
 
     mesh: DeviceMesh | None = None
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         logits = forward(scope.enter(args[0]), *args[1:], **kwargs)
         (linear,) = _get_base_linears(self, module)
-        if not torch.is_grad_enabled() and logits.size(-2) == 1:
+        is_single = not torch.is_grad_enabled() and logits.size(-2) == 1
+        if _KEEPS_SHARDS_ATTRIBUTE not in module.__dict__ and (is_single or not self.shards_logits):
             return gather(logits, -1, _get_output_size(linear), scope.group)
         shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
         stride = torch.empty(shape, device="meta").stride()
         placement = Shard(logits.ndim - 1)
         return DTensor.from_local(logits, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
+    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; others are as they are."""
+    head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
+    try:
+        yield
+    finally:
+        del head.__dict__[_KEEPS_SHARDS_ATTRIBUTE]
 
 
 @dataclass(unsafe_hash=True)
