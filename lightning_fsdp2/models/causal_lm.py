@@ -52,7 +52,8 @@ class CausalLM(LightningModule):
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
         loss: ``"full"`` computes the logits of all positions at once; ``"chunked"`` those of about a thousand at a
             time, and again in backward: the same loss and gradients, for one more product with the head and without
-            what is often the largest tensor of a step. Tensor parallel ranks compute it on their part of the vocabulary.
+            what is often the largest tensor of a step. Tensor parallel ranks compute it on their parts of the
+            vocabulary.
 
     Raises:
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,

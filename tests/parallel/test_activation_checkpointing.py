@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.collectives import StepCounter
+from helpers.dispatch import LiveBytes
 from helpers.families import make_family_model
 from helpers.models import GPT2, LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import assert_equal_gradients
@@ -14,8 +15,6 @@ from helpers.ranks import run_ranks
 from helpers.tensor_parallel import get_gradients
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
@@ -110,25 +109,6 @@ def test_weights_are_gathered_as_often_as_without() -> None:
 
     plain, full, selective = run_ranks(run, 2)[0]
     assert plain == full == selective
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of what was computed inside its block and is still alive, without the model's own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self.sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.own:
-                self.sizes[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-        return result
-
-    def count(self) -> int:
-        return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
 
 def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:

@@ -4,33 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dispatch import Products
 from helpers.models import GPT2, LLAMA, PlainTransformer
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import get_gradients, make_rough_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
-
 GATHERED_IN_FLOAT32 = MixedPrecisionPolicy(None, torch.float32, torch.float32)
 GATHERED_IN_BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-
-
-class ProductDtypes(TorchDispatchMode):
-    """Dtypes of the results of matrix products and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name in PRODUCTS:
-            self.seen.add((result if isinstance(result, Tensor) else result[0]).dtype)
-        return result
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -54,12 +38,12 @@ def test_products_are_in_bfloat16_and_the_residual_stream_is_in_float32(
         residuals = []
         for layer in layers:
             layer.register_forward_hook(lambda module, args, output: residuals.append(output))
-        with ProductDtypes() as dtypes:
+        with Products() as products:
             output = model(**make_batch(), use_cache=False)
             output.loss.backward()
         residuals = [value if isinstance(value, Tensor) else value[0] for value in residuals]
         assert {residual.dtype for residual in residuals} == {torch.float32}
-        assert dtypes.seen == {torch.bfloat16}
+        assert products.dtypes == {torch.bfloat16}
         assert output.logits.dtype is torch.float32
         assert {p.grad.dtype for p in model.parameters()} == {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -99,9 +83,9 @@ def test_the_gradient_error_is_that_of_one_process_in_autocast(mode: Any) -> Non
 def test_a_plain_model_and_the_end_of_a_forward() -> None:
     def run() -> None:
         model = parallelize(PlainTransformer(), mp_policy=MixedPrecisionPolicy())
-        with ProductDtypes() as dtypes:
+        with Products() as products:
             logits = model(torch.arange(6).view(1, 6))
-        assert dtypes.seen == {torch.bfloat16}
+        assert products.dtypes == {torch.bfloat16}
         assert logits.dtype is torch.bfloat16
         assert not torch.is_autocast_enabled("cpu")
 

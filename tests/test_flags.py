@@ -1,0 +1,17 @@
+"""Every figure of ``docs/flags.md``, measured."""
+
+import pytest
+from helpers.flags import FLAGS, PAGE, Setting, make_page, measure
+from helpers.ranks import run_ranks
+
+SETTINGS = [pytest.param(setting, id=f"{flag.name}-{setting.value}") for flag in FLAGS for setting in flag.settings]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_value_of_a_flag_has_the_figures_of_the_page(setting: Setting, compile_without_code: None) -> None:
+    figures = run_ranks(measure, setting.ranks, setting)[0]
+    assert {name: figures[name] for name in setting.figures} == setting.figures
+
+
+def test_the_page_says_so() -> None:
+    assert PAGE.read_text() == make_page(), "run `python tests/helpers/flags.py`"
