@@ -47,7 +47,7 @@ VALUES: OrderedDict[str, list[Any]] = OrderedDict(
     meta=[False, True],
 )
 ROWS = [row._asdict() for row in AllPairs(VALUES)]
-FAST = (0, 4, 9, 14)
+FAST = (1, 3, 10, 18)
 """Rows that every change runs: each value of every flag but for some meshes."""
 
 
