@@ -9,7 +9,7 @@ ARGS ?=
 .PHONY: help venv quickstart test test-all parity parity-oldest lint clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
 
 venv: $(INSTALLED) ## Make .venv with the package, its tools and the pinned versions
 
@@ -41,6 +41,14 @@ parity-oldest: venv ## The same with the oldest transformers that pyproject.toml
 	$(BIN)/python -m pip --python .venv-oldest/bin/python install -e '.[dev]' \
 		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python tests/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md $(ARGS)
+
+# for example `make test-torch-2.11.0`; from PyPI, where each is several gigabytes
+test-torch-%: venv ## Run what depends on torch most with another version of it, in .venv-torch-VERSION
+	test -x .venv-torch-$*/bin/python || $(BIN)/python -m venv --without-pip .venv-torch-$*
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
+	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
+		-c .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py tests/parallel $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2._torch_compat import can_compile_checkpointed_collectives
 from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -120,6 +119,8 @@ def fsdp2_strategy_parallelize(
             " the others would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a"
             " smaller mesh."
         )
+    _check_reshard(reshard_after_forward, fsdp_mesh.size(-1))
+    policy = resolve_mp_policy(mp_policy, param_dtype)
     broadcast_from_first_rank(model, device, device_mesh)
     if tp_mesh is not None:
         apply_tensor_parallel(
@@ -136,16 +137,12 @@ def fsdp2_strategy_parallelize(
             model,
             activation_checkpointing,
             scope=activation_checkpointing_scope,
-            around_compiled=enable_compile
-            and tp_mesh is not None
-            and activation_checkpointing != "selective"
-            and not can_compile_checkpointed_collectives(),
+            compiles_collectives=enable_compile and tp_mesh is not None,
         )
     if enable_compile:
         apply_compile(model, tensor_parallel=tp_mesh is not None)
     if patch_is_packed_sequence:
         apply_unpacked_sequences(model)
-    policy = resolve_mp_policy(mp_policy, param_dtype)
     if autocast_dtype is not None:
         apply_autocast(
             model,
@@ -312,6 +309,15 @@ def _check_not_sharded(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} holds modules that `fully_shard` was applied to before: {', '.join(sharded[:5])}."
             " A model is parallelised once; pass one that is not sharded."
+        )
+
+
+def _check_reshard(reshard_after_forward: bool | int | None, ranks: int) -> None:
+    if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
+        divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that parameters are sharded"
+            f" over; use {', '.join([*divisors, 'True or False'])}."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fsdp2._torch_compat import get_stance, keep_stance
+from lightning_fsdp2._torch_compat import can_compile_checkpointed_collectives, get_stance, keep_stance
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
@@ -59,7 +59,7 @@ def apply_activation_checkpointing(
     mode: Literal[True, "full", "selective"],
     *,
     scope: ActivationCheckpointingScope = "all",
-    around_compiled: bool = False,
+    compiles_collectives: bool = False,
 ) -> None:
     """Let the layers of ``model`` be computed again in backward (https://arxiv.org/abs/1604.06174).
 
@@ -68,8 +68,9 @@ def apply_activation_checkpointing(
         mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of attention, of
             collectives and of every second matrix product, in the order in which they are computed.
         scope: Parts of a model of several modalities, told by the names of its modules.
-        around_compiled: Whether a layer's whole call is computed again, and not its forward alone, so that what is
-            compiled of it (``layer.compile()``) is inside of the checkpoint.
+        compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. Where torch
+            cannot have the checkpoint inside of the compiled code, a layer's whole call is computed again, and not its
+            forward alone.
 
     Raises:
         ValueError: When there is no layer in the scope, or the model checkpoints itself already.
@@ -80,15 +81,16 @@ def apply_activation_checkpointing(
                 f"activation_checkpointing={mode!r}: {type(hf_model).__name__} checkpoints its layers itself and would"
                 " compute them three times; leave `gradient_checkpointing_enable()` out."
             )
+    is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     for layer in _get_layers(model, mode, scope):
         products = _PRODUCTS if _has_biased_experts(layer) else {*_PRODUCTS, _GROUPED_PRODUCT}
         # torch.compile does not take the default `context_fn` from a variable, so it is left out where it would do
         options: dict[str, Any] = {}
         if mode == "selective":
             options["context_fn"] = partial(_make_contexts, products)
-        elif around_compiled:
+        elif is_outside:
             options["context_fn"] = _make_stances
-        wrap_method(layer, _Checkpoint(layer, options), "__call__" if around_compiled else "forward")
+        wrap_method(layer, _Checkpoint(layer, options), "__call__" if is_outside else "forward")
 
 
 class _Checkpoint:
