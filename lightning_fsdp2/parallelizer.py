@@ -316,8 +316,8 @@ def _check_reshard(reshard_after_forward: bool | int | None, ranks: int) -> None
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that parameters are sharded"
-            f" over; use {', '.join([*divisors, 'True or False'])}."
+            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that parameters are"
+            f" sharded over; use {', '.join([*divisors, 'True or False'])}."
         )
 
 
