@@ -1,6 +1,7 @@
 """Every private torch name this package touches, in one place, with the reason and what would let it go."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -84,7 +85,7 @@ def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ``group`` out of place, traceable by ``torch.compile``; the functional collectives are not public."""
     from torch.distributed import _functional_collectives as collectives
 
-    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group))
+    return _wait(collectives.all_reduce(tensor.contiguous(), "sum", group))
 
 
 def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -95,7 +96,7 @@ def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
     from torch.distributed import _functional_collectives as collectives
 
     gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-    gathered = collectives.wait_tensor(gather(tensor.contiguous(), 0, group))
+    gathered = _wait(gather(tensor.contiguous(), 0, group))
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size()), dim)
 
 
@@ -104,7 +105,60 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
     from torch.distributed import _functional_collectives as collectives
 
     scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-    return collectives.wait_tensor(scatter(tensor.contiguous(), "sum", dim, group))
+    return _wait(scatter(tensor.contiguous(), "sum", dim, group))
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    """Wait for the result of a functional collective, once: when it is traced, it waits for itself.
+
+    Inductor's pass for asynchronous tensor parallelism does not look through a second ``wait_tensor``.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(tensor) if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
+
+
+def has_symmetric_memory(device_type: str) -> bool:
+    """Whether ranks on such devices can read each other's memory, and inductor fuses collectives with it."""
+    return device_type == "cuda" and dist.is_nccl_available()
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Let inductor fuse the collectives of ``group``.
+
+    Up to torch 2.14 it passes over a group that was not registered, without a message, although the function that does
+    so says that there is no need to call it (pytorch#193027, torchtitan#3869, torchtitan#4045, torchtitan#4634).
+    """
+    if TorchVersion(torch.__version__) >= "2.15":
+        return
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+def get_fusion_options(visit: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+    """Options of ``torch.compile`` to fuse collectives with matrix products; there is no public one.
+
+    ``visit`` is given each graph afterwards. Inductor does not cache what a plain function has seen, so that it is
+    given every graph of every run.
+    """
+    return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": visit}
+
+
+def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The operations of a graph that are fused collectives, and those that could be."""
+    fused, collectives = torch.ops.symm_mem, torch.ops._c10d_functional
+    return (
+        (fused.fused_all_gather_matmul.default, fused.fused_matmul_reduce_scatter.default),
+        (collectives.all_gather_into_tensor.default, collectives.reduce_scatter_tensor.default),
+    )
+
+
+def is_backward_graph(graph: torch.fx.Graph) -> bool:
+    """Whether inductor was given ``graph`` for a backward: AOTAutograd names the gradients it takes ``tangents``."""
+    return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
 @contextmanager

@@ -141,8 +141,9 @@ class FSDP2Config(_Flags):
     by the device type."""
 
     enable_async_tensor_parallel: bool = False
-    """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products. It compiles the
-    layers and needs sequence_parallel, which it turns on with a warning where it is off."""
+    """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products, on CUDA devices that
+    reach each other's memory (NVLink). It needs tp_size > 1, sequence_parallel and enable_compile, and turns these two
+    on with a warning where they are off."""
 
     enable_compile: bool = False
     """Whether each transformer layer is compiled with torch.compile. Parameter names do not change."""
@@ -179,13 +180,15 @@ class FSDP2Config(_Flags):
         _check_backend_of_offload(self.backend, self.offload_policy)
         _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
         _check_depth("fsdp2_forward_prefetch_depth", self.fsdp2_forward_prefetch_depth)
-        if self.enable_async_tensor_parallel and not self.sequence_parallel:
+        missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
+        if self.enable_async_tensor_parallel and missing:
             warnings.warn(
-                "enable_async_tensor_parallel=True needs sequence_parallel=True, which is turned on; "
-                "set it yourself to avoid this warning.",
+                f"enable_async_tensor_parallel=True needs {' and '.join(f'{name}=True' for name in missing)}, which it "
+                "turns on; set that yourself to avoid this warning.",
                 stacklevel=3,
             )
-            self._set("sequence_parallel", True)
+            for name in missing:
+                self._set(name, True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from lightning_fsdp2.mesh import (
     get_views,
 )
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
 from lightning_fsdp2.parallel.autocast import apply_autocast
 from lightning_fsdp2.parallel.compile import apply_compile
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
@@ -54,6 +55,7 @@ def fsdp2_strategy_parallelize(
     *,
     activation_checkpointing_scope: ActivationCheckpointingScope = "all",
     autocast_dtype: torch.dtype | None = None,
+    enable_async_tensor_parallel: bool = False,
     enable_compile: bool = False,
     loss_parallel: bool = False,
     patch_is_packed_sequence: bool = False,
@@ -90,6 +92,8 @@ def fsdp2_strategy_parallelize(
         activation_checkpointing_scope: The parts of the model whose layers it applies to.
         autocast_dtype: None, or that of matrix products in :class:`torch.autocast`, which then decides on casts in
             place of the units; with a policy whose ``output_dtype`` is float32 the residual stream is float32.
+        enable_async_tensor_parallel: Whether the compiled layers' collectives overlap their matrix products; needs
+            ``sequence_parallel`` and ``enable_compile``.
         enable_compile: Whether each layer is compiled with ``torch.compile``.
         loss_parallel: Whether logits stay sharded over the vocabulary, and the loss is computed on the shards.
         patch_is_packed_sequence: Whether transformers need not look for packed sequences, of which there are none.
@@ -121,6 +125,11 @@ def fsdp2_strategy_parallelize(
         )
     _check_reshard(reshard_after_forward, fsdp_mesh.size(-1))
     policy = resolve_mp_policy(mp_policy, param_dtype)
+    fusion = (
+        build_collective_fusion(tp_mesh, sequence_parallel=sequence_parallel, enable_compile=enable_compile)
+        if enable_async_tensor_parallel
+        else None
+    )
     broadcast_from_first_rank(model, device, device_mesh)
     if tp_mesh is not None:
         apply_tensor_parallel(
@@ -140,7 +149,7 @@ def fsdp2_strategy_parallelize(
             compiles_collectives=enable_compile and tp_mesh is not None,
         )
     if enable_compile:
-        apply_compile(model, tensor_parallel=tp_mesh is not None)
+        apply_compile(model, tensor_parallel=tp_mesh is not None, fusion=fusion)
     if patch_is_packed_sequence:
         apply_unpacked_sequences(model)
     if autocast_dtype is not None:

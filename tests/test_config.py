@@ -109,7 +109,7 @@ def test_to_dict_is_shallow():
 @pytest.mark.parametrize(
     "config",
     [
-        FSDP2Config(sequence_parallel=True, enable_async_tensor_parallel=True, mp_policy={"param_dtype": "bf16"}),
+        FSDP2Config(sequence_parallel=True, loss_parallel=True, mp_policy={"param_dtype": "bf16"}),
         MegatronFSDPConfig(zero_dp_strategy=1),
     ],
 )
@@ -314,10 +314,20 @@ def test_type_errors_inside_mappings(options, message):
         FSDP2Config(**options)
 
 
-def test_async_tensor_parallel_turns_sequence_parallel_on():
-    with pytest.warns(UserWarning, match="needs sequence_parallel=True, which is turned on") as record:
-        config = FSDP2Config(enable_async_tensor_parallel=True)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "sequence_parallel=True and enable_compile=True"),
+        ({"enable_compile": True}, "sequence_parallel=True"),
+        ({"sequence_parallel": True}, "enable_compile=True"),
+    ],
+)
+def test_async_tensor_parallel_turns_on_what_it_needs_with_one_warning(given, named):
+    with pytest.warns(UserWarning, match=f"needs {named}, which it turns on; set that yourself") as record:
+        config = FSDP2Config(enable_async_tensor_parallel=True, **given)
     assert config.sequence_parallel
+    assert config.enable_compile
+    assert len(record) == 1
     assert record[0].filename == __file__
 
 
@@ -333,7 +343,7 @@ def test_check_for_nan_turns_its_successor_on():
 @pytest.mark.parametrize(
     ("config_class", "options"),
     [
-        (FSDP2Config, {"enable_async_tensor_parallel": True, "sequence_parallel": True}),
+        (FSDP2Config, {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True}),
         (MegatronFSDPConfig, {"check_for_nan_in_grad": True, "report_nan_in_param_grad": True}),
         (MegatronFSDPConfig, {"check_for_nan_in_grad": False}),
     ],

@@ -8,13 +8,11 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import get_optional_tp_mesh
+from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
 from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
 
-_NOT_YET = (
-    "enable_async_tensor_parallel",
-    "context_parallel_method",
-)
+_NOT_YET = ("context_parallel_method",)
 _DEFAULTS = FSDP2Config().to_dict()
 
 
@@ -63,6 +61,7 @@ class FSDP2Manager:
             activation_checkpointing=config.activation_checkpointing,
             activation_checkpointing_scope=config.activation_checkpointing_scope,
             autocast_dtype=config.autocast_dtype,
+            enable_async_tensor_parallel=config.enable_async_tensor_parallel,
             enable_compile=config.enable_compile,
             loss_parallel=config.loss_parallel,
             patch_is_packed_sequence=config.patch_is_packed_sequence,
@@ -79,10 +78,18 @@ class FSDP2Manager:
         :meth:`parallelize` has done it already for what it returned; a compiled model is left as it is.
 
         Raises:
-            ValueError: When there are no layers.
+            ValueError: When there are no layers, or asynchronous tensor parallelism is not possible.
         """
-        if self.config.enable_compile and not is_compiled(model):
-            apply_compile(model, tensor_parallel=get_optional_tp_mesh(self.device_mesh) is not None)
+        config = self.config
+        if not config.enable_compile or is_compiled(model):
+            return
+        tp_mesh = get_optional_tp_mesh(self.device_mesh)
+        fusion = (
+            build_collective_fusion(tp_mesh, sequence_parallel=config.sequence_parallel, enable_compile=True)
+            if config.enable_async_tensor_parallel
+            else None
+        )
+        apply_compile(model, tensor_parallel=tp_mesh is not None, fusion=fusion)
 
 
 def check_supported(config: FSDP2Config) -> None:

@@ -8,12 +8,19 @@ import torch
 from torch import nn
 
 from lightning_fsdp2._torch_compat import compile_layers_of_many_kinds
+from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
 from lightning_fsdp2.parallel.structure import get_entrances, get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
 from lightning_fsdp2.parallel.tp_random import draws_random_numbers
 
 
-def apply_compile(model: nn.Module, *, tensor_parallel: bool = False, backend: str = "inductor") -> None:
+def apply_compile(
+    model: nn.Module,
+    *,
+    tensor_parallel: bool = False,
+    fusion: CollectiveFusion | None = None,
+    backend: str = "inductor",
+) -> None:
     """Compile the layers of ``model`` with ``torch.compile``, in place: ``layer.compile()``.
 
     A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph.
@@ -23,6 +30,7 @@ def apply_compile(model: nn.Module, *, tensor_parallel: bool = False, backend: s
         tensor_parallel: Whether the layers are tensor parallel. The first forward with gradients then runs without
             compilation, so that :class:`~lightning_fsdp2.parallel.tp_verification.LayerVerification` can follow its
             autograd graph.
+        fusion: Of the layers' collectives with their matrix products, by inductor.
         backend: Of ``torch.compile``.
 
     Raises:
@@ -41,10 +49,10 @@ def apply_compile(model: nn.Module, *, tensor_parallel: bool = False, backend: s
             " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
         )
     for layer in layers:
-        layer.compile(backend=backend)
+        layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
     for target in get_hf_models(model) or [model]:
         for name in get_entrances(target):
-            wrap_method(target, _CompiledLayers(target, verifies_first_forward=tensor_parallel), name)
+            wrap_method(target, _CompiledLayers(target, fusion, verifies_first_forward=tensor_parallel), name)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -55,12 +63,15 @@ def is_compiled(model: nn.Module) -> bool:
 class _CompiledLayers:
     """Runs the forward of a model whose layers are compiled, with what they need of torch."""
 
-    def __init__(self, model: nn.Module, *, verifies_first_forward: bool) -> None:
+    def __init__(self, model: nn.Module, fusion: CollectiveFusion | None, *, verifies_first_forward: bool) -> None:
+        self.fusion = fusion
         self.verifies_first_forward = verifies_first_forward
         self._slots = get_slots(model.modules())
         self._verified: set[tuple[bool, ...]] = set()
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.fusion is not None:
+            self.fusion.report()
         with ExitStack() as stack:
             stack.enter_context(compile_layers_of_many_kinds())
             if self._is_first_forward():

@@ -38,13 +38,6 @@ def test_a_flag_that_is_not_supported_yet_is_refused_by_name_at_construction(fla
     assert str(raised.value).startswith(f"FSDP2Config.{flag}={value!r} ")
 
 
-def test_async_tensor_parallel_is_refused_by_its_own_name_and_not_that_of_the_flag_it_turns_on() -> None:
-    with pytest.warns(UserWarning, match="turned on"):
-        config = FSDP2Config(enable_async_tensor_parallel=True)
-    with pytest.raises(ValueError, match=r"FSDP2Config\.enable_async_tensor_parallel=True is not supported"):
-        FSDP2Manager(config, None)
-
-
 def test_a_policy_for_float16_is_refused_at_construction() -> None:
     with pytest.raises(ValueError, match=r"mp_policy\.param_dtype=torch\.float16 is not supported"):
         FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy(torch.float16)), None)
