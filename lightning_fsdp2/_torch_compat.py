@@ -141,8 +141,8 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 def get_fusion_options(visit: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
     """Options of ``torch.compile`` to fuse collectives with matrix products; there is no public one.
 
-    ``visit`` is given each graph afterwards. Inductor does not cache what a plain function has seen, so that it is
-    given every graph of every run.
+    ``visit`` is given each graph afterwards. Inductor does not put a graph that a plain function has seen into its
+    cache on disk, so that a later run compiles and counts again.
     """
     return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": visit}
 

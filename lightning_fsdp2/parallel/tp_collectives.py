@@ -209,7 +209,8 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     start, length = get_shard_range(tensor.size(dim), group.rank(), group.size())
-    return tensor.narrow(dim, start, length).contiguous()
+    # always a copy: torch 2.11 compiles a function that returns a part of its input with a gradient of zero for it
+    return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:

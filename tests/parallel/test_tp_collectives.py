@@ -215,7 +215,8 @@ def test_shard_ranges_are_those_of_torch_chunk() -> None:
 
 
 @pytest.mark.slow  # importing the compiler takes ten seconds
-def test_collectives_are_traced_as_one_graph() -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])  # of one, a shard would be contiguous where it lies
+def test_collectives_are_traced_as_one_graph(batch_size: int) -> None:
     def run() -> None:
         group, rank = get_group(), dist.get_rank()
 
@@ -224,7 +225,7 @@ def test_collectives_are_traced_as_one_graph() -> None:
             shared = copy_to_ranks(weight, group)
             return reduce_scatter(partial * shared, 1, group) + split(complete * weight, 1, group)
 
-        wholes = [make_random(0, 2, 4, 3), make_random(1, 3)]
+        wholes = [make_random(0, batch_size, 4, 3), make_random(1, 3)]
         results = []
         for function in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True)):
             hidden, weight = cut(wholes[0], 1, 2)[rank].clone().requires_grad_(), wholes[1].clone().requires_grad_()
