@@ -4,7 +4,12 @@ import pytest
 from helpers.flags import FLAGS, PAGE, Setting, make_page, measure
 from helpers.ranks import run_ranks
 
-SETTINGS = [pytest.param(setting, id=f"{flag.name}-{setting.value}") for flag in FLAGS for setting in flag.settings]
+SETTINGS = [
+    pytest.param(setting, id=f"{flag.name}-{setting.value}")
+    for flag in FLAGS
+    for setting in flag.settings
+    if flag.measured
+]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

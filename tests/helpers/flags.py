@@ -45,8 +45,9 @@ FP32 = "float32"
 HEADER = """# What the flags of FSDP2 do
 
 Each row was measured: the figures are those of one training step of a Llama of three layers on two CPU ranks (2
-sequences of 12 tokens each), and `tests/test_flags.py` asserts every one of them. `python tests/helpers/flags.py`
-writes this page from the same data.
+sequences of 12 tokens each), and `tests/test_flags.py` asserts every one of them (but for asynchronous tensor
+parallelism, which has `tests/parallel/test_async_tensor_parallel.py`). `python tests/helpers/flags.py` writes this page
+from the same data.
 """
 
 
@@ -68,7 +69,9 @@ class Flag:
 
     name: str
     effect: str
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...] = ()
+    measured: bool = True
+    """Whether by :func:`measure`; else by a test of its own."""
 
 
 def make_policies() -> tuple[Setting, ...]:
@@ -89,6 +92,14 @@ def make_policies() -> tuple[Setting, ...]:
         for name, (policy, row) in policies.items()
     )
 
+
+FUSED = {
+    "forward: all-gathers fused": 2,
+    "forward: reduce-scatters fused": 2,
+    "backward: all-gathers fused": 2,
+    "backward: reduce-scatters left": 2,
+}
+"""Collectives of a layer under asynchronous tensor parallelism, at micro-batch 1 as at 2."""
 
 FLAGS = (
     Flag(
@@ -152,6 +163,13 @@ FLAGS = (
         ),
     ),
     Flag(
+        name="enable_async_tensor_parallel",
+        effect="The collectives of compiled, sequence parallel layers overlap the matrix products next to them, on GPUs"
+        " that read each other's memory. Of each layer, counted in the graphs that inductor makes for a CPU:",
+        settings=(Setting(value="True", figures=FUSED),),
+        measured=False,
+    ),
+    Flag(
         name="reshard_after_forward",
         effect="Which units are freed after forward, and gathered again in backward: all but the last layer and the"
         " head (None), all (True), none (False), all, but within groups of that many ranks (an int). An untied"
@@ -205,6 +223,11 @@ FLAGS = (
             for ranks in (2, 4)
             for defers in (True, False)
         ),
+    ),
+    Flag(
+        name="offload_policy",
+        effect="Shards of parameters, gradients and optimizer states are in host memory. On CPU ranks they are anyway,"
+        " and the policy changes nothing.",
     ),
     Flag(
         name="patch_is_packed_sequence",
