@@ -109,6 +109,11 @@ class CausalLM(LightningModule):
         if self.model is None:
             self._build_model()
         if self.loss == "chunked" and self._logits_tail is None:
+            if type(self).forward is not CausalLM.forward:
+                raise ValueError(
+                    f"{type(self).__name__}(loss='chunked') would not call its own `forward`, which CausalLM's loss"
+                    " takes logits from; use loss='full'."
+                )
             self._logits_tail = trace_logits_tail(self.model)
 
     def _build_model(self) -> None:
@@ -170,6 +175,11 @@ class CausalLM(LightningModule):
         labels = shift_left(batch.get("labels", batch["input_ids"]))
         if self.loss == "full":
             losses = token_cross_entropy(compute_logits(), labels)
+        elif self._logits_tail is None:
+            raise RuntimeError(
+                f"{type(self).__name__}(loss='chunked') is prepared in CausalLM's `configure_model`; call"
+                " `super().configure_model()` in yours."
+            )
         else:
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX

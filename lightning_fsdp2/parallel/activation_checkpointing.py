@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fsdp2._torch_compat import can_compile_checkpointed_collectives, get_stance, keep_stance
@@ -20,12 +20,13 @@ from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
 
-_TOWERS: dict[ScopeWord, tuple[str, ...]] = {
-    "multimodal": ("projector", "connector", "resampler", "merger", "qformer", "aligner", "multi_modal", "multimodal"),
-    "audio": ("audio", "speech", "sound"),
-    "vision": ("vision", "visual", "image", "vit", "video"),
+_PARTS: dict[ScopeWord, set[str]] = {
+    "language": {"language", "text"},
+    "multimodal": {"projector", "connector", "resampler", "merger", "qformer", "aligner", "modal", "multimodal"},
+    "audio": {"audio", "speech", "sound"},
+    "vision": {"vision", "visual", "image", "vit", "video"},
 }
-"""Words in the names of modules, by the part of a model they belong to; all others are language."""
+"""Words in the names of modules, by the part of a model they belong to; what has none is language."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -97,18 +98,32 @@ class _Checkpoint:
     """Runs a layer's forward, without keeping what happens in it if there will be a backward."""
 
     def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
-        self.options = options
+        self.layer, self.options = layer, options
         parameters = list(inspect.signature(layer.forward).parameters)
         # one that is only read (transformers marks such layers) may stay; any other would be filled a second time
         caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else _CACHES
         self.caches = {*caches, *(parameters.index(name) for name in caches if name in parameters)}
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
             return forward(*args, **kwargs)
+        self._check_caches([*(v for i, v in enumerate(args) if i in self.caches), *(kwargs.get(c) for c in _CACHES)])
         args = tuple(None if index in self.caches else value for index, value in enumerate(args))
         kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
         return checkpoint(forward, *args, use_reentrant=False, **self.options, **kwargs)
+
+    def _has_backward(self, *inputs: Any) -> bool:
+        """Whether anything here is trained, or before it: a frozen model has nothing to compute again."""
+        is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
+
+    def _check_caches(self, caches: list[Any]) -> None:
+        filled = [cache for cache in caches if getattr(cache, "get_seq_length", lambda: 0)()]
+        if filled and self.caches:
+            raise ValueError(
+                "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
+                " that are computed again would append to them twice. Use activation_checkpointing=False."
+            )
 
 
 def _make_contexts(products: set[Any]) -> Any:
@@ -138,7 +153,8 @@ def _has_biased_experts(layer: nn.Module) -> bool:
 
 def _get_layers(model: nn.Module, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    names = {module: name for name, module in model.named_modules()}
+    # what a user calls the attribute that holds the model says nothing
+    names = {m: name for top in (model, *get_hf_models(model)) for name, m in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layers in get_layer_lists(model) for layer in layers}
     layers = [layer for layer, part in parts.items() if part in wanted or "all" in wanted]
     if not layers:
@@ -153,7 +169,7 @@ def _get_layers(model: nn.Module, mode: Any, scope: ActivationCheckpointingScope
 def _get_part(name: str) -> ScopeWord:
     """The part of a model that the module ``name`` belongs to; the innermost word counts."""
     for component in reversed(name.lower().split(".")):
-        for part, words in _TOWERS.items():
-            if any(word in component for word in words):
+        for part, words in _PARTS.items():
+            if words.intersection(component.split("_")):
                 return part
     return "language"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import assert_async
-from lightning_fsdp2.parallel.structure import get_hf_models
+from lightning_fsdp2.parallel.structure import is_hf_model
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
 
 
@@ -43,11 +43,11 @@ def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
 def apply_unpacked_sequences(model: nn.Module) -> None:
     """Let every forward of the Hugging Face models in ``model`` run in :func:`assume_unpacked_sequences`.
 
-    Their batches are checked nevertheless: position ids that restart raise a RuntimeError, on an accelerator a
-    device-side assertion, since the host does not wait for the answer.
+    Their batches are checked nevertheless: position ids that do not count on from one attended token to the next raise
+    a RuntimeError, on an accelerator a device-side assertion, since the host does not wait for the answer.
     """
-    for hf_model in get_hf_models(model):
-        wrap_method(hf_model, _UnpackedSequences(hf_model))
+    for module in filter(is_hf_model, list(model.modules())):
+        wrap_method(module, _UnpackedSequences(module))
 
 
 class _UnpackedSequences:
@@ -56,13 +56,16 @@ class _UnpackedSequences:
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        position_ids = given.get("position_ids")
-        # with a mask transformers does not look at them; of three dims they count in several directions, as for images
-        if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and given.get("attention_mask") is None:
+        position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+        # of three dims they count in several directions, as for images
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
+            counts_on = position_ids.diff(dim=-1) == 1
+            if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
+                counts_on |= (mask[:, 1:] == 0) | (mask[:, :-1] == 0)
             assert_async(
-                (position_ids.diff(dim=-1) >= 0).all(),
-                "patch_is_packed_sequence=True, but position_ids restart within a sequence: attention would cross the"
-                " borders of packed documents. Set patch_is_packed_sequence=False for packed batches.",
+                counts_on.all(),
+                "patch_is_packed_sequence=True, but position_ids restart or jump within a sequence: attention would"
+                " cross the borders of packed documents. Set patch_is_packed_sequence=False for packed batches.",
             )
         with assume_unpacked_sequences():
             return forward(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -28,6 +28,9 @@ from lightning_fsdp2.strategies.precision import get_mp_policy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+_FLAGS_OF_A_RUN = ("backend", "defer_fsdp_grad_sync")
+"""Those that leave the module as it is."""
 
 _SHARDED_ATTRIBUTE = "_lightning_fsdp2_sharded"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -126,8 +129,8 @@ class FSDP2Strategy(MeshStrategy):
     @override
     def parallelize(self) -> None:
         module = self.lightning_module
-        sharded = (self.full_device_mesh, self.manager.mp_policy)
-        earlier: tuple[DeviceMesh, MixedPrecisionPolicy] | None = module.__dict__.get(_SHARDED_ATTRIBUTE)
+        sharded = (self.full_device_mesh, self.manager.config)
+        earlier: tuple[DeviceMesh, FSDP2Config] | None = module.__dict__.get(_SHARDED_ATTRIBUTE)
         if earlier is not None:
             _check_same_sharding(earlier, sharded)
             return
@@ -135,6 +138,7 @@ class FSDP2Strategy(MeshStrategy):
         self.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
+            _check_flags_of_user(module, self.config)
             materialize(module, self.root_device, self.full_device_mesh)
         else:
             self.manager.parallelize(module)
@@ -183,18 +187,36 @@ def _check_manual_optimization(module: Any) -> None:
         )
 
 
-def _check_same_sharding(earlier: tuple[DeviceMesh, Any], current: tuple[DeviceMesh, Any]) -> None:
-    (old_mesh, old_policy), (mesh, policy) = earlier, current
+def _check_same_sharding(earlier: tuple[DeviceMesh, FSDP2Config], current: tuple[DeviceMesh, FSDP2Config]) -> None:
+    (old_mesh, old_config), (mesh, config) = earlier, current
     if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
         raise ValueError(
             f"The module was sharded over {old_mesh} by an earlier Trainer, but this strategy asks for {mesh}. Use the"
             " same sizes, or load a checkpoint into a new module."
         )
-    if old_policy != policy:
+    for name, (old, new) in _get_differences(old_config, config).items():
         raise ValueError(
-            f"The module was sharded with {old_policy} by an earlier Trainer, but this one asks for {policy}. Use the"
-            " same precision, or load a checkpoint into a new module."
+            f"The module was sharded with {name}={old!r} by an earlier Trainer, but this one asks for {new!r}. Use the"
+            f" same {'precision' if name == 'mp_policy' else name}, or load a checkpoint into a new module."
         )
+
+
+def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
+    for name, (default, value) in _get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
+        raise ValueError(
+            f"FSDP2Config.{name}={value!r} has no effect on {type(module).__name__}, whose `configure_model` shards it."
+            f" Leave it at {default!r} and do it there, or leave all sharding to the strategy."
+        )
+
+
+def _get_differences(first: FSDP2Config, second: FSDP2Config) -> dict[str, tuple[Any, Any]]:
+    """The flags that change a module, and differ."""
+    others = second.to_dict()
+    return {
+        name: (value, others[name])
+        for name, value in first.to_dict().items()
+        if name not in _FLAGS_OF_A_RUN and value != others[name]
+    }
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:

@@ -265,3 +265,23 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM checkpoints its layers itself"):
         apply_activation_checkpointing(model, "selective")
+
+
+def test_keys_and_values_from_before_are_refused() -> None:
+    model = make_causal_lm(LLAMA)
+    with torch.no_grad():
+        cache = model(**make_batch()).past_key_values
+    apply_activation_checkpointing(model, "full")
+    with pytest.raises(ValueError, match="activation_checkpointing with keys and values from before"):
+        model(**make_batch(), past_key_values=cache)
+
+
+def test_the_scope_goes_by_the_model_s_own_names() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_language_vit = make_causal_lm(LLAMA)
+
+    apply_activation_checkpointing(Holder(), "full", scope="language")
+    with pytest.raises(ValueError, match="has layers of language only"):
+        apply_activation_checkpointing(Holder(), "full", scope="vision")

@@ -193,15 +193,31 @@ def test_a_model_that_was_sharded_without_is_compiled_later_and_only_once() -> N
     run_ranks(run, 1)
 
 
-def test_a_plan_with_wrong_gradients_is_refused_nevertheless() -> None:
+def test_a_plan_with_wrong_gradients_is_refused_nevertheless_and_every_time() -> None:
     def run() -> None:
         attention = "model.layers.*.self_attn."
         plan = {f"{attention}q_proj": "colwise", f"{attention}o_proj": "rowwise"}
         model = parallelize(make_rough_model(LLAMA), tp_size=2, tp_plan=plan)
-        with pytest.raises(ValueError, match=r"tp_plan: in model\.layers\.0 what all ranks compute alike"):
-            compute_gradients(model, 1)
+        ids = make_batch()["input_ids"]
+        for call in (model, model, model.model):  # not by its entrance alone
+            with pytest.raises(ValueError, match=r"tp_plan: in model\.layers\.0 what all ranks compute alike"):
+                call(input_ids=ids, use_cache=False)
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_frozen_layers_are_not_checkpointed(mode: str) -> None:
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        for part in (plain.model.embed_tokens, plain.model.layers[0]):
+            part.requires_grad_(False)
+        compiled = parallelize(copy.deepcopy(plain), activation_checkpointing=mode)
+        plain = parallelize(plain, enable_compile=False)
+        for step in range(2):
+            assert_equal_gradients(compute_gradients(compiled, step), compute_gradients(plain, step))
+
+    run_ranks(run, 1)
 
 
 def test_what_is_trained_later_is_verified_then() -> None:

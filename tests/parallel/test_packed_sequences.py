@@ -85,17 +85,34 @@ def test_masks_are_made_without_a_look_at_the_positions(calls: Counter[str]) -> 
     assert syncs_after == syncs_before - 1
 
 
-@pytest.mark.parametrize("positional", [False, True])
-def test_a_packed_batch_is_refused(positional: bool) -> None:
+PACKED = {
+    "restart": [0, 1, 2, 0, 1, 2],
+    "a document of one token": [0, 0, 1, 2, 3, 4],
+    "jump": [0, 1, 2, 10, 11, 12],
+}
+
+
+@pytest.mark.parametrize("positions", PACKED.values(), ids=PACKED)
+def test_a_packed_batch_is_refused(positions: list[int]) -> None:
+    def run() -> None:
+        model = parallelize(make_causal_lm(LLAMA))
+        input_ids, packed = torch.ones(1, 6, dtype=torch.int64), torch.tensor([positions])
+        for arguments in ((input_ids, None, packed), (input_ids, torch.ones_like(input_ids), packed)):
+            with pytest.raises(RuntimeError, match="patch_is_packed_sequence=True, but position_ids restart or jump"):
+                model(*arguments)
+        with pytest.raises(RuntimeError, match="restart or jump"):
+            model.model(input_ids, position_ids=packed)
+
+    run_ranks(run, 1)
+
+
+def test_positions_that_count_on_from_one_attended_token_to_the_next_are_not() -> None:
     def run() -> None:
         model = parallelize(make_causal_lm(LLAMA))
         input_ids = torch.ones(1, 6, dtype=torch.int64)
-        packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
-        with pytest.raises(RuntimeError, match="patch_is_packed_sequence=True, but position_ids restart"):
-            model(input_ids, None, packed) if positional else model(input_ids, position_ids=packed)
-        with_mask = torch.ones(1, 6, dtype=torch.int64)
-        model(input_ids, with_mask, packed)  # transformers would not look at the positions either
         model(input_ids, position_ids=torch.arange(3, 9).view(1, 6))
+        padded = torch.tensor([[0, 0, 0, 1, 1, 1]])
+        model(input_ids, attention_mask=padded, position_ids=torch.tensor([[1, 1, 1, 0, 1, 2]]))
 
     run_ranks(run, 1)
 
