@@ -226,6 +226,22 @@ def test_a_process_group_of_another_backend_is_refused() -> None:
     run_ranks(run, WORLD)
 
 
+@pytest.mark.parametrize(("flag", "value"), [("reshard_after_forward", True), ("patch_is_packed_sequence", True)])
+def test_a_second_trainer_with_other_flags_of_the_model_is_refused_and_one_with_others_is_not(
+    flag: str, value: Any
+) -> None:
+    def run() -> None:
+        loader, module = make_loader(make_batches(2 * WORLD)), Regressor()
+        make_trainer().fit(module, loader)
+        make_trainer(FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))).fit(module, loader)
+        with pytest.raises(
+            ValueError, match=f"sharded with {flag}=.* by an earlier Trainer, but this one asks for {value}"
+        ):
+            make_trainer(FSDP2Strategy(config=FSDP2Config(**{flag: value}))).fit(module, loader)
+
+    run_ranks(run, WORLD)
+
+
 def test_second_trainer_on_another_mesh_trains_a_new_module_and_refuses_the_old_one() -> None:
     batches = make_batches(2 * WORLD)
 
