@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
+from torch._dynamo.utils import counters
 
 import lightning_fsdp2  # noqa: F401
 from lightning_fsdp2.parallel.compile import apply_compile
@@ -21,6 +22,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled layers are traced, with their backward, but no code is generated for them."""
+    """Compiled layers are traced, with their backward, but no code is generated for them; none was before."""
+    torch.compiler.reset()
+    counters.clear()
     for name in ("lightning_fsdp2.parallelizer.apply_compile", "lightning_fsdp2.managers.fsdp2.apply_compile"):
         monkeypatch.setattr(name, partial(apply_compile, backend="aot_eager"))

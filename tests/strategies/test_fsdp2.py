@@ -1233,11 +1233,7 @@ def name_of_option(options: dict[str, Any]) -> str:
 
 
 NOT_SUPPORTED = [
-    *(
-        {"config": FSDP2Config(**{flag: True})}
-        for flag in ("patch_is_packed_sequence", "activation_checkpointing", "enable_compile")
-    ),
-    {"config": FSDP2Config(autocast_dtype=torch.bfloat16)},
+    {"config": FSDP2Config(context_parallel_method="ulysses")},
     {"checkpoint": CheckpointConfig(format="full")},
     {"checkpoint": CheckpointConfig(async_save=True)},
     {"checkpoint": CheckpointConfig(verify=True)},
