@@ -1,6 +1,7 @@
 """Every private torch name this package touches, in one place, with the reason and what would let it go."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -174,6 +175,13 @@ def compile_layers_of_many_kinds() -> Iterator[None]:
 
     with torch._dynamo.config.patch(recompile_limit=64, skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         yield
+
+
+def get_graph_breaks() -> Counter[str]:
+    """How often dynamo has broken a graph so far, by reason; it has no public count."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
 
 
 def get_stance() -> str:

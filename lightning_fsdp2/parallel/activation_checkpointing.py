@@ -48,6 +48,9 @@ _KEPT = {
 }
 """What selective checkpointing does not compute twice."""
 
+_FLASH_ATTENTION = "flash_attn"
+"""In the namespaces of its packages' operations, and of the kernels that transformers loads from the Hub."""
+
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 """Every second one of these is kept too, as in torchtitan: half of the memory for half of the work."""
 
@@ -66,8 +69,10 @@ def apply_activation_checkpointing(
 
     Args:
         model: Changed in place; its layers are the blocks of its lists, wherever they hang.
-        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of attention, of
-            collectives and of every second matrix product, in the order in which they are computed.
+        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of fused attention
+            (any but ``"eager"``), of collectives and of every second matrix product, in the order in which they are
+            computed. What ``"selective"`` keeps serves one backward: a second through the same graph
+            (``retain_graph=True``) is refused by torch.
         scope: Parts of a model of several modalities, told by the names of its modules.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. Where torch
             cannot have the checkpoint inside of the compiled code, a layer's whole call is computed again, and not its
@@ -92,6 +97,12 @@ def apply_activation_checkpointing(
         elif is_outside:
             options["context_fn"] = _make_stances
         wrap_method(layer, _Checkpoint(layer, options), "__call__" if is_outside else "forward")
+
+
+def recomputes_collectives(layer: nn.Module) -> bool:
+    """Whether the forward of a tensor parallel ``layer``, not its whole call, is checkpointed with its collectives."""
+    checkpoints = [value for value in vars(layer).values() if isinstance(value, _Checkpoint)]
+    return any("context_fn" not in checkpoint.options for checkpoint in checkpoints)
 
 
 class _Checkpoint:
@@ -131,7 +142,7 @@ def _make_contexts(products: set[Any]) -> Any:
     counts: Counter[bool] = Counter()
 
     def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _KEPT:
+        if operation in _KEPT or _FLASH_ATTENTION in getattr(operation, "namespace", ""):
             return CheckpointPolicy.MUST_SAVE
         if operation in products:
             counts[context.is_recompute] += 1

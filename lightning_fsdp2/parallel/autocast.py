@@ -6,14 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_entrances, get_hf_models
+from lightning_fsdp2.parallel.structure import (
+    get_embedding_and_head,
+    get_entrances,
+    get_hf_models,
+    get_modules,
+    is_hf_model,
+    is_metric,
+    iterate_children,
+)
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
 
 
 def apply_autocast(
     model: nn.Module, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
 ) -> None:
-    """Let every forward of ``model``, and of the Hugging Face models in it, run in :class:`torch.autocast`.
+    """Let every forward of ``model``, its children and the Hugging Face models in it run in :class:`torch.autocast`.
 
     Args:
         model: Changed in place. Of a LightningModule, the steps count as forwards.
@@ -23,7 +31,11 @@ def apply_autocast(
             layers add up. None leaves them as they are.
     """
     models = get_hf_models(model)
-    for target in dict.fromkeys([model, *models]):
+    # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
+    entered = [model, *filter(is_hf_model, get_modules(model))]
+    if not is_hf_model(model):
+        entered += [child for child in iterate_children(model) if not is_metric(child)]
+    for target in dict.fromkeys(entered):
         for name in get_entrances(target):
             wrap_method(target, _Autocast(dtype, device_type), name)
     for norm in model.modules() if device_type == "cpu" else ():

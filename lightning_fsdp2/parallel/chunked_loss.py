@@ -3,7 +3,7 @@
 At a vocabulary of 128 thousand tokens the logits of a sequence are the largest tensor of a step by far. Here the one
 forward of the head runs over chunks of positions: the logits of a chunk become its token losses and are dropped, and
 backward computes them again. It is one forward, whatever the number of chunks, so that FSDP2 gathers the head once; and
-it is the model's own forward that calls it, so that every hook on the way is called as ever.
+it is the model's own forward that calls it, so that every hook on the way to it is called as ever.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp2.parallel.loss import token_cross_entropy
+from lightning_fsdp2.parallel.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models, is_hf_model
 from lightning_fsdp2.parallel.tp_styles import keep_logits_sharded
 
@@ -27,6 +27,8 @@ CHUNK_SIZE = 1024
 _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub", "tanh"}
 """Methods of tensors that make every element of their result from one of the logits alone, and work out of place."""
 
+_HOOKS = ("torch.distributed.", "lightning_fsdp2.")
+"""Whose forward hooks leave logits as they are; any other may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]
 """All that a model does to the logits its head returns, in order; often nothing."""
@@ -93,9 +95,12 @@ def compute_chunked_token_losses(
         The loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Raises:
-        ValueError: When the model does not call its head once, with the hidden states of just these positions.
+        ValueError: When the model does not call its head once, with the hidden states of just these positions, or the
+            head has a forward hook, which would see losses.
     """
     hf_model, head = _get_model_and_head(model)
+    if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in head._forward_hooks.values()):
+        raise _make_error(hf_model, "a forward hook on its head would be given losses for logits")
     compute_head = head.forward
     results: list[Tensor] = []
 
@@ -142,32 +147,51 @@ class _ChunkedLosses(torch.autograd.Function):
         labels: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.chunk_size, ctx.parameters, ctx.chunks = chunk_size, parameters, []
-        with torch.enable_grad():
-            for hidden_chunk, labels_chunk in _split(hidden, labels, chunk_size):
-                inputs = hidden_chunk.detach().requires_grad_()
-                # repeats autocast and dropout as well
-                losses = checkpoint(compute_chunk, inputs, labels_chunk, use_reentrant=False)
-                ctx.chunks.append((inputs, losses))
-        return torch.cat([losses.detach() for _, losses in ctx.chunks])
+        ctx.save_for_backward(hidden, labels)  # freed after backward, though the loss may live on
+        ctx.compute_chunk, ctx.chunk_size, ctx.parameters = compute_chunk, chunk_size, parameters
+        ctx.surroundings = _Surroundings(hidden.device)
+        return torch.cat([compute_chunk(*chunk) for chunk in _split(hidden, labels, chunk_size)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, labels = ctx.saved_tensors
         hidden_gradients: list[Tensor] = []
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
-        for (inputs, losses), loss_gradient in zip(ctx.chunks, gradient.split(ctx.chunk_size), strict=True):
-            # the chunk keeps no activations that retaining its graph could hold
-            hidden_gradient, *gradients = torch.autograd.grad(
-                losses, (inputs, *ctx.parameters), loss_gradient, retain_graph=True, allow_unused=True
-            )
-            hidden_gradients.append(hidden_gradient)
-            for index, part in enumerate(gradients):
-                if part is not None:
-                    total = sums[index]
-                    sums[index] = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+        with ctx.surroundings.restore(), torch.enable_grad():
+            chunks = _split(hidden.detach(), labels, ctx.chunk_size)
+            for (inputs, chunk_labels), loss_gradient in zip(chunks, gradient.split(ctx.chunk_size), strict=True):
+                losses = ctx.compute_chunk(inputs.requires_grad_(), chunk_labels)
+                hidden_gradient, *gradients = torch.autograd.grad(
+                    losses, (inputs, *ctx.parameters), loss_gradient, allow_unused=True
+                )
+                hidden_gradients.append(hidden_gradient)
+                for index, part in enumerate(gradients):
+                    if part is not None:
+                        total = sums[index]
+                        sums[index] = part.to(torch.float32, copy=True) if total is None else total.add_(part)
         rounded = [s if s is None else s.to(p.dtype) for s, p in zip(sums, ctx.parameters, strict=True)]
         return None, None, torch.cat(hidden_gradients), None, *rounded
+
+
+class _Surroundings:
+    """The random state and the autocast of a forward that is repeated in backward: a head may have a LoRA's dropout."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.random_state = get_torch_random_state(device)
+
+    @contextmanager
+    def restore(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        random_state = get_torch_random_state(self.device)
+        try:
+            set_torch_random_state(self.random_state, self.device)
+            with torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
+                yield
+        finally:
+            set_torch_random_state(random_state, self.device)
 
 
 def _split(hidden: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -248,4 +272,6 @@ def _check_hidden_states(model: nn.Module, hidden: Tensor, labels: Tensor) -> No
 
 
 def _make_error(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(f"loss='chunked' is not possible for {type(model).__name__}: {reason}; use loss='full'.")
+    return ValueError(
+        f"loss='chunked' is not possible for {type(model).__name__.removeprefix('FSDP')}: {reason}; use loss='full'."
+    )

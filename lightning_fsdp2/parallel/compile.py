@@ -1,16 +1,26 @@
 """Compilation layer by layer: small graphs that all layers of a kind share, and no new name in any state dict."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp2._torch_compat import compile_layers_of_many_kinds
+from lightning_fsdp2._torch_compat import (
+    can_compile_checkpointed_collectives,
+    compile_layers_of_many_kinds,
+    get_graph_breaks,
+)
+from lightning_fsdp2.parallel.activation_checkpointing import recomputes_collectives
 from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
 from lightning_fsdp2.parallel.structure import get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
 from lightning_fsdp2.parallel.tp_random import draws_random_numbers
+
+logger = logging.getLogger(__name__)
 
 
 def apply_compile(
@@ -34,7 +44,8 @@ def apply_compile(
         backend: Of ``torch.compile``.
 
     Raises:
-        ValueError: When there are no layers, or tensor parallel ones have dropout.
+        ValueError: When there are no layers, tensor parallel ones have dropout, or their checkpoint cannot be compiled
+            on this version of torch.
     """
     layers = [layer for layers in get_layer_lists(model) for layer in layers]
     if not layers:
@@ -42,16 +53,23 @@ def apply_compile(
             f"enable_compile=True: {type(model).__name__} has no list of layers to compile; leave it out, and call"
             " `torch.compile` yourself on what should be compiled."
         )
+    if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
+        raise ValueError(
+            "enable_compile=True after activation_checkpointing='full' with tp_size > 1: on this version of torch a"
+            " checkpoint with collectives cannot be inside of compiled code, and these layers were checkpointed without"
+            " regard to that. Shard the model with both flags, or use activation_checkpointing='selective'."
+        )
     random = next(filter(draws_random_numbers, layers), None)
     if tensor_parallel and random is not None:
         raise ValueError(
             f"enable_compile=True with tp_size > 1: {type(random).__name__} has dropout or jitter, for which the ranks"
             " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
         )
+    breaks = _GraphBreaks()
     for layer in layers:
         if layer._compiled_call_impl is None:
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
-            wrap_method(layer, _CompiledLayer(layer, fusion, verifies_first_call=tensor_parallel), "__call__")
+            wrap_method(layer, _CompiledLayer(layer, fusion, breaks, verifies_first_call=tensor_parallel), "__call__")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -59,11 +77,39 @@ def is_compiled(model: nn.Module) -> bool:
     return all(layer._compiled_call_impl is not None for layers in get_layer_lists(model) for layer in layers)
 
 
+class _GraphBreaks:
+    """Says once, for all layers of a model, that they are not compiled in one piece."""
+
+    def __init__(self) -> None:
+        self.is_reported = False
+
+    @contextmanager
+    def report(self, layer_name: str) -> Iterator[None]:
+        before = get_graph_breaks()
+        yield
+        new = get_graph_breaks() - before
+        if not new or self.is_reported:
+            return
+        self.is_reported = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            reason = next(iter(new)).strip().splitlines()[0]
+            logger.warning(
+                "enable_compile=True: torch.compile cannot trace all of %s (%s), and runs parts of it, or the whole,"
+                " without compilation. TORCH_LOGS=graph_breaks shows where.",
+                layer_name,
+                reason,
+            )
+
+
 class _CompiledLayer:
     """Calls a compiled layer with what that needs of torch."""
 
-    def __init__(self, layer: nn.Module, fusion: CollectiveFusion | None, *, verifies_first_call: bool) -> None:
+    def __init__(
+        self, layer: nn.Module, fusion: CollectiveFusion | None, breaks: _GraphBreaks, *, verifies_first_call: bool
+    ) -> None:
+        self.name = type(layer).__name__  # FSDP2 will change it
         self.fusion = fusion
+        self.breaks = breaks
         self.verifies_first_call = verifies_first_call
         self._slots = get_slots(layer.modules())
         self._verified: set[tuple[bool, ...]] = set()
@@ -75,11 +121,15 @@ class _CompiledLayer:
             self.fusion.report()
         with compile_layers_of_many_kinds():
             if not self.verifies_first_call or not torch.is_grad_enabled():
-                return call(*args, **kwargs)
+                return self._call_compiled(call, *args, **kwargs)
             trained = tuple(module._parameters[name].requires_grad for module, name in self._slots)  # type: ignore[union-attr]
             if trained in self._verified:
-                return call(*args, **kwargs)
+                return self._call_compiled(call, *args, **kwargs)
             with torch.compiler.set_stance("force_eager"):
                 output = call(*args, **kwargs)
             self._verified.add(trained)
             return output
+
+    def _call_compiled(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.breaks.is_reported else self.breaks.report(self.name):
+            return call(*args, **kwargs)

@@ -228,6 +228,14 @@ FLAGS = (
         name="offload_policy",
         effect="Shards of parameters, gradients and optimizer states are in host memory. On CPU ranks they are anyway,"
         " and the policy changes nothing.",
+        settings=tuple(
+            Setting(
+                value=value,
+                flags={"offload_policy": policy},
+                figures={"weights on": "cpu", "gradients on": "cpu", "all-gathers": UNITS + LAYERS - 1},
+            )
+            for value, policy in (("None", None), ("True", True), ("{pin_memory: false}", {"pin_memory": False}))
+        ),
     ),
     Flag(
         name="patch_is_packed_sequence",
@@ -295,6 +303,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         "matrix products": counter.operations["aten::mm"],
         "rows of logits": products.rows,
         "products": _name(products.dtypes),
+        "weights on": _name({parameter.device for parameter in parameters}),
+        "gradients on": _name({parameter.grad.device for parameter in parameters}),
         "weights": _name({parameter.dtype for parameter in parameters}),
         "gathered weights": _name({run.seen["weight"]}),
         "residual stream": _name({run.seen["residual"]}),
@@ -365,8 +375,8 @@ def _count_searches() -> Iterator[Counter[str]]:
         yield count
 
 
-def _name(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+def _name(values: set[Any]) -> str:
+    return ", ".join(sorted(str(value).removeprefix("torch.") for value in values))
 
 
 def make_page() -> str:

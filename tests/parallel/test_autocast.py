@@ -8,6 +8,7 @@ from helpers.dispatch import Products
 from helpers.models import GPT2, LLAMA, PlainTransformer
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import get_gradients, make_rough_model
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -88,5 +89,27 @@ def test_a_plain_model_and_the_end_of_a_forward() -> None:
         assert products.dtypes == {torch.bfloat16}
         assert logits.dtype is torch.bfloat16
         assert not torch.is_autocast_enabled("cpu")
+
+    run_ranks(run, 1)
+
+
+def test_parts_of_a_model_called_from_a_hook_run_in_autocast_too() -> None:
+    class Ranker(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = make_rough_model(LLAMA)
+            self.head = nn.Linear(101, 1)
+
+        def forward(self, **inputs: Any) -> Tensor:
+            return self.head(self.lm(**inputs).logits)
+
+    def run() -> None:
+        module = parallelize(Ranker(), mp_policy=GATHERED_IN_BFLOAT16)
+        inputs = {"input_ids": make_batch()["input_ids"], "use_cache": False}
+        module(**inputs)
+        with Products() as products, torch.no_grad():
+            module.lm.model(**inputs)
+            module.head(module.lm(**inputs).logits)
+        assert products.dtypes == {torch.bfloat16}
 
     run_ranks(run, 1)

@@ -373,6 +373,28 @@ def test_nothing_is_gathered_more_often(options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- what stays as it is
 
 
+def test_what_backward_has_used_is_freed_though_the_loss_lives_on() -> None:
+    def compute_losses(model: nn.Module, batch: dict[str, Tensor], freed: list[Any]) -> Tensor:
+        def compute() -> Tensor:
+            return compute_logits(model, batch)
+
+        hook = model.get_output_embeddings().register_forward_pre_hook(
+            lambda module, args: freed.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+        losses = compute_chunked_token_losses(
+            model, compute, shift_left(batch["labels"]), tail=trace_logits_tail(model), chunk_size=CHUNK
+        )
+        hook.remove()
+        return losses
+
+    seen: list[Any] = []
+    losses = compute_losses(make_rough_model(LLAMA), make_batch(), seen)
+    assert not seen[-1].expired()
+    losses.sum().backward()
+    assert seen[-1].expired()
+    assert losses.shape == (2, 12)
+
+
 def test_nothing_stays_on_the_model() -> None:
     model = make_rough_model(LLAMA)
     before = describe(model)
@@ -445,6 +467,17 @@ def test_a_model_without_a_head_is_refused() -> None:
 def test_a_family_that_drops_a_part_of_its_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not possible for Inkling2ForCausalLM: .*'__getitem__'"):
         trace_logits_tail(make_family_model("inkling2_text"))
+
+
+def test_a_hook_on_the_head_is_refused() -> None:
+    model = make_rough_model(LLAMA)
+    tail = trace_logits_tail(model)
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits / 4)
+    batch = make_batch()
+    with pytest.raises(
+        ValueError, match="a forward hook on its head would be given losses for logits; use loss='full'"
+    ):
+        compute_chunked_token_losses(model, partial(compute_logits, model, batch), batch["labels"], tail=tail)
 
 
 def test_positions_that_the_head_does_not_get_are_refused() -> None:
