@@ -48,7 +48,8 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 	grep -v -e '^torch==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
 	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
 		-c .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py tests/parallel $(ARGS)
+	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
+	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.parallel.loss import token_cross_entropy
 from lightning_fsdp2.parallel.random_state import get_torch_random_state, set_torch_random_state
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models, is_hf_model
+from lightning_fsdp2.parallel.structure import (
+    get_class_name,
+    get_embedding_and_head,
+    get_hf_models,
+    is_hf_model,
+)
 from lightning_fsdp2.parallel.tp_styles import keep_logits_sharded
 
 CHUNK_SIZE = 1024
@@ -272,6 +277,4 @@ def _check_hidden_states(model: nn.Module, hidden: Tensor, labels: Tensor) -> No
 
 
 def _make_error(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"loss='chunked' is not possible for {type(model).__name__.removeprefix('FSDP')}: {reason}; use loss='full'."
-    )
+    return ValueError(f"loss='chunked' is not possible for {get_class_name(model)}: {reason}; use loss='full'.")

@@ -16,7 +16,7 @@ from lightning_fsdp2._torch_compat import (
 )
 from lightning_fsdp2.parallel.activation_checkpointing import recomputes_collectives
 from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
-from lightning_fsdp2.parallel.structure import get_layer_lists
+from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
 from lightning_fsdp2.parallel.tp_random import draws_random_numbers
 
@@ -50,7 +50,7 @@ def apply_compile(
     layers = [layer for layers in get_layer_lists(model) for layer in layers]
     if not layers:
         raise ValueError(
-            f"enable_compile=True: {type(model).__name__} has no list of layers to compile; leave it out, and call"
+            f"enable_compile=True: {get_class_name(model)} has no list of layers to compile; leave it out, and call"
             " `torch.compile` yourself on what should be compiled."
         )
     if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
@@ -62,7 +62,7 @@ def apply_compile(
     random = next(filter(draws_random_numbers, layers), None)
     if tensor_parallel and random is not None:
         raise ValueError(
-            f"enable_compile=True with tp_size > 1: {type(random).__name__} has dropout or jitter, for which the ranks"
+            f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
             " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
         )
     breaks = _GraphBreaks()
@@ -84,7 +84,7 @@ class _GraphBreaks:
         self.is_reported = False
 
     @contextmanager
-    def report(self, layer_name: str) -> Iterator[None]:
+    def report(self, layer: nn.Module) -> Iterator[None]:
         before = get_graph_breaks()
         yield
         new = get_graph_breaks() - before
@@ -96,7 +96,7 @@ class _GraphBreaks:
             logger.warning(
                 "enable_compile=True: torch.compile cannot trace all of %s (%s), and runs parts of it, or the whole,"
                 " without compilation. TORCH_LOGS=graph_breaks shows where.",
-                layer_name,
+                get_class_name(layer),
                 reason,
             )
 
@@ -107,7 +107,7 @@ class _CompiledLayer:
     def __init__(
         self, layer: nn.Module, fusion: CollectiveFusion | None, breaks: _GraphBreaks, *, verifies_first_call: bool
     ) -> None:
-        self.name = type(layer).__name__  # FSDP2 will change it
+        self.layer = layer
         self.fusion = fusion
         self.breaks = breaks
         self.verifies_first_call = verifies_first_call
@@ -131,5 +131,5 @@ class _CompiledLayer:
             return output
 
     def _call_compiled(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.breaks.is_reported else self.breaks.report(self.name):
+        with nullcontext() if self.breaks.is_reported else self.breaks.report(self.layer):
             return call(*args, **kwargs)

@@ -25,6 +25,11 @@ def is_metric(module: nn.Module) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
+def get_class_name(module: nn.Module) -> str:
+    """The name of a module's class, also after ``fully_shard`` has put ``FSDP`` before it."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def get_entrances(module: nn.Module) -> tuple[str, ...]:
     """The names of the methods in which a module computes with what it holds itself."""
     steps = ("training_step", "validation_step", "test_step", "predict_step")

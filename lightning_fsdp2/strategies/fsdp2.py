@@ -22,7 +22,7 @@ from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh, get_mesh_sizes
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
-from lightning_fsdp2.parallel.structure import is_metric
+from lightning_fsdp2.parallel.structure import get_class_name, is_metric
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.precision import get_mp_policy
 
@@ -204,8 +204,8 @@ def _check_same_sharding(earlier: tuple[DeviceMesh, FSDP2Config], current: tuple
 def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
     for name, (default, value) in _get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
         raise ValueError(
-            f"FSDP2Config.{name}={value!r} has no effect on {type(module).__name__}, whose `configure_model` shards it."
-            f" Leave it at {default!r} and do it there, or leave all sharding to the strategy."
+            f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, whose `configure_model` shards"
+            f" it. Leave it at {default!r} and do it there, or leave all sharding to the strategy."
         )
 
 
@@ -228,7 +228,7 @@ def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
     ]
     if loose and world_size > 1:
         raise ValueError(
-            f"`configure_model` sharded a part of {type(module).__name__}, but not {', '.join(loose[:10])} over all"
+            f"`configure_model` sharded a part of {get_class_name(module)}, but not {', '.join(loose[:10])} over all"
             f" {world_size} ranks: their gradients would differ by rank. Shard these too (`fully_shard(self,"
             " mesh=...)` takes what is left), freeze them, or leave all sharding to the strategy."
         )

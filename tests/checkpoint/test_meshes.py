@@ -1,6 +1,7 @@
 """A checkpoint of any mesh is one of every other, packed weights and their optimizer states included."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ SAMPLE = [
 BATCHES = make_token_batches(5, size=4, ragged=False)
 
 
-def run(config: dict[str, Any], tp_size: int, load: Path | None, save: Path | None, steps: range) -> dict[str, Any]:
+def run(
+    config: dict[str, Any], tp_size: int, load: Path | None, save: Path | None, steps: range, **flags: Any
+) -> dict[str, Any]:
     """Train the batches of ``steps``, from the checkpoint ``load`` on, and save at the end."""
-    settings = FSDP2Config(mp_policy=MixedPrecisionPolicy())
+    settings = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **flags)
     mesh = create_device_mesh(settings, tp_size=tp_size)
     torch.manual_seed(0 if load is None else 1)
     model: nn.Module = FSDP2Manager(settings, mesh).parallelize(make_causal_lm(config))
@@ -97,3 +100,18 @@ def test_training_goes_on_from_the_checkpoint_of_another_mesh(
     assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-6)
     for name, weight in actual["weights"].items():
         assert (weight - expected["weights"][name]).abs().max() <= 5e-6, name
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled-before", "compiled-after"])
+def test_a_checkpoint_of_compiled_layers_is_one_of_others(
+    is_first: bool, tmp_path: Path, compile_without_code: None
+) -> None:
+    compiled = {"enable_compile": True, "activation_checkpointing": "full"}
+    before, after = (compiled, {}) if is_first else ({}, compiled)
+    config = MODELS["phi3-packed-rows"]
+    first = run_ranks(partial(run, config, 2, None, tmp_path / "a.ckpt", range(2), **before), 2)[0]
+    expected = run_ranks(partial(run, config, 2, tmp_path / "a.ckpt", None, range(2, 5), **before), 2)[0]
+    actual = run_ranks(partial(run, config, 2, tmp_path / "a.ckpt", None, range(2, 5), **after), 2)[0]
+    assert list(actual["loaded"]) == list(first["weights"])
+    assert all(torch.equal(weight, first["weights"][name]) for name, weight in actual["loaded"].items())
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-6)

@@ -21,6 +21,7 @@ from helpers.oracle import (
 )
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -264,6 +265,26 @@ def test_the_chunked_loss_leaves_the_forward_as_it_is() -> None:
         return module(make_token_batches(1)[0]["input_ids"]).shape
 
     assert run_ranks(run, 2)[0] == (2, 12, VOCABULARY)
+
+
+class Scaled(CausalLM):
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        return super().forward(input_ids, **inputs) / 4
+
+
+class SelfMade(CausalLM):
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = make_causal_lm(LLAMA)
+
+
+def test_the_chunked_loss_refuses_what_it_would_pass_over() -> None:
+    with pytest.raises(ValueError, match=r"Scaled\(loss='chunked'\) would not call its own `forward`.*use loss='full'"):
+        Scaled(config=LLAMA, loss="chunked").configure_model()
+    module = SelfMade(config=LLAMA, loss="chunked")
+    module.configure_model()
+    with pytest.raises(RuntimeError, match=r"call `super\(\)\.configure_model\(\)` in yours"):
+        module.training_step(make_token_batches(1)[0], 0)
 
 
 def test_norms_and_biases_are_not_decayed() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,6 +78,38 @@ def test_selective_keeps_attention_and_every_second_product() -> None:
     assert selective["aten::mm"] == plain["aten::mm"] + 3 * LAYERS
     weights = HIDDEN * KEYS + HIDDEN * HIDDEN + HIDDEN * INTERMEDIATE  # keys, output, up
     assert flops == plain_flops + LAYERS * 2 * BATCH * LENGTH * weights
+
+
+class Attending(nn.Module):
+    """A layer around an attention function."""
+
+    def __init__(self, attend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.attend(self.project(hidden)).relu()
+
+
+@pytest.mark.parametrize("namespace", ["flash_attn", "flash_attn_3", "_flash_attn_9e27194_dirty"])
+def test_selective_keeps_attention_of_the_flash_attention_packages(namespace: str) -> None:
+    def run() -> int:
+        calls = []
+
+        @torch.library.custom_op(f"{namespace}::_flash_attn_forward", mutates_args=())
+        def attend(hidden: Tensor) -> Tensor:
+            calls.append(hidden)
+            return hidden.clone()
+
+        attend.register_autograd(lambda context, gradient: gradient)
+        model = nn.Sequential(nn.ModuleList(Attending(attend) for _ in range(2)))
+        apply_activation_checkpointing(model, "selective")
+        first, second = model[0]
+        second(first(torch.ones(2, 4))).sum().backward()
+        return len(calls)
+
+    assert run_ranks(run, 1)[0] == 2  # layers
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])

@@ -497,6 +497,21 @@ def test_module_that_shards_only_a_part_of_itself_is_refused() -> None:
     run_ranks(run, WORLD)
 
 
+def test_flags_that_a_module_which_shards_itself_would_ignore_are_refused() -> None:
+    def fit(config: FSDP2Config) -> None:
+        trainer = make_trainer(FSDP2Strategy(config=config))
+        trainer.fit(ShardedByUser("everything"), make_loader(make_batches(2 * WORLD)))
+
+    def run() -> None:
+        for flags in ({"activation_checkpointing": "full"}, {"enable_compile": True}, {"reshard_after_forward": False}):
+            (name,) = flags
+            with pytest.raises(ValueError, match=rf"FSDP2Config\.{name}=.* has no effect on ShardedByUser"):
+                fit(FSDP2Config(**flags))
+        fit(FSDP2Config(defer_fsdp_grad_sync=False))
+
+    run_ranks(run, WORLD)
+
+
 class BuiltOnMeta(Regressor):
     def build(self) -> None:
         self.blocks = None
