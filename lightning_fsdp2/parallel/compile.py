@@ -68,6 +68,8 @@ def apply_compile(
     breaks = _GraphBreaks()
     for layer in layers:
         if layer._compiled_call_impl is None:
+            if type(layer).forward.__module__.startswith("torch.nn."):
+                wrap_method(layer, _call)  # dynamo passes over the code of torch's own modules, unless other code calls
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
             wrap_method(layer, _CompiledLayer(layer, fusion, breaks, verifies_first_call=tensor_parallel), "__call__")
 
@@ -75,6 +77,10 @@ def apply_compile(
 def is_compiled(model: nn.Module) -> bool:
     """Whether all layers of ``model`` were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
     return all(layer._compiled_call_impl is not None for layers in get_layer_lists(model) for layer in layers)
+
+
+def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 class _GraphBreaks:

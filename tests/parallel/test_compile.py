@@ -129,6 +129,23 @@ def test_more_kinds_of_layers_than_dynamo_would_compile_by_itself() -> None:
     assert run_ranks(run, 1)[0] == 24
 
 
+def test_modules_of_torch_itself_are_compiled_too() -> None:
+    def run() -> int:
+        layer = nn.TransformerEncoderLayer(32, 4, dim_feedforward=64, dropout=0.0, batch_first=True)
+        plain = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        compiled = parallelize(copy.deepcopy(plain))
+        plain = parallelize(plain, enable_compile=False)
+        inputs = torch.randn(2, 5, 32, requires_grad=True)
+        for _ in range(2):
+            for model in (plain, compiled):
+                model.zero_grad()
+                model(inputs).square().sum().backward()
+            assert_equal_gradients(get_gradients(compiled), get_gradients(plain))
+        return count_graphs()
+
+    assert run_ranks(run, 1)[0] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_compiles_with_the_gradients_of_one_that_does_not(

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.distributed import _get_default_process_group_ba
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,10 +40,6 @@ NOT_APPLICABLE: dict[int, str] = {
     11: (
         "Consolidated single files: this version has no consolidate_checkpoint and reads directories only. Resuming on"
         " another number of ranks needs no consolidation: checkpoint/test_distributed."
-    ),
-    12: (
-        "torch.compile(lightning_module): this version has no compile yet and refuses FSDP2Config.enable_compile, see"
-        " test_fsdp2.test_options_that_this_version_lacks_are_refused_at_once."
     ),
     13: (
         "Fabric's no_backward_sync; this version has no Fabric strategy. That defer_grad_sync leaves synchronisation on"
@@ -324,6 +321,19 @@ def test_defect_10_validate_before_fit() -> None:
 
     run_ranks(run_theirs, WORLD, group=False)
     run_ranks(run_ours, WORLD, group=False)
+
+
+def test_defect_12_a_compiled_module_is_refused(compile_without_code: None) -> None:
+    def run_theirs() -> None:
+        with pytest.raises(RuntimeError, match=r"compiled model is incompatible .*`ModelParallelStrategy`"):
+            make_trainer(make_theirs()).fit(torch.compile(ShardsItself()), make_loader())
+
+    def run_ours() -> int:
+        fit(FSDP2Strategy(config=FSDP2Config(enable_compile=True)), Regressor())
+        return counters["stats"]["unique_graphs"]
+
+    run_ranks(run_theirs, WORLD, group=False)
+    assert run_ranks(run_ours, WORLD, group=False)[0] == 2  # the first block's inputs need no gradient
 
 
 def test_defect_15_no_backend_for_host_tensors_beside_nccl() -> None:
