@@ -20,10 +20,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
@@ -102,9 +103,7 @@ def _rank_main(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    faulthandler.disable()  # the parent's may have lost its handlers to a Trainer, and would not set them again
-    faulthandler.enable(log)
-    # says where a rank hung, by a clock: Lightning's Trainer resets the handlers of all signals when it ends
+    _show_stacks(log)
     faulthandler.dump_traceback_later(RUN_TIMEOUT_SECONDS - 5, file=log)
     torch.set_num_threads(1)
     torch.manual_seed(0)  # every process starts with another seed
@@ -134,6 +133,22 @@ def _rank_main(
             dist.destroy_process_group()
     log.flush()
     os._exit(code)  # skip the parent's exit handlers, which the fork inherited
+
+
+def _show_stacks(log: TextIO) -> None:
+    """Let a rank that dies of a signal say where, also after a Trainer, which resets the handlers of all signals."""
+    reset_handlers = _SignalConnector.teardown
+
+    def enable() -> None:
+        faulthandler.disable()  # one that has lost its handlers would not set them again
+        faulthandler.enable(log)
+
+    def teardown(connector: _SignalConnector) -> None:
+        reset_handlers(connector)
+        enable()
+
+    _SignalConnector.teardown = teardown  # type: ignore[method-assign]
+    enable()
 
 
 def _pickle_failure(error: BaseException) -> bytes:
