@@ -42,10 +42,10 @@ parity-oldest: venv ## The same with the oldest transformers that pyproject.toml
 		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python tests/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md $(ARGS)
 
-# for example `make test-torch-2.11.0`; from PyPI, where each is several gigabytes
+# for example `make test-torch-2.11.0`, several gigabytes from PyPI; an older torch wants an older setuptools
 test-torch-%: venv ## Run what depends on torch most with another version of it, in .venv-torch-VERSION
 	test -x .venv-torch-$*/bin/python || $(BIN)/python -m venv --without-pip .venv-torch-$*
-	grep -v -e '^torch==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-torch-$*/constraints.txt
 	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
 		-c .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
