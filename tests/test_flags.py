@@ -5,7 +5,7 @@ from helpers.flags import FLAGS, PAGE, Setting, make_page, measure
 from helpers.ranks import run_ranks
 
 SETTINGS = [
-    pytest.param(setting, id=f"{flag.name}-{setting.value}")
+    pytest.param(setting, id=f"{flag.name}-{setting.value}", marks=pytest.mark.slow if setting.is_slow else ())
     for flag in FLAGS
     for setting in flag.settings
     if flag.measured

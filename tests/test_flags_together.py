@@ -56,7 +56,7 @@ def is_possible(values: list[Any]) -> bool:
 
 
 ROWS = [row._asdict() for row in AllPairs(VALUES, filter_func=is_possible)]
-FAST = (14, 15, 16, 17, 22)
+FAST = (14, 15, 16, 22)
 """Rows that every change runs: each value of every flag, but for some of the meshes."""
 
 

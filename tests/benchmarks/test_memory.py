@@ -104,6 +104,7 @@ def test_tracker_sees_what_is_resized_and_what_is_freed():
     assert [change for _, change in tracker._changes] == [1024, -1024, 512, 256, -512, -256]
 
 
+@pytest.mark.slow
 def test_script(monkeypatch, capsys):
     monkeypatch.setattr(memory, "SMALL", TINY)
     options = ["--ranks", "4", "--tp-sizes", "2", "--layers", "1", "--sequence-length", "64", "--variants", "full AC"]

@@ -61,6 +61,7 @@ class Setting:
     sizes: dict[str, int] = field(default_factory=dict)
     ranks: int = 2
     micro_batches: int = 1
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,7 @@ FLAGS = (
             Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
             Setting(
                 value="True, tp_size=2, sequence_parallel=True",
+                is_slow=True,
                 flags={"enable_compile": True, "sequence_parallel": True},
                 sizes={"tp_size": 2},
                 # the first layer splits the sequence, the last one gathers it

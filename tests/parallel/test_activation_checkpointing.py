@@ -166,14 +166,24 @@ def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
 # ---------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen3_moe", "qwen3_next"])
-def test_gradients_are_those_without(family: str, layout: dict[str, Any]) -> None:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp_size": 2},
+    "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
+}
+CELLS = [(f, l) for f in ("llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen3_moe", "qwen3_next") for l in LAYOUTS]
+FAST = [("llama", "tp2+sp"), ("gpt2", "tp2"), ("gemma3n_text", "dp2"), ("qwen3_moe", "tp2+sp")]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS]
+)
+def test_gradients_are_those_without(family: str, layout: str) -> None:
     def run() -> None:
         torch.manual_seed(0)
         plain = make_family_model(family).train()
         for mode in ("full", "selective"):
-            model = make_mesh_model(copy.deepcopy(plain), mode, **layout)
+            model = make_mesh_model(copy.deepcopy(plain), mode, **LAYOUTS[layout])
             # with the default use_cache=True, under which the layers would fill a cache twice
             assert_equal_gradients(train(model), train(plain, use_cache=False))
 

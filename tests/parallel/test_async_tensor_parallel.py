@@ -104,7 +104,8 @@ def test_all_gathers_and_the_reduce_scatters_of_forward_are_fused(batch_size: in
 
 
 @needs_compiler
-@pytest.mark.parametrize(("mode", "batch_size"), [(False, 1), pytest.param("full", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "batch_size"), [(False, 1), ("full", 2)])
 def test_gradients_stay_and_the_number_of_fused_collectives_is_logged_once(mode: Any, batch_size: int) -> None:
     def run() -> list[str]:
         messages = collect_messages()

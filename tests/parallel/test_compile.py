@@ -251,7 +251,9 @@ def test_a_checkpoint_that_could_not_be_compiled_any_more_is_refused(monkeypatch
     run_ranks(run, 2, "selective")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(False, marks=pytest.mark.slow), "full", pytest.param("selective", marks=pytest.mark.slow)]
+)
 def test_what_dynamo_cannot_trace_is_said_once(mode: Any) -> None:
     def run(is_recorded: bool) -> list[str]:
         model = parallelize(make_rough_model(LLAMA), activation_checkpointing=mode)
@@ -280,7 +282,7 @@ def test_a_plan_with_wrong_gradients_is_refused_nevertheless_and_every_time() ->
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_frozen_layers_are_not_checkpointed(mode: str) -> None:
     def run() -> None:
         plain = make_rough_model(LLAMA)
