@@ -191,13 +191,6 @@ def get_stance() -> str:
     return eval_frame._stance.stance
 
 
-@contextmanager
-def keep_stance(stance: str) -> Iterator[None]:
-    """The block under ``stance``; ``torch.compiler.set_stance`` begins when it is made, not when it is entered."""
-    with torch.compiler.set_stance(stance):
-        yield
-
-
 def can_compile_checkpointed_collectives() -> bool:
     """Whether a compiled layer may contain a checkpoint that computes collectives of a DeviceMesh a second time.
 

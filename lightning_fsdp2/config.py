@@ -94,8 +94,8 @@ class FSDP2Config(_Flags):
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
-    GPU-to-CPU sync per attention layer at batch size 1 and keeps shapes static for torch.compile. Never set it with
-    packed sequences: attention would cross the borders of documents."""
+    GPU-to-CPU sync per attention layer at batch size 1 and keeps shapes static for torch.compile. Leave it off for
+    packed sequences, whose documents attention would mix: batches with position_ids that restart are refused."""
 
     mp_policy: MixedPrecisionPolicy | None = None
     """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of
@@ -125,9 +125,9 @@ class FSDP2Config(_Flags):
     unsharded gradients; False reduces and shards them in every micro-batch."""
 
     reshard_after_forward: bool | int | None = None
-    """Whether a unit's parameters are freed between forward and backward. None frees all but those of the last layer,
-    which backward needs first; True frees all; False none (less traffic, more memory); an int reshards to groups of
-    that many ranks."""
+    """Whether a unit's parameters are freed between forward and backward. None frees all but those of the last layer
+    and the head, which backward needs first; True frees all; False none (less traffic, more memory); an int leaves the
+    head gathered, and shards the layers over groups of that many ranks."""
 
     loss_parallel: bool = False
     """Whether the logits stay sharded along the vocabulary, as a DTensor, and the loss is computed on the shards when

@@ -4,10 +4,9 @@ A method of a layer is wrapped, not the layer: names of parameters and the modul
 forward, so that the hooks of FSDP2, which gather the layer's weights for backward, are not run a second time.
 """
 
-import inspect
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fsdp2._torch_compat import can_compile_checkpointed_collectives, get_stance, keep_stance
+from lightning_fsdp2._torch_compat import (
+    can_compile_checkpointed_collectives,
+    compile_layers_of_many_kinds,
+    get_stance,
+)
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
+from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
 
@@ -27,8 +31,6 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
 """Words in the names of modules, by the part of a model they belong to; what has none is language."""
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 _ATEN: Any = torch.ops.aten
 _COLLECTIVES: Any = torch.ops._c10d_functional
@@ -110,31 +112,23 @@ class _Checkpoint:
 
     def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
         self.layer, self.options = layer, options
-        parameters = list(inspect.signature(layer.forward).parameters)
-        # one that is only read (transformers marks such layers) may stay; any other would be filled a second time
-        caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else _CACHES
-        self.caches = {*caches, *(parameters.index(name) for name in caches if name in parameters)}
+        self.caches = CacheArguments(layer)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
             return forward(*args, **kwargs)
-        self._check_caches([*(v for i, v in enumerate(args) if i in self.caches), *(kwargs.get(c) for c in _CACHES)])
-        args = tuple(None if index in self.caches else value for index, value in enumerate(args))
-        kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
+        if any(map(is_filled, self.caches.find(args, kwargs))):
+            raise ValueError(
+                "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
+                " that are computed again would append to them twice. Use activation_checkpointing=False."
+            )
+        args, kwargs = self.caches.drop(args, kwargs)  # they would be filled a second time
         return checkpoint(forward, *args, use_reentrant=False, **self.options, **kwargs)
 
     def _has_backward(self, *inputs: Any) -> bool:
         """Whether anything here is trained, or before it: a frozen model has nothing to compute again."""
         is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
-
-    def _check_caches(self, caches: list[Any]) -> None:
-        filled = [cache for cache in caches if getattr(cache, "get_seq_length", lambda: 0)()]
-        if filled and self.caches:
-            raise ValueError(
-                "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
-                " that are computed again would append to them twice. Use activation_checkpointing=False."
-            )
 
 
 def _make_contexts(products: set[Any]) -> Any:
@@ -154,8 +148,14 @@ def _make_contexts(products: set[Any]) -> Any:
 
 
 def _make_stances() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What was not compiled in forward is not compiled in its repetition."""
-    return nullcontext(), keep_stance(get_stance())
+    """What was not compiled in forward is not compiled in its repetition, and what was is so with the same settings."""
+    return nullcontext(), _repeat_compiled(get_stance())
+
+
+@contextmanager
+def _repeat_compiled(stance: str) -> Iterator[None]:
+    with compile_layers_of_many_kinds(), torch.compiler.set_stance(stance):
+        yield
 
 
 def _has_biased_experts(layer: nn.Module) -> bool:

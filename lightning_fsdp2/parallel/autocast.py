@@ -65,14 +65,18 @@ class _InFloat32:
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
 
-    def __call__(self, forward: Callable[..., Tensor], /, hidden: Tensor) -> Tensor:
+    def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         saved = dict(self.norm._parameters)
         try:
             for name, parameter in saved.items():
                 self.norm._parameters[name] = None if parameter is None else parameter.float()  # type: ignore[assignment]
-            return forward(hidden.float())
+            return forward(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
         finally:
             self.norm._parameters.update(saved)
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class _CastResult:

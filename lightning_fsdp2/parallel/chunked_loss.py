@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.parallel.loss import token_cross_entropy
@@ -100,12 +101,14 @@ def compute_chunked_token_losses(
         The loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Raises:
-        ValueError: When the model does not call its head once, with the hidden states of just these positions, or the
-            head has a forward hook, which would see losses.
+        ValueError: When the model does not call its head once, with the hidden states of just these positions, the head
+            has a forward hook, which would see losses, or parts of it are gathered by themselves.
     """
     hf_model, head = _get_model_and_head(model)
     if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in head._forward_hooks.values()):
         raise _make_error(hf_model, "a forward hook on its head would be given losses for logits")
+    if any(isinstance(module, FSDPModule) for module in head.modules() if module is not head):
+        raise _make_error(hf_model, "parts of its head, of another dtype, are units of FSDP2 of their own")
     compute_head = head.forward
     results: list[Tensor] = []
 

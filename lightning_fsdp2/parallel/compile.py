@@ -16,6 +16,7 @@ from lightning_fsdp2._torch_compat import (
 )
 from lightning_fsdp2.parallel.activation_checkpointing import recomputes_collectives
 from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
+from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
 from lightning_fsdp2.parallel.tp_random import draws_random_numbers
@@ -33,7 +34,8 @@ def apply_compile(
     """Compile the layers of ``model`` with ``torch.compile``, in place: ``layer.compile()``.
 
     A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
-    already is left as it is.
+    already is left as it is. With gradients layers are given no cache of keys and values, as under activation
+    checkpointing; calls that fill one without (``generate``), or go on from one, run without compilation.
 
     Args:
         model: Its layers are the blocks of its lists, wherever they hang.
@@ -76,7 +78,8 @@ def apply_compile(
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether all layers of ``model`` were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
-    return all(layer._compiled_call_impl is not None for layers in get_layer_lists(model) for layer in layers)
+    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    return bool(layers) and all(layer._compiled_call_impl is not None for layer in layers)
 
 
 def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +117,7 @@ class _CompiledLayer:
         self, layer: nn.Module, fusion: CollectiveFusion | None, breaks: _GraphBreaks, *, verifies_first_call: bool
     ) -> None:
         self.layer = layer
+        self.caches = CacheArguments(layer)
         self.fusion = fusion
         self.breaks = breaks
         self.verifies_first_call = verifies_first_call
@@ -125,6 +129,12 @@ class _CompiledLayer:
             return call(*args, **kwargs)
         if self.fusion is not None:
             self.fusion.report()
+        if caches := self.caches.find(args, kwargs):
+            # each layer fills a place of its own in them, and would have a graph of its own
+            if not torch.is_grad_enabled() or any(map(is_filled, caches)):
+                with torch.compiler.set_stance("force_eager"):
+                    return call(*args, **kwargs)
+            args, kwargs = self.caches.drop(args, kwargs)
         with compile_layers_of_many_kinds():
             if not self.verifies_first_call or not torch.is_grad_enabled():
                 return self._call_compiled(call, *args, **kwargs)

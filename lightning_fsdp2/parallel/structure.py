@@ -135,7 +135,7 @@ def _iterate_layer_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
     for child in module.children():
         if _is_container(child):
             yield from _iterate_container(child)
-        elif not is_metric(child):
+        elif not is_metric(child) and not _is_adapter(child):
             yield from _iterate_layer_lists(child)
 
 
@@ -147,6 +147,11 @@ def _iterate_container(container: nn.Module) -> Iterator[list[nn.Module]]:
             yield from _iterate_layer_lists(child)
     if blocks := _blocks_of(container):
         yield blocks
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether peft has put ``module`` in place of another, which it keeps with its adapters in dicts by their names."""
+    return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 
 def _blocks_of(container: nn.Module) -> list[nn.Module]:

@@ -59,7 +59,7 @@ class LayerVerification:
         trained = tuple(module._parameters[name].requires_grad for module, name in self._slots)  # type: ignore[union-attr]
         if trained in self._verified:
             return forward(*args, **kwargs)
-        has_gradient = isinstance(hidden, Tensor) and hidden.requires_grad
+        has_gradient = torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.requires_grad
         known = {_get_edge(hidden): kind} if has_gradient else {}
         try:
             output = forward(*args, **kwargs)

@@ -211,12 +211,20 @@ def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
 
 def _get_differences(first: FSDP2Config, second: FSDP2Config) -> dict[str, tuple[Any, Any]]:
     """The flags that change a module, and differ."""
-    others = second.to_dict()
+    flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])
-        for name, value in first.to_dict().items()
-        if name not in _FLAGS_OF_A_RUN and value != others[name]
+        for name, value in flags.items()
+        # the styles of a plan are compared by identity, but say what they are
+        if value != others[name] and repr(value) != repr(others[name])
     }
+
+
+def _get_flags(config: FSDP2Config) -> dict[str, Any]:
+    flags = {name: value for name, value in config.to_dict().items() if name not in _FLAGS_OF_A_RUN}
+    if flags["activation_checkpointing"] is True:
+        flags["activation_checkpointing"] = "full"
+    return flags
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:

@@ -150,7 +150,8 @@ FLAGS = (
     ),
     Flag(
         name="enable_compile",
-        effect="Each layer is compiled; all layers of a kind share a graph.",
+        effect="Each layer is compiled; all layers of a kind share a graph. With gradients they are given no cache of"
+        " keys and values; calls that fill one (`generate`) run without compilation.",
         settings=(
             Setting(value="False", figures={"graphs": 0}),
             Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
@@ -174,7 +175,7 @@ FLAGS = (
     Flag(
         name="reshard_after_forward",
         effect="Which units are freed after forward, and gathered again in backward: all but the last layer and the"
-        " head (None), all (True), none (False), all, but within groups of that many ranks (an int). An untied"
+        " head (None), all (True), none (False), the layers, but within groups of that many ranks (an int). An untied"
         " embedding is not needed there.",
         settings=(
             Setting(value="None", figures={"all-gathers": UNITS + LAYERS - 1}),

@@ -1,6 +1,7 @@
 """Activation checkpointing: what is computed twice and what is kept, counted; gradients, against none of it."""
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from helpers.tensor_parallel import get_gradients
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import MambaConfig, MambaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -171,7 +173,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
 }
-CELLS = [(f, l) for f in ("llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen3_moe", "qwen3_next") for l in LAYOUTS]
+CELLS = list(itertools.product(("llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen3_moe", "qwen3_next"), LAYOUTS))
 FAST = [("llama", "tp2+sp"), ("gpt2", "tp2"), ("gemma3n_text", "dp2"), ("qwen3_moe", "tp2+sp")]
 
 
@@ -308,6 +310,16 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM checkpoints its layers itself"):
         apply_activation_checkpointing(model, "selective")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_states_of_a_recurrent_model_are_not_filled_twice_in_evaluation_mode(mode: str) -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=101, state_size=4)
+    plain = MambaForCausalLM(config).eval()
+    model = copy.deepcopy(plain)
+    apply_activation_checkpointing(model, mode)
+    assert_equal_gradients(train(model), train(plain))
 
 
 def test_keys_and_values_from_before_are_refused() -> None:

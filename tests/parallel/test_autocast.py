@@ -93,6 +93,32 @@ def test_a_plain_model_and_the_end_of_a_forward() -> None:
     run_ranks(run, 1)
 
 
+class Scaled(nn.LayerNorm):
+    def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(hidden) * scale
+
+
+def test_norms_are_called_in_any_way() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.first, self.second = nn.Linear(8, 8), nn.LayerNorm(8), Scaled(8)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.project(hidden)
+            return self.second(self.first(input=hidden), scale=hidden)
+
+    def run() -> None:
+        model = Normed()
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.project(torch.ones(2, 8)).float()
+        expected = model.second(model.first(hidden), hidden)
+        actual = parallelize(model, mp_policy=GATHERED_IN_FLOAT32)(torch.ones(2, 8))
+        torch.testing.assert_close(actual, expected)
+
+    run_ranks(run, 1)
+
+
 def test_parts_of_a_model_called_from_a_hook_run_in_autocast_too() -> None:
     class Ranker(LightningModule):
         def __init__(self) -> None:

@@ -216,6 +216,41 @@ def test_frozen_weights_adapters_on_the_head_dropout_and_layers_compiled_one_by_
     assert_equal_gradients(actual, expected)
 
 
+@pytest.mark.parametrize("mesh", ["dp2+reshard+full", "tp2"])
+@pytest.mark.parametrize(
+    "adapters",
+    [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+)
+def test_adapters_on_a_sharded_head(adapters: dict[str, Any], mesh: str) -> None:
+    ranks, options = MESHES[mesh]
+
+    def run() -> None:
+        plain = add_adapters(make_rough_model(LLAMA), **adapters)
+        model = copy.deepcopy(plain)
+        tail = trace_logits_tail(model)
+        model = parallelize(model, **options)
+        compute_chunked(model, make_batch(), tail).sum().backward()
+        compute_full(plain, make_batch()).sum().backward()
+        expected = get_gradients(plain)
+        assert any(gradient is not None and "head" in name for name, gradient in expected.items())
+        assert_equal_gradients(get_gradients(model), expected)
+
+    run_ranks(run, ranks)
+
+
+def test_parts_of_a_head_that_are_gathered_by_themselves_are_refused() -> None:
+    def run() -> None:
+        model = add_adapters(make_rough_model(LLAMA), target_modules=["lm_head"])
+        tail = trace_logits_tail(model)
+        head = model.get_output_embeddings()
+        fully_shard(head.lora_A["default"])
+        fully_shard(head)
+        with pytest.raises(ValueError, match="parts of its head, of another dtype, are units of FSDP2 of their own"):
+            compute_chunked(model, make_batch(), tail)
+
+    run_ranks(run, 1)
+
+
 def test_a_model_that_is_sharded_by_hand() -> None:
     """Its own weights are freed after its forward, so that its output must call for them; so must the head's."""
 

@@ -116,6 +116,52 @@ class Widened(nn.Module):
         return hidden + self.linear(hidden)
 
 
+def test_layers_get_no_cache_of_their_own_place_with_gradients_and_generate_without_graphs() -> None:
+    def run() -> list[int]:
+        model = parallelize(make_rough_model({**LLAMA, "num_hidden_layers": 6}))
+        batch = {**make_batch(), "use_cache": True}
+        graphs = []
+        for _ in range(2):
+            model.eval().generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+            graphs.append(count_graphs())
+            model.train()(**batch).loss.backward()
+            graphs.append(count_graphs())
+        return graphs
+
+    assert run_ranks(run, 1)[0] == [0, 1, 1, 1]
+
+
+def test_generate_goes_on_from_a_cache_as_without_compilation() -> None:
+    def run() -> None:
+        plain = make_rough_model(LLAMA).eval()
+        compiled = parallelize(copy.deepcopy(plain))
+        ids = make_batch()["input_ids"]
+        options = {"max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(compiled.generate(ids, **options), plain.generate(ids, **options))
+        # with gradients, as for the rewards of tokens generated so far
+        with torch.no_grad():
+            cache = plain(ids[:, :4]).past_key_values
+        expected = plain(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+        torch.testing.assert_close(compiled(ids[:, 4:], past_key_values=cache).logits, expected)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_many_lengths_under_sequence_parallelism(mode: Any) -> None:
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        flags = {"tp_size": 2, "sequence_parallel": True, "activation_checkpointing": mode}
+        compiled = parallelize(copy.deepcopy(plain), **flags)
+        plain = parallelize(plain, **{**flags, "enable_compile": False})
+        for length in (8, 12, 16, 8, 20):
+            actual = compute_gradients(compiled, 1, length)
+            assert_equal_gradients(actual, compute_gradients(plain, 1, length))
+
+    run_ranks(run, 2)
+
+
 def test_more_kinds_of_layers_than_dynamo_would_compile_by_itself() -> None:
     def run() -> int:
         model = PlainTransformer()
@@ -316,6 +362,9 @@ def test_what_is_trained_later_is_verified_then() -> None:
 
 def test_a_model_without_layers_and_dropout_on_shards_are_refused() -> None:
     def run() -> None:
+        config = FSDP2Config(enable_compile=True)
+        with pytest.raises(ValueError, match="enable_compile=True: Linear has no list of layers"):
+            FSDP2Manager(config, create_device_mesh(config)).maybe_compile(nn.Linear(4, 4))
         with pytest.raises(ValueError, match="enable_compile=True: Linear has no list of layers"):
             parallelize(nn.Linear(4, 4))
         with pytest.raises(ValueError, match=r"tp_size > 1: GPT2Block has dropout or jitter.* Set these to 0, or"):

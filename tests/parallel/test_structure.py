@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from helpers.models import GPT2, LLAMA, Block, PlainTransformer, make_causal_lm
+from helpers.models import GPT2, LLAMA, Block, PlainTransformer, add_adapters, make_causal_lm
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,6 +123,13 @@ def test_get_layer_lists(name: str) -> None:
     make, expected = TREES[name]
     root = make()
     assert names_of(root, get_layer_lists(root)) == expected
+
+
+def test_adapters_are_no_layers() -> None:
+    model = make_causal_lm(LLAMA)
+    layers = list(model.model.layers)
+    add_adapters(model, target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
+    assert get_layer_lists(model) == [layers]
 
 
 def test_hf_models_are_the_outermost_ones_each_once() -> None:

@@ -162,6 +162,7 @@ def test_a_forward_without_gradients_verifies_nothing_and_the_next_one_does() ->
         ids = torch.ones(1, 4, dtype=torch.int64)
         with torch.no_grad():
             model(input_ids=ids)
+            model(inputs_embeds=torch.ones(1, 4, 32, requires_grad=True))  # of a leaf there is no graph to follow
         with pytest.raises(ValueError, match="tp_plan: "):
             model(input_ids=ids)
         model.requires_grad_(False)

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
@@ -238,6 +239,19 @@ def test_a_second_trainer_with_other_flags_of_the_model_is_refused_and_one_with_
             ValueError, match=f"sharded with {flag}=.* by an earlier Trainer, but this one asks for {value}"
         ):
             make_trainer(FSDP2Strategy(config=FSDP2Config(**{flag: value}))).fit(module, loader)
+
+    run_ranks(run, WORLD)
+
+
+def test_a_second_trainer_with_the_same_flags_in_other_words_goes_on() -> None:
+    def make_strategy(mode: Any) -> FSDP2Strategy:
+        config = FSDP2Config(tp_plan={"blocks.*": ColwiseParallel()}, activation_checkpointing=mode)
+        return FSDP2Strategy(config=config)
+
+    def run() -> None:
+        module = Regressor()
+        for mode in (True, "full"):
+            make_trainer(make_strategy(mode)).fit(module, make_loader(make_batches(2 * WORLD)))
 
     run_ranks(run, WORLD)
 

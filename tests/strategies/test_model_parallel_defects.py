@@ -332,7 +332,7 @@ def test_defect_12_a_compiled_module_is_refused(compile_without_code: None) -> N
         fit(FSDP2Strategy(config=FSDP2Config(enable_compile=True)), Regressor())
         return counters["stats"]["unique_graphs"]
 
-    run_ranks(run_theirs, WORLD, group=False)
+    run_ranks(run_theirs, WORLD, group=False)  # as Lightning does under ours, where the flag takes its place
     assert run_ranks(run_ours, WORLD, group=False)[0] == 2  # the first block's inputs need no gradient
 
 
