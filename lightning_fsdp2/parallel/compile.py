@@ -67,13 +67,13 @@ def apply_compile(
             f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
             " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
         )
-    breaks = _GraphBreaks()
+    report = _Report()
     for layer in layers:
         if layer._compiled_call_impl is None:
             if type(layer).forward.__module__.startswith("torch.nn."):
                 wrap_method(layer, _call)  # dynamo passes over the code of torch's own modules, unless other code calls
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
-            wrap_method(layer, _CompiledLayer(layer, fusion, breaks, verifies_first_call=tensor_parallel), "__call__")
+            wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -86,22 +86,24 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-class _GraphBreaks:
+class _Report:
     """Says once, for all layers of a model, that they are not compiled in one piece."""
 
     def __init__(self) -> None:
-        self.is_reported = False
+        self.is_made = False
 
     @contextmanager
-    def report(self, layer: nn.Module) -> Iterator[None]:
+    def watch(self, layer: nn.Module) -> Iterator[None]:
         before = get_graph_breaks()
         yield
-        new = get_graph_breaks() - before
-        if not new or self.is_reported:
+        for reason in get_graph_breaks() - before:
+            self.warn(layer, reason.strip().splitlines()[0])
+
+    def warn(self, layer: nn.Module, reason: str) -> None:
+        if self.is_made:
             return
-        self.is_reported = True
+        self.is_made = True
         if not dist.is_initialized() or dist.get_rank() == 0:
-            reason = next(iter(new)).strip().splitlines()[0]
             logger.warning(
                 "enable_compile=True: torch.compile cannot trace all of %s (%s), and runs parts of it, or the whole,"
                 " without compilation. TORCH_LOGS=graph_breaks shows where.",
@@ -114,12 +116,12 @@ class _CompiledLayer:
     """Calls a compiled layer with what that needs of torch."""
 
     def __init__(
-        self, layer: nn.Module, fusion: CollectiveFusion | None, breaks: _GraphBreaks, *, verifies_first_call: bool
+        self, layer: nn.Module, fusion: CollectiveFusion | None, report: _Report, *, verifies_first_call: bool
     ) -> None:
         self.layer = layer
         self.caches = CacheArguments(layer)
         self.fusion = fusion
-        self.breaks = breaks
+        self.report = report
         self.verifies_first_call = verifies_first_call
         self._slots = get_slots(layer.modules())
         self._verified: set[tuple[bool, ...]] = set()
@@ -132,6 +134,8 @@ class _CompiledLayer:
         if caches := self.caches.find(args, kwargs):
             # each layer fills a place of its own in them, and would have a graph of its own
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
+                if torch.is_grad_enabled():
+                    self.report.warn(self.layer, "keys and values from before, `past_key_values`")
                 with torch.compiler.set_stance("force_eager"):
                     return call(*args, **kwargs)
             args, kwargs = self.caches.drop(args, kwargs)
@@ -147,5 +151,5 @@ class _CompiledLayer:
             return output
 
     def _call_compiled(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.breaks.is_reported else self.breaks.report(self.layer):
+        with nullcontext() if self.report.is_made else self.report.watch(self.layer):
             return call(*args, **kwargs)

@@ -142,7 +142,10 @@ def test_generate_goes_on_from_a_cache_as_without_compilation() -> None:
         with torch.no_grad():
             cache = plain(ids[:, :4]).past_key_values
         expected = plain(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
-        torch.testing.assert_close(compiled(ids[:, 4:], past_key_values=cache).logits, expected)
+        with patch("lightning_fsdp2.parallel.compile.logger.warning") as warn:
+            torch.testing.assert_close(compiled(ids[:, 4:], past_key_values=cache).logits, expected)
+        (call,) = warn.call_args_list
+        assert call.args[1:] == ("LlamaDecoderLayer", "keys and values from before, `past_key_values`")
 
     run_ranks(run, 1)
 
