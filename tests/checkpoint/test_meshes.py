@@ -102,10 +102,8 @@ def test_training_goes_on_from_the_checkpoint_of_another_mesh(
         assert (weight - expected["weights"][name]).abs().max() <= 5e-6, name
 
 
-@pytest.mark.parametrize(
-    "is_first",
-    [pytest.param(True, id="compiled-before", marks=pytest.mark.slow), pytest.param(False, id="compiled-after")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False], ids=["compiled-before", "compiled-after"])
 def test_a_checkpoint_of_compiled_layers_is_one_of_others(
     is_first: bool, tmp_path: Path, compile_without_code: None
 ) -> None:
