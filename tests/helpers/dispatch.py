@@ -23,7 +23,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in PRODUCTS:
+        # outer products are the angles of rotary embeddings, which transformers keeps in float32
+        if func._schema.name in PRODUCTS and args[0].size(-1) > 1:
             product = result if isinstance(result, Tensor) else result[0]
             self.dtypes.add(product.dtype)
             if product.size(-1) == self.vocabulary:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.compiler import needs_compiler
-from helpers.families import FAMILIES, make_family_model
+from helpers.families import get_families, make_family_model
 from helpers.models import GPT2, LLAMA, PlainTransformer
 from helpers.oracle import assert_equal_gradients
 from helpers.ranks import run_ranks
@@ -197,7 +197,7 @@ def test_modules_of_torch_itself_are_compiled_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", get_families())
 def test_every_family_compiles_with_the_gradients_of_one_that_does_not(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
