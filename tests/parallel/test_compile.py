@@ -196,14 +196,22 @@ def test_modules_of_torch_itself_are_compiled_too() -> None:
     assert run_ranks(run, 1)[0] == 1
 
 
+SOFTPLUS = {
+    *("doge", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("qwen4_exp", "qwen4_exp_text"),
+}
+"""Families for which ``aot_eager`` fails: it takes the backward of softplus for one that keeps strides, which that of a
+CPU does not. Inductor does not fail; the backend of their test has its formulas, which round otherwise."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", get_families())
 def test_every_family_compiles_with_the_gradients_of_one_that_does_not(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # aot_eager alone takes the backward of softplus for one that keeps strides, which that of a CPU does not
-    decomposing = partial(apply_compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", decomposing)
+    if family in SOFTPLUS:
+        decomposing = partial(apply_compile, backend="aot_eager_decomp_partition")
+        monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", decomposing)
 
     def run() -> int:
         plain = make_family_model(family)
