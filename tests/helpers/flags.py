@@ -132,7 +132,7 @@ FLAGS = (
     Flag(
         name="activation_checkpointing",
         effect="full: layers keep their inputs alone, and are computed again in backward; selective: they keep the"
-        " results of attention, of collectives and of every second matrix product too.",
+        " results of fused attention, of collectives and of every second matrix product too.",
         settings=(
             Setting(value="False", figures={"matrix products": PRODUCTS, "attentions": LAYERS}),
             Setting(
@@ -243,7 +243,7 @@ FLAGS = (
     Flag(
         name="patch_is_packed_sequence",
         effect="transformers does not look for packed sequences, for which the host would wait for the device; a batch"
-        " whose position ids restart is refused.",
+        " whose position ids restart or jump is refused.",
         settings=(
             Setting(value="False", figures={"searches": 1, "waits of the host": 1}),
             Setting(
