@@ -11,6 +11,7 @@ from benchmarks import gpu
 TOY = "--rounds 1 --warmup-steps 1 --steps 2 --hidden-size 32 --head-size 8 --layers 2 --vocab-size 101 --batch-size 1"
 
 
+@pytest.mark.slow
 def test_every_variant_has_a_row_and_the_flops_are_those_of_the_products(compile_without_code: None) -> None:
     def run() -> str:
         with redirect_stdout(io.StringIO()) as output:

@@ -52,6 +52,7 @@ def simulate_all() -> dict[tuple[str, int], Peak]:
     return run_ranks(lambda: {key: simulate(*key) for key in SIMULATED}, 1, group=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_can_be_computed_by_hand(tp):
     peak = simulate_all()["baseline", tp]
@@ -63,19 +64,23 @@ def test_what_can_be_computed_by_hand(tp):
     assert peak.bytes[GATHERED_PARAMETERS] == 2 * ((HEAD + LAYER_MATRICES) // tp + WIDTH + LAYER_NORMS)
 
 
+@pytest.mark.slow
 def test_checkpointing_saves_activations():
     activations = [simulate_all()[name, 1].bytes[ACTIVATIONS] for name in ("full AC", "selective AC", "baseline")]
     assert activations == sorted(set(activations))
 
 
+@pytest.mark.slow
 def test_chunked_loss_saves_logits():
     assert simulate_all()["full AC, chunked loss", 1].total < simulate_all()["full AC", 1].total
 
 
+@pytest.mark.slow
 def test_loss_parallel_saves_logits():
     assert simulate_all()["full AC, loss parallel", 2].total < simulate_all()["full AC", 2].total
 
 
+@pytest.mark.slow
 def test_offload_takes_shards_and_optimizer_off_the_device():
     kept, offloaded = (simulate_all()[f"full AC, chunked loss{option}", 1] for option in ("", ", offload"))
     assert not any(offloaded.bytes[category] for category in OFFLOADED)

@@ -217,6 +217,7 @@ FLAGS = (
                 sizes={"dp_replicate_size": ranks // 2},
                 ranks=ranks,
                 micro_batches=3,
+                is_slow=ranks == 4,
                 figures={
                     "reduce-scatters": UNITS if defers else 3 * UNITS,
                     "all-reduces": UNITS if ranks == 4 else 0,

@@ -29,7 +29,9 @@ def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", [GATHERED_IN_FLOAT32, GATHERED_IN_BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(LLAMA, id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow)]
+)
 def test_products_are_in_bfloat16_and_the_residual_stream_is_in_float32(
     config: dict[str, Any], policy: MixedPrecisionPolicy
 ) -> None:

@@ -74,7 +74,7 @@ def check_compiled_steps(kind: str, layout: dict[str, Any], mode: Any) -> list[i
 
 
 CELLS = [(kind, layout, mode) for kind in MODELS for layout in LAYOUTS for mode in MODES]
-FAST = [("llama", "dp2", False), ("gpt2", "tp2", "full")]
+FAST = [("llama", "dp2", False)]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,7 @@ def test_all_layers_of_a_kind_share_a_graph_and_none_is_compiled_after_the_secon
         assert later[0] == (3 if layout == "tp2+sp" else 1)
 
 
+@pytest.mark.slow
 def test_sequences_of_other_lengths_cost_one_more_graph() -> None:
     def run() -> list[int]:
         model = parallelize(make_rough_model(LLAMA))
@@ -319,7 +320,9 @@ class Broken(Widened):
         return hidden.tanh()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "full" else pytest.mark.slow) for mode in MODES]
+)
 def test_what_dynamo_cannot_trace_is_said_once(mode: Any) -> None:
     def run(block: type[nn.Module]) -> list[str]:
         model = PlainTransformer()
@@ -349,7 +352,8 @@ def test_a_plan_with_wrong_gradients_is_refused_nevertheless_and_every_time() ->
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_frozen_layers_are_not_checkpointed(mode: str) -> None:
     def run() -> None:
         plain = make_rough_model(LLAMA)
