@@ -20,6 +20,14 @@ from lightning_fsdp2.parallel.compile import apply_compile
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_seed_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's `seed_everything` leaves the seed to all later Trainers, those of forked ranks included."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "")  # so that what the test sets is undone
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers are traced, with their backward, but no code is generated for them; none was before."""
