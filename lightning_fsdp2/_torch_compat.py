@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -19,6 +20,9 @@ from torch.torch_version import TorchVersion
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
+
+StorageInfo: Any = filesystem._StorageInfo
+"""Where in its file a tensor of a checkpoint lies: what ``.metadata`` consists of, on disk since torch 2.1."""
 
 
 def has_packed_shards() -> bool:

@@ -343,13 +343,14 @@ class CheckpointConfig(_Flags):
     """
 
     format: CheckpointFormat = "sharded"
-    """What is written: "sharded" a directory to which each rank adds its own shards, "full" the whole model at once."""
+    """What is written: "sharded" a directory, to which each rank adds its own shards; "full" a single file with whole
+    tensors, as under strategies that do not shard, for which rank 0 needs host memory. Either is read."""
 
     async_save: bool = False
-    """Whether training goes on while a checkpoint is being written."""
+    """Whether training goes on while a checkpoint is being written, from copies in host memory."""
 
     verify: bool = False
-    """Whether a checkpoint is read back and compared after it was written."""
+    """Whether the files of a checkpoint are compared with their checksums before it is loaded."""
 
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
@@ -360,6 +361,8 @@ class CheckpointConfig(_Flags):
     def __post_init__(self) -> None:
         self._check_bools()
         _check_word("format", self.format, get_args(CheckpointFormat))
+        if self.trust_checkpoint and self.weights_only:
+            raise ValueError("trust_checkpoint=True allows what weights_only=True refuses; leave one of them out.")
 
 
 def _check_word(option: str, value: object, words: tuple[str, ...]) -> None:

@@ -1,5 +1,7 @@
-"""Checkpoints of sharded models: directories in the format of ``torch.distributed.checkpoint`` (DCP)."""
+"""Checkpoints: directories that all ranks write and read on any mesh, single files, and what leads between them."""
 
-from lightning_fsdp2.checkpoint.distributed import load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint.convert import consolidate_checkpoint
+from lightning_fsdp2.checkpoint.plain_loop import load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["consolidate_checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]

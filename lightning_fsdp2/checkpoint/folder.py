@@ -1,68 +1,206 @@
-"""Directories that are complete or absent: written under a hidden name, put on the disk, and then renamed."""
+"""Checkpoints that are complete or absent: written to a hidden draft, put on the disk, and then renamed.
+
+While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
+
+    .saving-1f2e3d4c.lock            locked by the process that saves, for as long as it lives
+    .saving-1f2e3d4c/step=100.ckpt   the draft
+    .saving-1f2e3d4c/replaced/       what had that name before, where the system cannot exchange two directories
+
+Object stores have no names to exchange: there a checkpoint is written in place, and complete once it has its
+``meta.json``, which is written last.
+"""
 
 import ctypes
-import glob
+import errno
+import fcntl
 import os
 import shutil
 import sys
+import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeAlias
+
+from typing_extensions import TypeIs
+from upath import UPath
+
+AnyPath: TypeAlias = "Path | UPath"
+
+SUMMARY_FILE = "meta.json"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-_REPLACED = "-replaced"
-"""Ends the name of a directory that is about to be replaced."""
-
-
-def get_hidden_path(path: Path, attempt: str) -> Path:
-    """Return where to write what will be ``path``."""
-    return path.with_name(f".{path.name}.tmp-{attempt}")
+_PREFIX = ".saving-"
+_REPLACED = "replaced"
 
 
-def start_folder(folder: Path, path: Path) -> None:
-    """Make ``folder``, the hidden path of ``path``, and remove what earlier, killed attempts left."""
-    put_back(path)
-    for leftover in _get_attempts(path):
-        shutil.rmtree(leftover, ignore_errors=True)
-    folder.mkdir(parents=True)
+def get_path(path: str | os.PathLike[str]) -> AnyPath:
+    """Return a local path, or one in whatever store fsspec knows (``s3://bucket/run/last.ckpt``)."""
+    if isinstance(path, Path | UPath):
+        return path
+    found = UPath(path)
+    return Path(found.path) if found.protocol in ("", "file", "local") else found
 
 
-def publish_folder(folder: Path, path: Path) -> None:
-    """Give ``folder`` the name ``path``, in the place of what has it now."""
-    _sync_folder(folder)
-    if path.exists() or path.is_symlink():
-        _replace(folder, path)
-    else:
-        folder.rename(path)
-    _sync_folder(path.parent)
+def is_local(path: AnyPath) -> TypeIs[Path]:
+    """Whether ``path`` is in the file system."""
+    return isinstance(path, Path)
 
 
-def put_back(path: Path) -> None:
-    """Undo a replacement that died half way, on a file system where it takes two steps (NFS)."""
-    for old in _get_attempts(path, _REPLACED):
-        if not path.exists():
-            old.rename(path)
+class Draft:
+    """A checkpoint that is being written; one process makes it and publishes it, all may write into it.
+
+    Args:
+        target: What it will be.
+
+    Attributes:
+        path: Where to write: a directory or a file of this name, which does not exist yet.
+    """
+
+    def __init__(self, target: Path) -> None:
+        folder = target.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        clean_folder(folder)
+        self._target = target
+        self._container = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
+        # locked before it exists, or another process could take it for one whose process has died
+        self._lock = _lock(_get_lock_file(self._container))
+        self._container.mkdir()
+        self.path = self._container / target.name
+
+    def publish(self) -> None:
+        """Give the draft the name of the checkpoint, in the place of what has it now; all in it must be on the disk."""
+        if _is_folder(self.path):
+            sync_folder(self.path)
+        sync_folder(self._container)
+        _replace(self.path, self._target, self._container / _REPLACED)
+        sync_folder(self._target.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what is left of the draft."""
+        shutil.rmtree(self._container, ignore_errors=True)
+        _get_lock_file(self._container).unlink(missing_ok=True)
+        os.close(self._lock)
 
 
-def remove_checkpoint(path: str | Path) -> None:
+class StoreDraft:
+    """The same in an object store, where it has its final name from the start."""
+
+    def __init__(self, target: UPath) -> None:
+        _remove_from_store(target)
+        self.path = target
+
+    def publish(self) -> None:
+        """Nothing is left to do: its ``meta.json`` has been written."""
+
+    def discard(self) -> None:
+        """Remove what is there of it."""
+        _remove_from_store(self.path)
+
+
+def start_draft(target: AnyPath) -> Draft | StoreDraft:
+    """Make the draft that fits where ``target`` is."""
+    return Draft(target) if is_local(target) else StoreDraft(target)
+
+
+def clean_folder(folder: AnyPath) -> None:
+    """Remove the drafts of processes that have died, and undo replacements that they did not finish."""
+    if not is_local(folder):
+        return
+    for lock_file in folder.glob(f"{_PREFIX}*.lock"):
+        try:
+            lock = os.open(lock_file, os.O_RDWR)
+        except OSError:  # another process was faster, or it is another user's
+            continue
+        # an error means that the process lives, or that this file system has no locks
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clean(lock_file.with_suffix(""))
+        os.close(lock)
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
-    path = Path(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
+    found = get_path(path)
+    if not is_local(found):
+        _remove_from_store(found)
+    elif found.is_symlink() or found.is_file():
+        found.unlink()
+    elif found.is_dir():
+        shutil.rmtree(found)
 
 
-def _replace(folder: Path, path: Path) -> None:
-    """Put ``folder`` in the place of ``path`` at once, and remove what was there."""
-    if path.is_symlink() or not _exchange(folder, path):
-        # a kill between the two renames leaves the old checkpoint under its hidden name: see `put_back`
-        old = folder.with_name(f"{folder.name}{_REPLACED}")
-        path.rename(old)
-        folder.rename(path)
-        remove_checkpoint(old)
-    else:
-        remove_checkpoint(folder)
+def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+    """Make ``link`` point to ``target``, at once: whoever looks finds the old one or the new one.
+
+    Args:
+        target: A checkpoint.
+        link: Replaced, whether it is a link or a checkpoint.
+    """
+    target, link = Path(target), Path(link)
+    draft = Draft(link)
+    draft.path.symlink_to(os.path.relpath(target, link.parent))
+    draft.publish()
+
+
+def check_free_space(path: AnyPath, size: int) -> None:
+    """Refuse a save that the disk has no room for, before anything is written.
+
+    Args:
+        path: Of the checkpoint.
+        size: In bytes.
+
+    Raises:
+        OSError: With the numbers.
+    """
+    if not is_local(path):
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(
+            errno.ENOSPC,
+            f"The checkpoint needs {size / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left; nothing was written."
+            " Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). One that is replaced stays"
+            " until the new one is complete",
+            str(path),
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in ``folder`` on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_from_store(path: UPath) -> None:
+    if (path / SUMMARY_FILE).exists():
+        (path / SUMMARY_FILE).unlink()  # so that what is left, if this fails half way, is no checkpoint
+    if path.exists():
+        path.fs.rm(path.path, recursive=True)
+
+
+def _clean(container: Path) -> None:
+    for old in container.glob(f"{_REPLACED}/*"):
+        if not _exists(container.parent / old.name):
+            old.rename(container.parent / old.name)
+    shutil.rmtree(container, ignore_errors=True)
+    _get_lock_file(container).unlink(missing_ok=True)
+
+
+def _replace(draft: Path, target: Path, replaced: Path) -> None:
+    """Put ``draft`` in the place of ``target``; what was there ends in the draft's container."""
+    if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
+        os.replace(draft, target)
+    elif not _exchange(draft, target):
+        # a kill between the two renames leaves the old checkpoint in the container: see `clean_folder`
+        replaced.mkdir()
+        target.rename(replaced / target.name)
+        draft.rename(target)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -70,19 +208,34 @@ def _exchange(first: Path, second: Path) -> bool:
 
     Python's ``os.rename`` cannot replace a directory that is not empty.
     """
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
     return renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
-def _get_attempts(path: Path, ending: str = "") -> list[Path]:
-    return list(path.parent.glob(f"{get_hidden_path(Path(glob.escape(path.name)), '*')}{ending}"))
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _get_lock_file(container: Path) -> Path:
+    return container.with_name(f"{container.name}.lock")
+
+
+def _lock(path: Path) -> int:
+    """Make ``path`` and lock it until the returned descriptor is closed or the process dies."""
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # a cleaner that looked before it was locked has removed it
+        except OSError:
+            return descriptor  # no locks on this file system: `clean_folder` will leave its drafts alone
         os.close(descriptor)

@@ -1,10 +1,14 @@
 """Model and optimizer states under the names that a checkpoint uses: those of the parameters, on any mesh."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like
 
 
 def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -30,13 +34,16 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`get_optimizer_state` returned, also into an optimizer that orders its parameters differently.
+    """Load what :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
+
+    With names the optimizer may order its parameters differently; whole tensors are sharded like their parameters.
 
     Raises:
         ValueError: When the state was saved for other parameters or parameter groups.
     """
     names = _names_by_number(model, optimizer)
     current = optimizer.state_dict()["param_groups"]
+    state = _name_parameters(state, current, names)
     saved = state["param_groups"]
     if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
         {names[number] for number in group["params"]} != set(other["params"])
@@ -48,9 +55,43 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
             " checkpoint, or start from its weights alone."
         )
     groups = [{**other, "params": group["params"]} for group, other in zip(current, saved, strict=True)]
+    parameters = dict(model.named_parameters())
     saved_state = state.get("state", {})
-    values = {number: saved_state[name] for number, name in names.items() if name in saved_state}
+    values = {
+        number: {key: shard_like(value, parameters[name]) for key, value in saved_state[name].items()}
+        for number, name in names.items()
+        if name in saved_state
+    }
     optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`get_optimizer_state` returned with numbers in place of names, as in a single file.
+
+    The names stay in ``param_names`` of each group, where torch's own named optimizers keep them.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        names = list(group["params"])
+        numbers.update({name: len(numbers) + index for index, name in enumerate(names)})
+        groups.append({**group, "params": [numbers[name] for name in names], "param_names": names})
+    values = {numbers[name]: value for name, value in state.get("state", {}).items()}
+    return {"state": dict(sorted(values.items())), "param_groups": groups}
+
+
+def shard_like(value: Any, own: Any) -> Any:
+    """A tensor that was not read with the sharding of what takes it: whole, or under another name."""
+    if not (isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape):
+        return value
+    if isinstance(value, DTensor):
+        if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+            return value
+        value = value.full_tensor()
+    # every rank has the whole tensor, in its file or its memory, and takes its part of it
+    placements = get_contiguous_placements(own) if is_packed(own) else own.placements
+    sharded = distribute_tensor(value.to(own.device), own.device_mesh, placements, src_data_rank=None)
+    return pack_like(sharded, own) if is_packed(own) else sharded
 
 
 def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
@@ -68,6 +109,30 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             " sharded module: the optimizer was built before the module was sharded, or for another one. Build it"
             " inside `configure_optimizers` from `self.parameters()`."
         )
+
+
+def _name_parameters(state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str]) -> dict[str, Any]:
+    """Replace the numbers of a single file's optimizer state by names: those it holds, or ours in the same order."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers):
+        return state
+    saved = [group.get("param_names") for group in state["param_groups"]]
+    if all(saved):
+        ordered: Iterable[str] = (name for group in saved for name in group)
+    else:
+        ordered = (names[number] for group in current for number in group["params"])
+    by_number = dict(zip(numbers, ordered, strict=False))
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [by_number.get(number, number) for number in group["params"]],
+        }
+        for group in state["param_groups"]
+    ]
+    return {
+        "state": {by_number.get(n, n): value for n, value in state.get("state", {}).items()},
+        "param_groups": groups,
+    }
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

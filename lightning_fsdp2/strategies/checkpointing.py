@@ -1,47 +1,48 @@
-"""The checkpoint half of the mesh strategies: between Lightning's checkpoint dict and a sharded directory."""
+"""The checkpoint half of the mesh strategies: between Lightning's checkpoint dict and its files."""
 
-import pickle
 import platform
 from abc import abstractmethod
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2.checkpoint.distributed import (
-    EXTRA_STATES_KEY,
-    check_complete,
-    load_model_state,
-    load_optimizer_states,
-    read_metadata,
-    read_tensors,
-    write_checkpoint,
-)
-from lightning_fsdp2.checkpoint.folder import remove_checkpoint
+from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
+from lightning_fsdp2.strategies import distributed
+from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
+from lightning_fsdp2.strategies.requeue import Requeue
 from lightning_fsdp2.strategies.world import WorldStrategy
 
 if TYPE_CHECKING:
-    from lightning.pytorch.plugins.io import CheckpointIO
+    from lightning.pytorch import Trainer
 
 _RANKS_KEY = "lightning_fsdp2"
 
+SAVE_TIMEOUT = timedelta(minutes=5)
+"""How long a rank that saves waits for the others, at most."""
+
+_SAVE_TIMEOUT_AFTER_ERROR = timedelta(minutes=1)
+
 
 class CheckpointingStrategy(WorldStrategy):
-    """Saves and loads Lightning checkpoints as sharded directories.
+    """Saves and loads Lightning checkpoints as :class:`CheckpointConfig` says.
 
     Hooks see what they see under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole
     dict, with sharded tensors in ``state_dict`` and ``optimizer_states``, and may change it.
@@ -49,6 +50,8 @@ class CheckpointingStrategy(WorldStrategy):
 
     checkpoint_config: CheckpointConfig
     _random_state_to_restore: dict[str, Any] | None = None
+    _checkpoint_io: MeshCheckpointIO | None
+    _requeue: Requeue | None = None
 
     @abstractmethod
     def parallelize(self) -> None:
@@ -62,19 +65,68 @@ class CheckpointingStrategy(WorldStrategy):
 
     @property
     @override
-    def checkpoint_io(self) -> "CheckpointIO":
-        return super().checkpoint_io
+    def checkpoint_io(self) -> MeshCheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MeshCheckpointIO()
+        return self._checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: "CheckpointIO") -> None:
-        raise ValueError(
-            f"Trainer(plugins=[{type(io).__name__}()]): {type(self).__name__} writes sharded checkpoints itself and"
-            f" would not use it; remove the plugin, and set {type(self).__name__}(checkpoint=CheckpointConfig(...))."
-        )
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None and not isinstance(io, MeshCheckpointIO):
+            raise ValueError(
+                f"Trainer(plugins=[{type(io).__name__}()]): {type(self).__name__} writes sharded checkpoints on all"
+                " ranks and would not use it; remove the plugin, and set"
+                f" {type(self).__name__}(checkpoint=CheckpointConfig(...)), or derive it from MeshCheckpointIO."
+            )
+        self._checkpoint_io = io
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        thread_group = distributed.get_group("checkpoint thread", self._timeout)
+        self.checkpoint_io.connect(self.checkpoint_config, self.root_device, self._control_group, thread_group)
+
+    def prepare_checkpoints(self, trainer: "Trainer") -> None:
+        """Clean up behind earlier runs, and take over what Lightning does with paths and signals by itself."""
+        self.checkpoint_io.wait()
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self.checkpoint_io.clean(callback.dirpath or trainer.default_root_dir)
+                # Lightning's removes the old link before it makes the new one, and makes it before the target is there
+                callback.__dict__["_link_checkpoint"] = self._link
+        if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
+            self._requeue = Requeue(trainer, partial(self.reduce_boolean_decision, all=False))
+            cast(Any, trainer).callbacks.append(self._requeue)
+
+    def finish_checkpoints(self) -> None:
+        """Wait for the last one, and give Lightning back what :meth:`prepare_checkpoints` took over."""
+        trainer = self.lightning_module.trainer
+        if trainer.interrupted:
+            self.checkpoint_io.settle()
+        else:
+            self.checkpoint_io.teardown()
+        for callback in trainer.checkpoint_callbacks:
+            callback.__dict__.pop("_link_checkpoint", None)
+        if self._requeue is not None:
+            self._requeue.disconnect()
+            cast(Any, trainer).callbacks.remove(self._requeue)
+            self._requeue = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.lightning_module.state_dict()
+
+    def wait_for_all_ranks_to_save(self) -> None:
+        """Explain a save that not every rank takes part in, where it would hang."""
+        timeout = _SAVE_TIMEOUT_AFTER_ERROR if self.lightning_module.trainer.interrupted else SAVE_TIMEOUT
+        distributed.wait_for_all_ranks(
+            "save a checkpoint",
+            min(self._timeout, timeout),
+            "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
+            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
+        )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -86,42 +138,36 @@ class CheckpointingStrategy(WorldStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the directory ``filepath`` on all ranks; one of that name is replaced once the new one is complete."""
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} writes directories and has no use for `storage_options`.")
-        path = self.broadcast(filepath)
-        metadata = dict(checkpoint)
-        tensors = {"state_dict": metadata.pop("state_dict")}
-        for index, state in enumerate(metadata.pop("optimizer_states", [])):
-            tensors[f"optimizer_{index}"] = state
-        metadata[_RANKS_KEY] = self._gather_rank_states(checkpoint)
-        write_checkpoint(path, tensors, metadata, summary=self._get_summary(), group=self._control_group)
+        """Write the checkpoint ``filepath`` on all ranks; one of that name is replaced once the new one is complete.
+
+        With ``async_save`` it is complete once the next save, stage or the end of the fit has begun, at the latest.
+        """
+        own = {_RANKS_KEY: self._gather_rank_states(checkpoint), "summary": self._get_summary()}
+        # a job that is queued again ends at once
+        wait = self._requeue is not None and self._requeue.is_saving
+        self.checkpoint_io.save_checkpoint({**checkpoint, **own}, self.broadcast(filepath), storage_options, wait=wait)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the directory ``checkpoint_path`` on all ranks; each reads its shards only.
+        """Read the checkpoint ``checkpoint_path`` on all ranks; of a directory, each reads its shards only.
 
         Raises:
-            ValueError: When it is incomplete, or holds objects that may not be unpickled.
+            FileNotFoundError: When there is none.
+            ValueError: When it is incomplete or damaged, or holds objects that may not be unpickled.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        path = self.broadcast(checkpoint_path)
         module = self.lightning_module
         self.parallelize()
         reshard(module)
-        check_complete(path, self._control_group)
-        checkpoint, weights_only = self._read_metadata(path, weights_only)
-        model_state, optimizer_states = read_tensors(
+        checkpoint = self.checkpoint_io.load_checkpoint(
             path,
             module,
             with_optimizers=module.trainer.state.fn == TrainerFn.FITTING,
             # a hook that renames keys must see them before they reach the model
             in_place=not is_overridden("on_load_checkpoint", module),
             weights_only=weights_only,
-            group=self._control_group,
         )
-        checkpoint["state_dict"] = {**model_state, **checkpoint.pop(EXTRA_STATES_KEY, {})}
-        if optimizer_states:
-            checkpoint["optimizer_states"] = optimizer_states
+        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
             self._take_rank_states(checkpoint, ranks)
         self._loaded_path = path
@@ -129,9 +175,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self.lightning_module.state_dict()
-        state = {name: _shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
-        load_model_state(self._loaded_path, self.lightning_module, state, strict=strict)
+        load_model_state(self._loaded_path, self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -139,8 +183,12 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
+        """Remove a checkpoint; with ``async_save``, once the one that is being written is complete."""
+        self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _link(self, trainer: "Trainer", filepath: str, linkpath: str) -> None:
+        self.checkpoint_io.link(filepath, linkpath)
+        self.barrier()
 
     def restore_random_state(self) -> None:
         """Put back the random state of the checkpoint, once the data loaders' iterators have drawn their seeds."""
@@ -183,24 +231,6 @@ class CheckpointingStrategy(WorldStrategy):
                 f" ranks ({self.data_parallel_size} data parallel); they are dropped: {' and '.join(lost)} start anew."
             )
 
-    def _read_metadata(self, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
-        """Unpickle as little as possible, and say whether that was ``weights_only``.
-
-        The call's choice counts before the config's.
-        """
-        choice = weights_only if weights_only is not None else self.checkpoint_config.weights_only
-        try:
-            return read_metadata(path, weights_only=choice is not False), choice is not False
-        except pickle.UnpicklingError as error:
-            if choice is None and self.checkpoint_config.trust_checkpoint:
-                return read_metadata(path, weights_only=False), False
-            raise ValueError(
-                f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most"
-                " likely), which can run code when they are loaded. If you trust the file, pass"
-                " `weights_only=False` to the Trainer's method, or CheckpointConfig(trust_checkpoint=True) to the"
-                f" strategy. {str(error).splitlines()[0]}"
-            ) from error
-
     def _get_summary(self) -> dict[str, Any]:
         mesh = self.full_device_mesh
         return {
@@ -211,17 +241,6 @@ class CheckpointingStrategy(WorldStrategy):
             "lightning": lightning.__version__,
             "python": platform.python_version(),
         }
-
-
-def _shard_like(value: Any, own: Any) -> Any:
-    """A tensor that a hook renamed or made was not read with the sharding of its new name."""
-    if not (isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape):
-        return value
-    if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
-            return value
-        value = value.full_tensor()
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:

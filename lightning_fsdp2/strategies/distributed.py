@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -64,11 +65,43 @@ def get_default_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def get_control_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A CPU group of all ranks beside the default one: one per process, however many Trainers it sees."""
-    group = _new_control_group(dist.group.WORLD)
+def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A CPU group of all ranks for one purpose: one per process, however many Trainers it sees.
+
+    Args:
+        purpose: What communicates on the group cannot be mixed up with what has another purpose.
+        timeout: Of its collectives.
+    """
+    group = _new_group(dist.group.WORLD, purpose)
     set_group_timeout(group, timeout)
     return group
+
+
+def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
+    """Wait until every rank has come to the same place, or explain which did not.
+
+    ``monitored_barrier`` keeps its timeout on rank 0 only, and takes ranks that are at different places for one.
+
+    Args:
+        purpose: What this rank is about to do, as in "rank 0 wants to ...".
+        timeout: How long to wait.
+        remedy: What to do instead.
+
+    Raises:
+        RuntimeError: When some rank did not come, or came to do something else.
+    """
+    group = _new_group(dist.group.WORLD, "rendezvous")
+    if group.size() == 1:
+        return
+    code = zlib.crc32(purpose.encode())
+    codes = torch.tensor([code, -code])
+    message = f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}. {remedy}"
+    try:
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
+    except RuntimeError as error:
+        raise RuntimeError(message) from error
+    if codes.tolist() != [code, -code]:
+        raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
@@ -126,7 +159,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
 
 
 @cache
-def _new_control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _new_group(world: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 

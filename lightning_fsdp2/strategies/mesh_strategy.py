@@ -81,18 +81,19 @@ class MeshStrategy(CheckpointingStrategy):
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
         self._buffer_owners: list[tuple[nn.Module, str]] = []
-        _check_checkpoint_config(self.checkpoint_config)
 
     # ------------------------------------------------------------------ stages
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._step_region = StepRegion(self._control_group, min(self._timeout, OUTSIDE_CALL_TIMEOUT))
+        self._step_region = StepRegion(min(self._timeout, OUTSIDE_CALL_TIMEOUT))
         self.lightning_module._device_mesh = self.device_mesh
 
     @override
     def teardown(self) -> None:
+        if self.lightning_module is not None and self._control_group is not None:
+            self.finish_checkpoints()
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
         if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
             del self.lightning_module.log
@@ -143,6 +144,7 @@ class MeshStrategy(CheckpointingStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards
             loop.inference_mode = False
+        self.prepare_checkpoints(trainer)
         self.parallelize()
         reshard(self.lightning_module)
         self._step_region.watch(self.lightning_module)
@@ -180,6 +182,10 @@ class MeshStrategy(CheckpointingStrategy):
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     @override
+    def on_train_end(self) -> None:
+        self.checkpoint_io.wait()
+
+    @override
     def on_train_start(self) -> None:
         self._restore_loader_positions()
         self.restore_random_state()
@@ -203,6 +209,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.wait_for_all_ranks_to_save()
         self._share_buffers()
         return super().lightning_module_state_dict()
 
@@ -289,10 +296,17 @@ class MeshStrategy(CheckpointingStrategy):
             self._apply_token_mean()
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        def closure_before_step() -> Any:
+            # forward and backward run in the closure, beside the copies of what the step is about to change
+            output = closure()
+            self.checkpoint_io.wait_for_copies()
+            return output
+
+        self.checkpoint_io.poll()
         if not self.lightning_module.automatic_optimization:
             self._apply_token_mean()
-        output = super().optimizer_step(optimizer, *args, **kwargs)
+        output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
         reshard(self.lightning_module)
         return output
 
@@ -415,12 +429,4 @@ def _check_callbacks(trainer: "Trainer") -> None:
             raise ValueError(
                 f"Trainer(callbacks=[{type(callback).__name__}(...)]) needs whole weights and fails on sharded ones;"
                 " remove it, and average or prune checkpoints after training."
-            )
-
-
-def _check_checkpoint_config(config: CheckpointConfig) -> None:
-    for name, default in (("format", "sharded"), ("async_save", False), ("verify", False)):
-        if (value := getattr(config, name)) != default:
-            raise ValueError(
-                f"CheckpointConfig.{name}={value!r} is not supported in this version yet; use {default!r}."
             )

@@ -9,26 +9,29 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.parallel.structure import get_layer_lists
+from lightning_fsdp2.strategies.distributed import wait_for_all_ranks
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
+
+_REMEDY = (
+    "Its forward is a collective. Call it on all ranks, or gather the weights on all ranks first (`with"
+    " unshard_fsdp2_model(module):`) and call it inside the block on any."
+)
 
 
 class StepRegion:
     """Checks, before a forward outside of a Trainer step, that all ranks have come to it.
 
     Args:
-        group: A CPU group of all ranks that nothing else communicates on at that moment.
         timeout: How long to wait for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group = group
+    def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._depth = 0
 
@@ -59,10 +62,10 @@ class StepRegion:
 
     def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
-            is_outside = self._depth == 0 and self._group.size() > 1 and not is_unsharded_by_user(module)
+            is_outside = self._depth == 0 and not is_unsharded_by_user(module)
             self._depth += 1  # before anything can raise: the exit hook is called in any case
             if is_outside:
-                self._wait_for_all_ranks(name)
+                wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, _REMEDY)
 
         return enter_hook
 
@@ -74,16 +77,6 @@ class StepRegion:
                 reshard(root)
 
         return exit_hook
-
-    def _wait_for_all_ranks(self, name: str) -> None:
-        try:
-            dist.monitored_barrier(self._group, timeout=self._timeout)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {dist.get_rank()} called {name}, which is sharded, outside of a step, but not every rank did"
-                f" within {self._timeout}: its forward is a collective. Call it on all ranks, or gather the weights on"
-                " all ranks first (`with unshard_fsdp2_model(module):`) and call it inside the block on any."
-            ) from error
 
 
 def _holds_units(module: nn.Module) -> bool:

@@ -126,6 +126,7 @@ def test_a_directory_without_names_is_refused(tmp_path: Path) -> None:
     metadata = FileSystemReader(tmp_path / "x.ckpt").read_metadata()
     metadata.planner_data = None
     (tmp_path / "x.ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "x.ckpt" / "meta.json").unlink()  # as in what others write
     with pytest.raises(ValueError, match="does not say where its tensors belong"):
         load_checkpoint(tmp_path / "x.ckpt", nn.Linear(2, 2))
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_checkpoint(tmp_path / "absent.ckpt", PlainTransformer())
     (tmp_path / "single.ckpt").touch()
-    with pytest.raises(ValueError, match="single file"):
+    with pytest.raises(ValueError, match=r"truncated, or no file that `torch\.save` wrote"):
         load_checkpoint(tmp_path / "single.ckpt", PlainTransformer())
 
 

@@ -1,9 +1,10 @@
-"""Checkpoint directories are complete or absent, whatever their name and whenever a writer dies."""
+"""Checkpoints are complete or absent, whatever their name and whenever a writer dies."""
 
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from helpers.ranks import RankError, run_ranks
@@ -13,8 +14,16 @@ from lightning_fsdp2 import load_checkpoint, save_checkpoint
 from lightning_fsdp2.checkpoint import distributed, folder
 
 
+class Usage(NamedTuple):
+    free: int
+
+
 def fail_with_full_disk(*args: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
 
 
 def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_is_complete(
@@ -25,17 +34,17 @@ def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_
     def save(value: int, fails: bool) -> None:
         model = nn.Linear(2, 2)
         if fails:
-            monkeypatch.setattr(folder, "_sync_folder", fail_with_full_disk)
+            monkeypatch.setattr(folder, "sync_folder", fail_with_full_disk)
         save_checkpoint(path, model, extra=value)
 
     run_ranks(save, 2, 1, False)
-    assert {".metadata", "__0_0.distcp", "meta.json", "meta.pt"} <= {entry.name for entry in path.iterdir()}
-    assert json.loads((path / "meta.json").read_text())["format_version"] == 1
+    assert {".metadata", "__0_0.distcp", "meta.json", "meta.pt"} <= set(names(path))
+    assert json.loads((path / "meta.json").read_text())["format_version"] == distributed.FORMAT_VERSION
     run_ranks(save, 2, 2, False)
     with pytest.raises(RankError, match="No space left"):
         run_ranks(save, 2, 3, True)
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    assert names(tmp_path) == ["last.ckpt"]
 
 
 def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,32 +63,89 @@ def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch:
             monkeypatch.setattr(Path, "rename", die_with_the_old_one_away)
         save_checkpoint(path, nn.Linear(2, 2), extra=value)
 
-    def names() -> list[str]:
-        return [entry.name for entry in tmp_path.iterdir()]
-
     run_ranks(save, 1, 1)
     run_ranks(save, 1, 2)
-    assert names() == ["last.ckpt"]
+    assert names(tmp_path) == ["last.ckpt"]
     with pytest.raises(RankError, match="died"):
         run_ranks(lambda: save(3, dies=True), 1)
-    assert "last.ckpt" not in names()
+    assert "last.ckpt" not in names(tmp_path)
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
     with pytest.raises(RankError, match="died"):
         run_ranks(lambda: save(3, dies=True), 1)
     with pytest.raises(RankError, match="No space left"):
-        run_ranks(lambda: [monkeypatch.setattr(distributed, "_save_tensors", fail_with_full_disk), save(4)], 1)
-    assert names() == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
+        run_ranks(lambda: [monkeypatch.setattr(distributed, "_finish", fail_with_full_disk), save(4)], 1)
+    assert names(tmp_path) == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
 
 
-def test_a_new_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
-    path, other = tmp_path / "best-[0]*.ckpt", tmp_path / ".best-0.ckpt.tmp-12345678"
-    other.mkdir()
-    leftover = folder.get_hidden_path(path, "12345678")
-    leftover.mkdir()
-    (leftover / "__0_0.distcp").touch()
-    save_checkpoint(path, nn.Linear(2, 2))
-    assert sorted(tmp_path.iterdir()) == sorted([path, other])
+def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Path) -> None:
+    def start_and_die(name: str) -> None:
+        folder.Draft(tmp_path / name).path.mkdir()
+        os._exit(1)
+
+    for name in ("a.ckpt", "b-[0]*.ckpt"):
+        with pytest.raises(RankError, match="died"):
+            run_ranks(start_and_die, 1, name)
+    living = folder.Draft(tmp_path / "c.ckpt")  # of this process, as good as of another job
+    living.path.mkdir()
+    foreign = tmp_path / ".saving-of-somebody"
+    foreign.mkdir()
+    run_ranks(lambda: save_checkpoint(tmp_path / "d.ckpt", nn.Linear(2, 2)), 1)
+    container = living.path.parent.name
+    assert names(tmp_path) == sorted([container, f"{container}.lock", foreign.name, "d.ckpt"])
+    living.publish()
+    assert names(tmp_path) == sorted([foreign.name, "c.ckpt", "d.ckpt"])
+
+
+def test_names_and_data_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source: Path, target: Path) -> None:
+        events.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {"__0_0.distcp", ".metadata.tmp", "meta.pt", "meta.json"} <= set(before)
+    assert before.index("meta.json") > max(before.index(name) for name in ("__0_0.distcp", ".metadata.tmp", "meta.pt"))
+    assert "a.ckpt" in before[before.index("meta.json") :], "the draft's names"
+    assert after == [tmp_path.name]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs" / "a.ckpt"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=3_000_000))
+    model = nn.Linear(1000, 1000)
+    with pytest.raises(OSError, match=r"needs 0\.00 GB and the disk has 0\.00 GB left; nothing was written"):
+        save_checkpoint(path, model)
+    assert names(tmp_path) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=5_000_000))
+    save_checkpoint(path, model)
+
+
+def test_a_link_points_to_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    first, second, link = tmp_path / "a.ckpt", tmp_path / "b.ckpt", tmp_path / "last.ckpt"
+    for path in (first, second, link):
+        save_checkpoint(path, nn.Linear(2, 2), extra=path.name)
+    for target in (first, second):
+        folder.link_checkpoint(target, link)
+        assert os.readlink(link) == target.name
+        assert load_checkpoint(link, nn.Linear(2, 2)) == target.name
+    save_checkpoint(link, nn.Linear(2, 2), extra="again a directory")
+    assert load_checkpoint(second, nn.Linear(2, 2)) == "b.ckpt"
+    assert not link.is_symlink()
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt", "last.ckpt"]
 
 
 def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
@@ -94,3 +160,19 @@ def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
     folder.remove_checkpoint(path)
     assert not path.exists()
     folder.remove_checkpoint(path)  # and again: there is nothing to do
+
+
+def test_a_store_of_fsspec_holds_checkpoints(tmp_path: Path) -> None:
+    path = "memory://runs/a.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2), extra=1)
+    model = nn.Linear(2, 2)
+    save_checkpoint(path, model, extra=2)
+    other = nn.Linear(2, 2)
+    assert load_checkpoint(path, other, verify=True) == 2
+    assert other.weight.equal(model.weight)
+    (folder.get_path(path) / "meta.json").unlink()  # as a save that died leaves it
+    with pytest.raises(ValueError, match="incomplete"):
+        load_checkpoint(path, other)
+    folder.remove_checkpoint(path)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        load_checkpoint(path, other)

@@ -94,7 +94,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
 ) -> None:
     source, expected = uninterrupted
     (tmp_path / "text").symlink_to(source / "text")
-    finish = distributed._finish_folder
+    finish = distributed._finish
     saves = []
 
     def die_in_third_save(*args: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
             os.kill(os.getpid(), signal.SIGKILL)
         finish(*args)
 
-    monkeypatch.setattr(distributed, "_finish_folder", die_in_third_save)
+    monkeypatch.setattr(distributed, "_finish", die_in_third_save)
     with pytest.raises(RankError, match="died"):
         run_ranks(lambda: train(tmp_path), 2)
     monkeypatch.undo()

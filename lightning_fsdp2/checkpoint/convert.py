@@ -1,0 +1,60 @@
+"""From checkpoint directories to single files."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, get_optimizer_states, read_metadata, read_whole
+from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.single_file import read_file, write_file
+from lightning_fsdp2.checkpoint.state import number_parameters
+from lightning_fsdp2.checkpoint.verify import find_checkpoint
+
+
+def consolidate_checkpoint(
+    path: str | Path, output: str | Path, *, with_optimizers: bool = True, trust_checkpoint: bool = False
+) -> None:
+    """Write a checkpoint directory as the single file that Lightning saves under strategies which do not shard.
+
+    It resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process, with host memory
+    for the whole checkpoint.
+
+    Args:
+        path: Of this package or of Lightning's ``ModelParallelStrategy``.
+        output: The file to write; one of that name is replaced once the new one is complete.
+        with_optimizers: Whether optimizer states are kept.
+        trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
+
+    Raises:
+        FileNotFoundError: When there is no checkpoint.
+        ValueError: When it is incomplete, damaged, a file already, or holds objects and is not trusted.
+    """
+    found = find_checkpoint(path, trust=trust_checkpoint)
+    if not found.is_dir():
+        raise ValueError(f"{str(path)!r} is a single file already.")
+    target = get_path(output)
+    if target.is_dir():
+        raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
+    write_file(target, read_whole_checkpoint(path, with_optimizers=with_optimizers, trust=trust_checkpoint))
+
+
+def read_whole_checkpoint(path: str | Path, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
+    """Read a checkpoint of any kind in one process, as Lightning keeps it in a single file.
+
+    Args:
+        path: A directory or a file.
+        with_optimizers: Whether to read optimizer states, numbered as ``Optimizer.state_dict`` does.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+
+    Raises:
+        FileNotFoundError: When there is no checkpoint.
+        ValueError: When it is incomplete, damaged, or holds objects and is not trusted.
+    """
+    found = find_checkpoint(path, trust=trust)
+    if not found.is_dir():
+        return read_file(found, with_optimizers=with_optimizers, trust=trust)
+    nested = read_whole(found, with_optimizers=with_optimizers, trust=trust)
+    checkpoint = read_metadata(found, trust=trust)
+    checkpoint["state_dict"] = {**nested.get("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
+    if states := get_optimizer_states(nested):
+        checkpoint["optimizer_states"] = [number_parameters(state) for state in states]
+    return checkpoint

@@ -1,0 +1,83 @@
+"""What ranks do together around files: one rank acts, or all do, and every rank learns of a failure."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def get_rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank.
+
+    Args:
+        action: What it returns is pickled.
+        group: Of all ranks; a CPU group spares the accelerator.
+    """
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if get_rank() == 0:
+        outcome = _attempt(action)
+    result, failure = broadcast(outcome, group)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on every rank and return its result; where it fails on any, raise that error on all.
+
+    Args:
+        action: Must not communicate, since it may fail on some ranks only.
+        group: Of all ranks.
+    """
+    result, failure = _attempt(action)
+    raise_first(failure, group)
+    return result
+
+
+def raise_first(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise, on every rank, the failure of the first rank that has one."""
+    for error in all_gather(failure and _make_portable(failure), group):
+        if error is not None:
+            raise error
+
+
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's ``value``."""
+    if not dist.is_initialized():
+        return value
+    message = [value]
+    dist.broadcast_object_list(message, src=0, group=group)
+    return message[0]
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, _make_portable(error)
+
+
+def _make_portable(error: Exception) -> Exception:
+    """Some exceptions cannot be pickled, and some only until somebody unpickles them."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

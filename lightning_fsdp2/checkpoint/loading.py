@@ -1,0 +1,93 @@
+"""Read a checkpoint of any kind into a sharded or whole model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
+from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, read_metadata, read_tensors
+from lightning_fsdp2.checkpoint.single_file import read_file
+from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
+from lightning_fsdp2.checkpoint.verify import find_checkpoint, verify_together
+
+
+def read_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    with_optimizers: bool = True,
+    in_place: bool = False,
+    verify: bool = False,
+    trust: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Read a directory or a single file; every rank must call it, and reads what it needs of it.
+
+    Args:
+        path: Also of Lightning's ``ModelParallelStrategy``, of its other strategies, or of a plain ``state_dict``.
+        model: Tensors of a directory are sharded like its parameters of the same name and shape.
+        with_optimizers: Whether to read optimizer states.
+        in_place: Read the model's own keys straight from a directory into its tensors.
+        verify: Whether to compare the files with their checksums first.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+        group: For coordination; a CPU group spares the accelerator.
+
+    Returns:
+        The checkpoint as Lightning's Trainer keeps it, ``state_dict`` and (if there are any) ``optimizer_states``
+        included; tensors of a single file are whole, and stay in the file until they are used.
+
+    Raises:
+        FileNotFoundError: When there is none.
+        ValueError: When it is incomplete, damaged, of a later version, or holds objects and is not trusted.
+    """
+    found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
+    if verify:
+        verify_together(found, group)
+    if not on_first_rank(found.is_dir, group):
+        return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
+    checkpoint = on_every_rank(lambda: read_metadata(found, trust=trust), group)
+    model_state, optimizer_states = read_tensors(
+        found, model, with_optimizers=with_optimizers, in_place=in_place, trust=trust, group=group
+    )
+    checkpoint["state_dict"] = {**model_state, **checkpoint.pop(EXTRA_STATES_KEY, {})}
+    if optimizer_states:
+        checkpoint["optimizer_states"] = optimizer_states
+    return checkpoint
+
+
+def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
+    """Load ``state`` into ``model``; whole tensors are sharded on the way.
+
+    Raises:
+        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model.
+    """
+    own = model.state_dict()
+    sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
+    try:
+        model.load_state_dict(sharded, strict=strict)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is not one of this {type(model).__name__}; build the model it was saved"
+            f" from, or set `strict_loading = False` to load what fits. {error}"
+        ) from error
+
+
+def load_optimizer_states(
+    path: str | Path, model: nn.Module, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+) -> None:
+    """Load ``states`` into ``optimizers``.
+
+    Raises:
+        ValueError: When their number, their parameter groups or the parameters in them differ.
+    """
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint {str(path)!r} holds the state of {len(states)} optimizer(s), this run has"
+            f" {len(optimizers)}; resume with the same optimizers."
+        )
+    for optimizer, state in zip(optimizers, states, strict=True):
+        set_optimizer_state(model, optimizer, state)

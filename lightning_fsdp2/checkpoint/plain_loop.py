@@ -1,0 +1,71 @@
+"""Checkpoints in a plain torch loop, without Lightning."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
+from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
+from lightning_fsdp2.checkpoint.state import get_optimizer_state
+
+
+def save_checkpoint(
+    path: str | Path, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), extra: Any = None
+) -> None:
+    """Save a model and its optimizers from a plain torch loop; every rank must call it.
+
+    Args:
+        path: The directory to write, local or in a store that fsspec knows; one of that name is replaced once the new
+            one is complete.
+        model: Sharded or not.
+        optimizers: One or several.
+        extra: Anything ``torch.save`` takes (step, learning rate schedule); rank 0's is saved.
+
+    Raises:
+        Exception: On every rank, when any rank could not write; what stood at ``path`` before still does.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    tensors = {"state_dict": model.state_dict()}
+    for index, optimizer in enumerate(optimizers):
+        tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
+    write_snapshot(get_path(path), take_snapshot(tensors, {"extra": extra}))
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    strict: bool = True,
+    weights_only: bool = True,
+    verify: bool = False,
+) -> Any:
+    """Load what :func:`save_checkpoint` or the Trainer wrote, on any number of ranks; every rank must call it.
+
+    Args:
+        path: A directory or a single file.
+        model: Sharded or not; filled in place.
+        optimizers: As many as were saved, or none to leave their state alone.
+        strict: Whether the model and the checkpoint must have the same keys.
+        weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.
+        verify: Whether to compare the files with their checksums first.
+
+    Returns:
+        ``extra``; None where the checkpoint has none.
+
+    Raises:
+        FileNotFoundError: When there is none.
+        ValueError: When the checkpoint is incomplete, damaged, or of another model or optimizer.
+    """
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    checkpoint = read_checkpoint(
+        path, model, with_optimizers=bool(optimizers), in_place=True, verify=verify, trust=not weights_only
+    )
+    load_model_state(path, model, checkpoint["state_dict"], strict=strict)
+    if optimizers:
+        load_optimizer_states(path, model, optimizers, checkpoint.get("optimizer_states", []))
+    return checkpoint.get("extra")

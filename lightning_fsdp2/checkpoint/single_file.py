@@ -1,0 +1,99 @@
+"""Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, optimizers by number."""
+
+import io
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.distributed import get_optimizer_states
+from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_draft
+from lightning_fsdp2.checkpoint.nested import map_tensors
+from lightning_fsdp2.checkpoint.state import number_parameters
+from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled
+
+
+def gather_whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy a checkpoint with sharded tensors to rank 0's host, one tensor at a time; every rank must call it.
+
+    Returns:
+        On rank 0 the checkpoint with whole tensors and numbered optimizer states, on the others an empty one.
+    """
+    keep = get_rank() == 0
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        return whole.detach().cpu() if keep else None
+
+    gathered = map_tensors(gather, checkpoint)
+    if "optimizer_states" in gathered:
+        gathered["optimizer_states"] = [number_parameters(state) for state in gathered["optimizer_states"]]
+    return cast(dict[str, Any], gathered) if keep else {}
+
+
+def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Write what :func:`gather_whole` returned so that the file is complete or absent; every rank must call it.
+
+    Raises:
+        Exception: On every rank, when it could not be written. What stood at ``path`` before still does.
+    """
+    on_first_rank(lambda: _write(path, checkpoint), group)
+
+
+def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
+    """Read a single file; the tensors of a local one stay in it until they are used.
+
+    Args:
+        path: Of what this package or Lightning saved under any strategy, of what Lightning's
+            ``consolidate_checkpoint`` wrote, or of a plain ``state_dict``.
+        with_optimizers: Whether to return optimizer states.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+
+    Returns:
+        The checkpoint as Lightning's Trainer keeps it; of a plain ``state_dict``, no more than that.
+
+    Raises:
+        ValueError: When it is something else, damaged, or holds objects and is not trusted.
+    """
+    try:
+        content = load_pickled(path, trust=trust, mmap=True)
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"The checkpoint {str(path)!r} is damaged ({error}); use an earlier one.") from error
+    if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
+        content = {"state_dict": content}
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(
+            f"{str(path)!r} holds no checkpoint: neither a `state_dict` alone, nor one of Lightning, which has a key of"
+            " that name."
+        )
+    states = content.pop("optimizer_states", None)
+    if states is None:
+        states = get_optimizer_states(content)  # as Lightning's `consolidate_checkpoint` leaves them
+    rest = {key: value for key, value in content.items() if not key.startswith("optimizer_")}
+    return {**rest, "optimizer_states": states} if with_optimizers and states else rest
+
+
+def _write(path: AnyPath, checkpoint: dict[str, Any]) -> None:
+    check_free_space(path, sum(_get_sizes(checkpoint)))
+    draft = start_draft(path)
+    try:
+        with HashedFile(draft.path) as file:
+            torch.save(checkpoint, cast(io.BytesIO, file))
+        draft.publish()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _get_sizes(checkpoint: dict[str, Any]) -> list[int]:
+    sizes: list[int] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(add, checkpoint)
+    return sizes

@@ -1,0 +1,253 @@
+"""The files of a checkpoint: written with checksums to any store, and read without running what is in them."""
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as checkpoint_metadata
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightning_fsdp2._torch_compat import StorageInfo
+from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
+
+BLOCK_SIZE = 16 << 20
+
+CHECKSUM = "xxh3_128"
+"""The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal."""
+
+_METADATA_MODULES = {module.__name__: module for module in (checkpoint_metadata, filesystem)}
+_METADATA_GLOBALS = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("datetime", "timedelta"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+T = TypeVar("T")
+
+
+class HashedFile:
+    """A file that is written from start to end, with a checksum of what went into it.
+
+    Args:
+        path: Of the file, which must not exist.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self._file = cast(io.BufferedWriter, path.open("wb"))
+        self._hash = xxhash.xxh3_128()
+        self._is_local = is_local(path)
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._file.write(view)
+        self.size += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        with self._file:
+            if kind is None and self._is_local:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Size in bytes and checksum, for ``meta.json``."""
+        return {"bytes": self.size, CHECKSUM: self._hash.hexdigest()}
+
+
+def describe_file(path: AnyPath) -> dict[str, Any]:
+    """Return size and checksum of a file, read block by block, as :attr:`HashedFile.summary` does."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_SIZE):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, CHECKSUM: digest.hexdigest()}
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes this rank's part of a checkpoint to one file of a folder, tensor by tensor, and puts it on the disk.
+
+    torch's writer keeps what it has copied to the host until the file is written: a second copy of the shard.
+
+    Attributes:
+        files: Size and checksum of each file that this rank has written, by name.
+    """
+
+    def __init__(self, folder: AnyPath) -> None:
+        super().__init__(str(folder), sync_files=False)
+        self.fs = _Store()
+        self.path = folder  # type: ignore[assignment]
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        if plan.items:
+            with HashedFile(cast(AnyPath, self.path) / name) as file:
+                for item in plan.items:
+                    offset = file.tell()
+                    data = planner.resolve_data(item)
+                    if isinstance(data, Tensor):
+                        torch.save(_to_host(data), cast(Any, file))
+                    else:
+                        file.write(data.getbuffer())
+                    info = StorageInfo(name, offset, file.tell() - offset)
+                    results.append(WriteResult(item.index, info.length, info))
+            self.files[name] = file.summary
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint's folder from any store.
+
+    Args:
+        folder: Of the checkpoint.
+        trust: Whether ``.metadata``, a pickle, may name any class or function.
+    """
+
+    def __init__(self, folder: AnyPath, *, trust: bool = False) -> None:
+        super().__init__(str(folder))
+        self.fs = _Store()
+        self.path = folder  # type: ignore[assignment]
+        self._trust = trust
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (cast(AnyPath, self.path) / ".metadata").open("rb") as file:
+            unpickler = pickle.Unpickler if self._trust else _MetadataUnpickler
+            metadata: Metadata = unpickler(cast(Any, file)).load()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
+    """Return what ``torch.save`` wrote to a file, on the host.
+
+    Args:
+        path: Of the file.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+        mmap: Whether tensors stay in the (local) file until they are read.
+
+    Raises:
+        ValueError: When it holds more than tensors and plain types, and is not trusted.
+    """
+    if mmap and is_local(path):
+        return with_trust(lambda **options: torch.load(path, map_location="cpu", mmap=True, **options), path, trust)
+    data = path.read_bytes()
+    return with_trust(lambda **options: torch.load(io.BytesIO(data), map_location="cpu", **options), path, trust)
+
+
+def with_trust(load: Callable[..., T], path: Any, trust: bool) -> T:
+    """Call ``load(weights_only=True)``, and where that refuses, ``load(weights_only=False)`` or raise.
+
+    Raises:
+        ValueError: When the checkpoint holds more than tensors and plain types, and is not trusted.
+    """
+    try:
+        return load(weights_only=True)
+    except pickle.UnpicklingError as error:
+        if trust:
+            return load(weights_only=False)
+        raise make_trust_error(path, error) from error
+
+
+def make_trust_error(path: Any, error: Exception) -> ValueError:
+    """What to say about a checkpoint that may run code when it is loaded."""
+    return ValueError(
+        f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most likely),"
+        " which can run code when they are loaded. If you trust the file, pass `weights_only=False` to the Trainer's"
+        " method, or CheckpointConfig(trust_checkpoint=True) to the strategy, or `--trust_checkpoint` on the command"
+        f" line. {str(error).splitlines()[0]}"
+    )
+
+
+class _Store(FileSystem):
+    """Where torch's reader and writer open files: in the file system or in any store that fsspec knows."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        file = get_path(path).open(mode)
+        with file:
+            yield cast(io.IOBase, file)
+            if "w" in mode and isinstance(path, Path):
+                file.flush()
+                os.fsync(file.fileno())
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
+
+    def mkdir(self, path: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def exists(self, path: Any) -> bool:
+        return path.exists()
+
+    def rm_file(self, path: Any) -> None:
+        path.unlink()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes that ``.metadata`` consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}.")
+        return super().find_class(module, name)
+
+
+def _is_metadata(module: str, name: str) -> bool:
+    """Whether a name is that of a dtype, or of a class which these modules define themselves."""
+    found = getattr({"torch": torch, **_METADATA_MODULES}.get(module), name, None)
+    return isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module != "torch")
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A host tensor that owns no more than its elements: ``torch.save`` writes whole storages."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone() if tensor.untyped_storage().size() != tensor.nbytes else tensor

@@ -1,0 +1,190 @@
+"""Lightning's seam for checkpoint files: how the mesh strategies write, read and remove them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import nn
+from typing_extensions import override
+
+from lightning_fsdp2.checkpoint.asynchronous import BackgroundWriter
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
+from lightning_fsdp2.checkpoint.folder import clean_folder, get_path, is_local, link_checkpoint, remove_checkpoint
+from lightning_fsdp2.checkpoint.loading import read_checkpoint
+from lightning_fsdp2.checkpoint.single_file import gather_whole, write_file
+from lightning_fsdp2.config import CheckpointConfig
+
+
+class MeshCheckpointIO(CheckpointIO):
+    """Writes and reads checkpoints of a device mesh as :class:`~lightning_fsdp2.CheckpointConfig` says.
+
+    Every rank calls every method. A subclass can be given to ``Trainer(plugins=[...])``; the strategy connects it.
+    """
+
+    config: CheckpointConfig
+    _group: dist.ProcessGroup | None = None
+    _thread_group: dist.ProcessGroup | None = None
+    _writer: BackgroundWriter | None = None
+
+    def __init__(self) -> None:
+        self._linked: list[str | Path] = []
+
+    def connect(
+        self,
+        config: CheckpointConfig,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        thread_group: dist.ProcessGroup,
+    ) -> None:
+        """Tell the process groups: a CPU group for the main thread and another for the thread that writes."""
+        self.config = config
+        self._group = group
+        self._thread_group = thread_group
+        if config.async_save and self._writer is None:
+            self._writer = BackgroundWriter(device, group)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None, *, wait: bool = False
+    ) -> None:
+        """Write a checkpoint; with ``async_save``, after the copies have been made, unless ``wait``.
+
+        Args:
+            checkpoint: The Trainer's, with sharded tensors; ``summary`` goes to ``meta.json``.
+            path: Local, or in a store that fsspec knows; what is there is replaced once the new one is complete.
+            storage_options: Refused.
+            wait: Whether to return only once it is on the disk.
+
+        Raises:
+            TypeError: For ``storage_options``.
+        """
+        if storage_options is not None:
+            raise TypeError("Checkpoints of a mesh have no use for `storage_options`.")
+        self.wait()
+        target = get_path(path)
+        group = self._thread_group if self._writer is not None else self._group
+        checkpoint = dict(checkpoint)
+        summary = checkpoint.pop("summary", {})
+        if self.config.format == "full":
+            whole = gather_whole(checkpoint)
+            self._run({}, lambda _: write_file(target, whole, group))
+        else:
+            tensors = {"state_dict": checkpoint.pop("state_dict")}
+            for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+                tensors[f"optimizer_{index}"] = state
+            snapshot = take_snapshot(tensors, checkpoint, summary, self._group)
+            self._run(snapshot.tensors, lambda copies: write_snapshot(target, snapshot.with_tensors(copies), group))
+        if wait:
+            self.wait()
+
+    @override
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        path: str | Path,
+        model: nn.Module,
+        *,
+        with_optimizers: bool = True,
+        in_place: bool = False,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint of any kind; see :func:`~lightning_fsdp2.checkpoint.loading.read_checkpoint`.
+
+        Args:
+            path: Of a directory or a file.
+            model: Says how tensors are sharded.
+            with_optimizers: Whether to read optimizer states.
+            in_place: Read the model's own keys straight into its tensors.
+            weights_only: The call's choice counts before the config's.
+        """
+        self.wait()
+        choice = weights_only if weights_only is not None else self.config.weights_only
+        return read_checkpoint(
+            path,
+            model,
+            with_optimizers=with_optimizers,
+            in_place=in_place,
+            verify=self.config.verify,
+            trust=self.config.trust_checkpoint if choice is None else not choice,
+            group=self._group,
+        )
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, once what is being written is complete and no link in its folder points to it."""
+        self._then(lambda: self._remove(path))
+
+    def link(self, target: str | Path, link: str | Path) -> None:
+        """Let ``link`` point to ``target`` at once, when that is complete."""
+        if os.path.abspath(target) != os.path.abspath(link):
+            self._then(lambda: self._link(target, link))
+
+    def clean(self, folder: str | Path) -> None:
+        """Remove what saves that died have left in ``folder``."""
+        on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
+
+    def wait_for_copies(self) -> None:
+        """Wait until what is being saved may be changed: before the optimizer steps."""
+        if self._writer is not None:
+            self._writer.wait_for_copies()
+
+    def poll(self) -> None:
+        """Raise the failure of a save in the background, and do what was waiting for its end."""
+        if self._writer is not None:
+            self._writer.poll()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def settle(self) -> None:
+        """Wait where other ranks may be gone, behind an error."""
+        if self._writer is not None:
+            self._writer.settle()
+
+    @override
+    def teardown(self) -> None:
+        self.wait()
+        self._remove_linked()
+
+    def _run(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        if self._writer is None:
+            write(tensors)
+        else:
+            self._writer.start(tensors, write)
+
+    def _then(self, action: Callable[[], None]) -> None:
+        if get_rank() != 0:
+            return
+        if self._writer is None:
+            action()
+        else:
+            self._writer.then(action)
+
+    def _remove(self, path: str | Path) -> None:
+        # ModelCheckpoint removes before it links: a kill in between would leave `last.ckpt` pointing to nothing
+        if _is_linked(path):
+            self._linked.append(path)
+        else:
+            remove_checkpoint(path)
+
+    def _link(self, target: str | Path, link: str | Path) -> None:
+        link_checkpoint(target, link)
+        self._remove_linked()
+
+    def _remove_linked(self) -> None:
+        for path in self._linked:
+            remove_checkpoint(path)
+        self._linked.clear()
+
+
+def _is_linked(path: str | Path) -> bool:
+    found = get_path(path)
+    if not is_local(found) or not found.exists():
+        return False
+    return any(entry.is_symlink() and entry.exists() and entry.samefile(found) for entry in found.parent.iterdir())

@@ -1,0 +1,104 @@
+"""Damage is found and named, before a run goes on from it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+
+from lightning_fsdp2 import load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import verify_checkpoint
+
+DATA = "__0_0.distcp"
+
+
+def make_checkpoint(folder: Path) -> Path:
+    path = folder / "a.ckpt"
+    save_checkpoint(path, nn.Linear(64, 64), extra={"step": 3})
+    return path
+
+
+def flip_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_intact_checkpoint_is_verified_file_by_file(tmp_path: Path) -> None:
+    lines = verify_checkpoint(make_checkpoint(tmp_path))
+    assert {line.partition(":")[0] for line in lines} == {DATA, ".metadata", "meta.pt"}
+
+
+@pytest.mark.parametrize("name", [DATA, ".metadata", "meta.pt"])
+def test_a_flipped_bit_is_named(name: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    flip_bit(path / name, (path / name).stat().st_size // 2)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        verify_checkpoint(path)
+
+
+def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    flip_bit(path / DATA, (path / DATA).stat().st_size // 2)
+
+    def load() -> None:
+        load_checkpoint(path, nn.Linear(64, 64))  # torch does not compare the CRC-32 that it writes
+        with pytest.raises(ValueError, match=f"{DATA} is not what was written"):
+            load_checkpoint(path, nn.Linear(64, 64), verify=True)
+
+    run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("name", [DATA, "meta.pt", ".metadata", "meta.json"])
+def test_truncated_and_missing_files_are_refused(name: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    size = (path / name).stat().st_size
+    os.truncate(path / name, size // 2)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load_checkpoint(path, nn.Linear(64, 64))
+    if name != "meta.json":  # a checkpoint of Lightning's has none
+        (path / name).unlink()
+        with pytest.raises(ValueError, match=f"incomplete: {name}".replace(".", r"\.")):
+            load_checkpoint(path, nn.Linear(64, 64))
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    summary = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**summary, "format_version": 99}))
+    with pytest.raises(ValueError, match=r"format_version=99.*install a later one"):
+        load_checkpoint(path, nn.Linear(64, 64))
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match=r"text\.ckpt' is truncated, or no file"):
+        load_checkpoint(tmp_path / "text.ckpt", model)
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_checkpoint(tmp_path / "list.ckpt", model)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"Hugging Face model.*CausalLM\(pretrained"):
+        load_checkpoint(tmp_path / "model", model)
+    (tmp_path / "file").touch()
+    with pytest.raises((NotADirectoryError, FileExistsError), match="file"):
+        save_checkpoint(tmp_path / "file" / "a.ckpt", model)
+
+
+def test_a_single_file_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    torch.save({"state_dict": nn.Linear(64, 64).state_dict()}, path)
+    assert "CRC-32" in verify_checkpoint(path)[0]
+    flip_bit(path, path.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+        verify_checkpoint(path)
+    with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+        load_checkpoint(path, nn.Linear(64, 64), verify=True)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ValueError, match="truncated"):
+        load_checkpoint(path, nn.Linear(64, 64))
