@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -140,11 +140,14 @@ class CheckpointingStrategy(WorldStrategy):
     ) -> None:
         """Write the checkpoint ``filepath`` on all ranks; one of that name is replaced once the new one is complete.
 
-        With ``async_save`` it is complete once the next save, stage or the end of the fit has begun, at the latest.
+        With ``async_save``, one saved during a fit is complete when the next save begins or the fit ends, at the
+        latest; others are when this returns.
         """
         own = {_RANKS_KEY: self._gather_rank_states(checkpoint), "summary": self._get_summary()}
-        # a job that is queued again ends at once
-        wait = self._requeue is not None and self._requeue.is_saving
+        # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
+        is_requeued = self._requeue is not None and self._requeue.is_saving
+        state = self.lightning_module.trainer.state
+        wait = is_requeued or state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
         self.checkpoint_io.save_checkpoint({**checkpoint, **own}, self.broadcast(filepath), storage_options, wait=wait)
 
     @override

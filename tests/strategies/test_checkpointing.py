@@ -1,0 +1,455 @@
+"""Checkpoints through the Trainer: written beside training, by Lightning's own callbacks, on all ranks or explained."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.oracle import QUIET, whole
+from helpers.ranks import RankError, run_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy, load_checkpoint
+from lightning_fsdp2.checkpoint import asynchronous, folder, verify_checkpoint
+from lightning_fsdp2.strategies import checkpoint_io, checkpointing
+from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
+
+WORLD = 2
+WIDTH = 8
+
+INPUTS = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(1)).repeat(8, 1)
+"""Every batch is the same, so that it does not matter where in an epoch a run resumes."""
+
+
+class Regressor(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - batch.sum(-1, keepdim=True)).square().mean()
+        self.log("loss", loss.detach())
+        return loss
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self.net(batch).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def make_trainer(config: CheckpointConfig | None = None, **options: Any) -> pl.Trainer:
+    strategy = FSDP2Strategy(checkpoint=config, timeout=timedelta(seconds=60))
+    settings = {**QUIET, "max_steps": 4, "max_epochs": -1, "use_distributed_sampler": False, **options}
+    return pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, **settings)
+
+
+def make_loader() -> DataLoader[Tensor]:
+    return DataLoader(INPUTS, batch_size=8)  # type: ignore[arg-type]
+
+
+def fit(trainer: pl.Trainer, **options: Any) -> Regressor:
+    module = Regressor()
+    trainer.fit(module, make_loader(), **options)
+    return module
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    module = Regressor()
+    load_checkpoint(path, module)
+    return module.state_dict()
+
+
+class AtSteps(pl.Callback):
+    """Calls actions at the end of steps, after ModelCheckpoint's."""
+
+    def __init__(self, actions: dict[int, Callable[[pl.Trainer], Any]]) -> None:
+        self.actions = actions
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if action := self.actions.get(trainer.global_step):
+            action(trainer)
+
+
+class Gate:
+    """Holds the writing of checkpoints back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        write = checkpoint_io.write_snapshot
+
+        def write_behind_gate(*args: Any) -> None:
+            assert self._open.wait(60)
+            write(*args)
+
+        monkeypatch.setattr(checkpoint_io, "write_snapshot", write_behind_gate)
+
+    def open(self, *args: Any) -> None:
+        self._open.set()
+
+
+ASYNC = CheckpointConfig(async_save=True)
+
+
+# ---------------------------------------------------------------------- asynchronous
+
+
+def test_training_goes_on_while_a_checkpoint_of_its_moment_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def run() -> None:
+        gate, saved = Gate(monkeypatch), {}
+
+        def save(trainer: pl.Trainer) -> None:
+            trainer.save_checkpoint(path)
+            saved.update(whole(trainer.lightning_module.state_dict()))
+
+        def look_and_open(trainer: pl.Trainer) -> None:
+            assert not path.exists()
+            gate.open()
+
+        trainer = make_trainer(ASYNC, callbacks=[AtSteps({1: save, 3: look_and_open})])
+        module = fit(trainer)
+        after = whole(module.state_dict())
+        assert not any(after[name].equal(saved[name]) for name in saved if "running" in name or "weight" in name)
+        assert names(tmp_path) == ["a.ckpt"], "the end of the fit waits"
+        weights = read_weights(path)
+        assert all(weights[name].equal(value) for name, value in saved.items())
+        verify_checkpoint(path)
+
+    run_ranks(run, WORLD)
+
+
+def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_io.write_snapshot
+    writes: list[Path] = []
+
+    def fail_second(path: Path, *args: Any) -> None:
+        writes.append(path)
+        if len(writes) == 2 and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        if len(writes) != 2:
+            write(path, *args)
+
+    def run() -> int:
+        monkeypatch.setattr(checkpoint_io, "write_snapshot", fail_second)
+        keep_one = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+        trainer = make_trainer(ASYNC, enable_checkpointing=True, callbacks=[keep_one], max_steps=50)
+        with pytest.raises(OSError, match="No space left"):
+            fit(trainer)
+        return trainer.global_step
+
+    first, second = run_ranks(run, WORLD)
+    assert first == second < 50
+    assert names(tmp_path) == ["step=1.ckpt"]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_last_names_a_complete_checkpoint_at_every_moment(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def run() -> list[str]:
+        for name in ("remove_checkpoint", "link_checkpoint"):
+            act = getattr(checkpoint_io, name)
+
+            def look_first(*args: Any, act: Any = act) -> None:
+                if (tmp_path / "last.ckpt").is_symlink():
+                    seen.append(os.readlink(tmp_path / "last.ckpt"))
+                    verify_checkpoint(tmp_path / "last.ckpt")
+                act(*args)
+                verify_checkpoint(tmp_path / "last.ckpt")
+
+            monkeypatch.setattr(checkpoint_io, name, look_first)
+        callback = ModelCheckpoint(
+            tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last="link"
+        )
+        fit(make_trainer(CheckpointConfig(async_save=is_async), enable_checkpointing=True, callbacks=[callback]))
+        return seen
+
+    links = run_ranks(run, WORLD)[0]
+    assert links == ["step=1.ckpt", "step=2.ckpt", "step=2.ckpt", "step=3.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
+
+
+def test_the_memory_of_the_copies_is_used_again() -> None:
+    def run() -> None:
+        pointers: list[list[int]] = []
+        trainer = make_trainer()
+        module = fit(trainer)
+        tensors = {"state_dict": module.state_dict()}
+        writer = asynchronous.BackgroundWriter(torch.device("cpu"))
+        for _ in range(2):
+            writer.start(tensors, lambda copies: pointers.append(get_pointers(copies["state_dict"])))
+        writer.wait()
+        assert pointers[0] == pointers[1]
+        assert not set(pointers[0]) & set(get_pointers(module.state_dict()))
+
+    def get_pointers(state: dict[str, Any]) -> list[int]:
+        locals_ = [getattr(value, "_local_tensor", value) for value in state.values()]
+        return [local.data_ptr() for local in locals_ if local.numel()]
+
+    run_ranks(run, WORLD)
+
+
+def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, whose copies run beside the next forward."""
+
+    def run() -> None:
+        trainer = make_trainer()
+        module = fit(trainer)
+        writer = asynchronous.BackgroundWriter(torch.device("cpu"))
+        weights = module.state_dict()
+        writer._versions = [(weight, weight._version) for weight in weights.values()]
+        writer.wait_for_copies()
+        writer._versions = [(weight, weight._version) for weight in weights.values()]
+        with torch.no_grad():
+            next(iter(weights.values())).clamp_(0, 1)
+        with pytest.raises(RuntimeError, match=r"changed in place between a save.*async_save=False"):
+            writer.wait_for_copies()
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- Lightning's own machinery
+
+
+@pytest.mark.parametrize(
+    ("is_async", "save_last"),
+    [
+        (True, "link"),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(False, "link", marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last: Any, tmp_path: Path) -> None:
+    config = CheckpointConfig(async_save=is_async)
+
+    def make(**options: Any) -> tuple[ModelCheckpoint, pl.Trainer]:
+        callback = ModelCheckpoint(
+            tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=1, save_last=save_last
+        )
+        return callback, make_trainer(config, enable_checkpointing=True, callbacks=[callback], **options)
+
+    def run() -> None:
+        callback, trainer = make(max_steps=6)
+        module = fit(trainer)
+        best = {Path(path).name for path in callback.best_k_models}
+        assert len(best) == 2
+        assert set(names(tmp_path)) >= best | {"last.ckpt"}
+        assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+        for path in tmp_path.iterdir():
+            verify_checkpoint(path)
+        trainer.test(module, make_loader(), ckpt_path="best", verbose=False)
+        _, longer = make(max_steps=8)
+        resumed = fit(longer, ckpt_path="last")
+        _, whole_run = make(max_steps=8)
+        expected = whole(fit(whole_run).state_dict())
+        assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
+
+    run_ranks(run, WORLD)
+
+
+def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
+    def run() -> None:
+        by_time = ModelCheckpoint(tmp_path / "time", "{step}", train_time_interval=timedelta(0), save_top_k=-1)
+        on_error = ModelCheckpoint(tmp_path / "error", "{step}", every_n_epochs=100, save_on_exception=True)
+
+        def fail(trainer: pl.Trainer) -> None:
+            raise ArithmeticError("on all ranks")
+
+        callbacks = [AtSteps({3: fail}), by_time, on_error]
+        with pytest.raises(ArithmeticError, match="on all ranks"):
+            fit(make_trainer(ASYNC, enable_checkpointing=True, callbacks=callbacks))
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path / "time") == ["step=1.ckpt", "step=2.ckpt"]
+    assert names(tmp_path / "error") == ["step=3.ckpt"]
+    verify_checkpoint(tmp_path / "error" / "step=3.ckpt")
+
+
+def test_a_checkpoint_saved_after_test_and_one_of_weights_only(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer(ASYNC)
+        module = fit(trainer)
+        trainer.test(module, make_loader(), verbose=False)
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        other, tester = Regressor(), make_trainer()
+        tester.test(other, make_loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+        trainer.test(module, make_loader(), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+        expected = whole(module.state_dict())
+        assert all(value.equal(expected[name]) for name, value in whole(other.state_dict()).items())
+        with pytest.raises(KeyError, match="contains only the model"):
+            fit(make_trainer(max_steps=6), ckpt_path=tmp_path / "weights.ckpt")
+
+    run_ranks(run, WORLD)
+
+
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sync", "async"])
+def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    config = CheckpointConfig(format="full", async_save=is_async)
+
+    def run() -> dict[str, Tensor]:
+        trainer = make_trainer(config, max_steps=2)
+        fit(trainer)
+        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path)  # and once more in its place
+        resumed = whole(fit(make_trainer(config), ckpt_path=path).state_dict())
+        expected = whole(fit(make_trainer()).state_dict())
+        assert all(value.equal(expected[name]) for name, value in resumed.items())
+        return resumed
+
+    def run_alone() -> None:
+        trainer = pl.Trainer(accelerator="cpu", devices=1, **{**QUIET, "max_steps": 3, "max_epochs": -1})
+        module = fit(trainer, ckpt_path=path)
+        assert trainer.global_step == 3
+        assert trainer.optimizers[0].state[next(module.parameters())]["step"] == 3
+        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == ["a.ckpt"]
+    assert path.is_file()
+    run_ranks(run_alone, 1)
+
+
+def test_a_fit_removes_what_dead_saves_have_left(tmp_path: Path) -> None:
+    def start_and_die() -> None:
+        folder.Draft(tmp_path / "a.ckpt").path.mkdir()
+        os._exit(1)
+
+    with pytest.raises(RankError, match="died"):
+        run_ranks(start_and_die, 1)
+    assert len(names(tmp_path)) == 2
+    callback = ModelCheckpoint(tmp_path, every_n_epochs=100)
+    run_ranks(lambda: fit(make_trainer(enable_checkpointing=True, callbacks=[callback], max_steps=1)) and None, WORLD)
+    assert names(tmp_path) == []
+
+
+def test_a_plugin_that_writes_by_itself_is_refused_and_one_of_ours_is_used(tmp_path: Path) -> None:
+    saved: list[str] = []
+
+    class Recording(MeshCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **options: Any) -> None:
+            saved.append(Path(path).name)
+            super().save_checkpoint(checkpoint, path, *args, **options)
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*derive it from MeshCheckpointIO"):
+            make_trainer(plugins=[AsyncCheckpointIO()])
+        trainer = make_trainer(plugins=[Recording()], max_steps=1)
+        fit(trainer)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        assert saved == ["a.ckpt"]
+        with pytest.raises(TypeError, match="storage_options"):
+            trainer.save_checkpoint(tmp_path / "b.ckpt", storage_options={})
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == ["a.ckpt"]
+
+
+# ---------------------------------------------------------------------- all ranks, or an explanation
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "SAVE_TIMEOUT", timedelta(seconds=1))
+
+    def run() -> None:
+        def save(trainer: pl.Trainer) -> None:
+            if trainer.global_rank == rank:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        fit(make_trainer(callbacks=[AtSteps({1: save})]))
+
+    with pytest.raises(RankError, match=r"wants to save a checkpoint, but not every rank did.*on all ranks") as caught:
+        run_ranks(run, WORLD)
+    assert caught.value.rank == rank
+    assert names(tmp_path) == []
+
+
+def test_a_save_meets_a_call_of_the_model(tmp_path: Path) -> None:
+    def run() -> None:
+        def save_or_call(trainer: pl.Trainer) -> None:
+            if trainer.is_global_zero:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+            else:
+                trainer.lightning_module.net(INPUTS[:2])
+
+        with pytest.raises(RuntimeError, match="but another rank something else"):
+            fit(make_trainer(callbacks=[AtSteps({1: save_or_call})]))
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- SLURM
+
+
+def test_a_signal_saves_and_requeues_at_the_end_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = tmp_path / "queued"
+    command = tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    # what is on the disk when the job is queued again is what it will find
+    command.write_text(f'#!/bin/sh\nls {tmp_path}/run > {queued}\necho "$@" >> {queued}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+
+    class Slurm(SLURMEnvironment):
+        """The ranks are those of the test."""
+
+        global_rank = lambda self: int(os.environ["RANK"])  # noqa: E731
+        local_rank = node_rank = lambda self: int(os.environ["RANK"])
+        world_size = lambda self: WORLD  # noqa: E731
+        validate_settings = lambda self, *args, **options: None  # noqa: E731
+        main_address = property(lambda self: os.environ["MASTER_ADDR"])
+        main_port = property(lambda self: int(os.environ["MASTER_PORT"]))
+
+    class SignalsAmidStep(Regressor):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 2 and self.global_rank == 1 and self.global_step == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0)  # Python handles it here
+            return super().training_step(batch, batch_idx)
+
+    def run() -> None:
+        options: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path / "run"}
+        trainer = make_trainer(ASYNC, plugins=[Slurm(auto_requeue=True)], **options)
+        trainer.fit(module := SignalsAmidStep(), make_loader())
+        expected = whole(module.state_dict())
+        again = make_trainer(ASYNC, plugins=[Slurm(auto_requeue=True)], **options)
+        again.fit(resumed := Regressor(), make_loader())
+        assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
+        assert again.global_step == 4
+
+    (tmp_path / "run").mkdir()
+    run_ranks(run, WORLD)
+    assert queued.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "77"]
+    assert load_checkpoint(tmp_path / "run" / "hpc_ckpt_1.ckpt", Regressor()) is None
