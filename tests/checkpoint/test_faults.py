@@ -130,8 +130,12 @@ def assert_goes_on(job: Job, uninterrupted: Losses, published: int) -> None:
 
 
 def get_published_step(folder: Path) -> int:
-    """The newest step that `ckpt_path="last"` could mean; all that has its final name is complete."""
-    steps = {path.name: read_step(path) for path in folder.iterdir() if not path.name.startswith(".")}
+    """The newest step that `ckpt_path="last"` could mean; all that has its final name is complete.
+
+    What does not exist is a link: a resumed run gives its own another name, and Lightning forgets the one before when
+    it removes what that points to.
+    """
+    steps = {path.name: read_step(path) for path in folder.glob("[!.]*") if path.exists()}
     return max((step for name, step in steps.items() if name.startswith("last")), default=0)
 
 

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from helpers.oracle import QUIET
@@ -136,6 +137,7 @@ def _launch(folder: Path, *args: Any) -> None:
         start_method="fork",
         max_restarts=0,
         monitor_interval=0.05,
+        logs_specs=DefaultLogsSpecs(str(folder / "agent")),
     )
     elastic_launch(config, _train)(folder, *args)
 
