@@ -57,7 +57,7 @@ def test_a_killed_job_goes_on_from_its_last_complete_checkpoint(
     save_last: Any = True if seed % 2 == 0 else "link"
     published = 0
     for number in range(KILLS[seed]):
-        settings = Settings(async_save=False, save_last=save_last, save_every=chance.choice([1, 2]))
+        settings = Settings(async_save=number % 2 == 1, save_last=save_last, save_every=chance.choice([1, 2]))
         victim = VICTIMS[(seed + number) % len(VICTIMS)]
         with run_job(tmp_path, number, settings) as job:
             wait_for_event(job, get_checkpoints(tmp_path), chance.randint(1, EVENTS))

@@ -10,6 +10,8 @@ import torch
 from helpers.layouts import LAYOUTS, SAVED_AT, Run, State, load_weights, train
 from helpers.ranks import run_ranks
 
+import lightning_fsdp2
+
 SAMPLE = [("theirs", "dp2-tp2-sp"), ("plain", "dp2"), ("hsdp2x2", "tp2")]
 
 WEIGHTS_ONLY = ("plain", "theirs")
@@ -73,10 +75,8 @@ def test_lightning_takes_the_weights_of_a_plain_file(write: Write) -> None:
 
 def consolidate(directory: Path, folder: Path) -> Path:
     """Lightning's strategies of one process read single files only."""
-    from lightning_fsdp2 import consolidate_checkpoint
-
     path = folder / "whole.ckpt"
-    run_ranks(lambda: consolidate_checkpoint(directory, path), 1, group=False)
+    run_ranks(lambda: lightning_fsdp2.consolidate_checkpoint(directory, path), 1, group=False)
     return path
 
 

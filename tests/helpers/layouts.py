@@ -165,11 +165,17 @@ def get_state(trainer: pl.Trainer) -> State:
         weights=whole(trainer.lightning_module.state_dict()),
         optimizer=whole(moments),
         groups=[
-            {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+            {**_without_names(group), "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
         ],
         schedule=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         step=trainer.global_step,
     )
+
+
+def _without_names(group: dict[str, Any]) -> dict[str, Any]:
+    """Torch keeps them if the file has them, as one that was a directory does."""
+    return {key: value for key, value in group.items() if key != "param_names"}
 
 
 def make_trainer(name: str, **options: Any) -> pl.Trainer:
