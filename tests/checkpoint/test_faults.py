@@ -115,8 +115,9 @@ def end(job: Job, victim: Victim, chance: random.Random) -> None:
         kill(job.ranks)
 
 
-def wait_for_end(job: Job) -> int | None:
+def wait_for_end(job: Job) -> int:
     job.launcher.join(LONGEST_END)
+    assert job.launcher.exitcode is not None, job.output
     return job.launcher.exitcode
 
 
