@@ -1,0 +1,94 @@
+"""A checkpoint of any layout is one of every other: Lightning's files and directories, and ours of any mesh."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.layouts import LAYOUTS, SAVED_AT, Run, State, load_weights, train
+from helpers.ranks import run_ranks
+
+import lightning_fsdp2
+
+SAMPLE = [("theirs", "dp2-tp2-sp"), ("plain", "dp2"), ("hsdp2x2", "tp2")]
+
+WEIGHTS_ONLY = ("plain", "theirs")
+"""Lightning numbers the states of a single file as if the optimizer had one group of all parameters, and fails."""
+
+Write = Callable[[str, bool], tuple[Path, list[Run]]]
+
+
+@pytest.fixture(scope="session")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """Train on a layout, save on the way and go on to the end; each run only once."""
+    runs: dict[tuple[str, bool], tuple[Path, list[Run]]] = {}
+
+    def write(name: str, optimize_unused: bool) -> tuple[Path, list[Run]]:
+        key = name, optimize_unused
+        if key not in runs:
+            path = tmp_path_factory.mktemp(name) / "step.ckpt"
+            runs[key] = path, run(name, lambda: train(name, seed=0, optimize_unused=optimize_unused, save=path))
+        return runs[key]
+
+    return write
+
+
+def run(name: str, function: Callable[[], Any]) -> list[Any]:
+    return run_ranks(function, LAYOUTS[name].world_size, group=False)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(*cell, id="-to-".join(cell), marks=() if cell in SAMPLE else pytest.mark.slow)
+        for cell in itertools.product(LAYOUTS, LAYOUTS)
+        if cell != WEIGHTS_ONLY
+    ],
+)
+def test_training_goes_on_from_the_checkpoint_of_any_layout(
+    writer: str, reader: str, write: Write, tmp_path: Path
+) -> None:
+    # Lightning's own strategy asks every checkpoint for a state of each parameter that its optimizer holds
+    optimize_unused = reader != "theirs"
+    path, expected = write(writer, optimize_unused)
+    if reader == "plain" and path.is_dir():
+        path = consolidate(path, tmp_path)
+    actual = run(reader, lambda: train(reader, seed=1, optimize_unused=optimize_unused, resume=path))
+    assert_same_state(actual[0].states["start"], expected[0].states["saved"])
+    is_same = reader == writer
+    losses = get_losses(expected)[SAVED_AT:]
+    assert get_losses(actual) == pytest.approx(losses, rel=0, abs=0 if is_same else 1e-6)
+    weights, others = actual[0].states["end"].weights, expected[0].states["end"].weights
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=0 if is_same else 5e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_lightning_takes_the_weights_of_a_plain_file(write: Write) -> None:
+    writer, reader = WEIGHTS_ONLY
+    path, expected = write(writer, True)
+    for weights in run(reader, lambda: load_weights(reader, seed=1, path=path)):
+        torch.testing.assert_close(weights, expected[0].states["saved"].weights, rtol=0, atol=0)
+
+
+def consolidate(directory: Path, folder: Path) -> Path:
+    """Lightning's strategies of one process read single files only."""
+    path = folder / "whole.ckpt"
+    run_ranks(lambda: lightning_fsdp2.consolidate_checkpoint(directory, path), 1, group=False)
+    return path
+
+
+def assert_same_state(actual: State, expected: State) -> None:
+    assert actual.step == expected.step == SAVED_AT
+    assert actual.schedule == expected.schedule
+    assert actual.groups == expected.groups
+    for own, others in ((actual.weights, expected.weights), (actual.optimizer, expected.optimizer)):
+        assert own.keys() == others.keys()
+        assert [name for name, tensor in own.items() if not torch.equal(tensor, others[name])] == []
+
+
+def get_losses(ranks: list[Run]) -> list[float]:
+    """Of the global batch; ranks of one replica have the same."""
+    return [sum(losses) / len(ranks) for losses in zip(*(rank.losses for rank in ranks), strict=True)]

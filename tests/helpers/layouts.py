@@ -1,0 +1,200 @@
+"""Ten layouts that write and read checkpoints, and one training run that is the same on all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from helpers.models import LLAMA, VOCABULARY, make_causal_lm
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
+from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+
+SAVED_AT = 2
+STEPS = 5
+ROWS = 12
+"""Sequences of the global batch: as many on each data parallel rank, be they 1, 2, 3 or 4."""
+
+TOKENS = torch.randint(3, VOCABULARY, (STEPS, ROWS, 12), generator=torch.Generator().manual_seed(1))
+
+
+class Model(pl.LightningModule):
+    """A user's module with all that naive checkpoint code loses or doubles.
+
+    Tied embeddings, a frozen parameter, one that no loss uses, two groups of the optimizer, and running statistics
+    that the loss depends on. The batch of a step is known by its number: where data loaders go on is tested elsewhere.
+
+    Args:
+        seed: Of the first weights.
+        optimize_unused: Whether the optimizer gets the parameter that no loss uses, and for which it has no state.
+    """
+
+    def __init__(self, seed: int, *, optimize_unused: bool = True) -> None:
+        super().__init__()
+        self.optimize_unused = optimize_unused
+        torch.manual_seed(seed)
+        self.model: Any = make_causal_lm({**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True})
+        self.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.register_buffer("running_mean", torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        tokens = TOKENS[self.trainer.global_step]
+        # of the whole global batch, which a layer that normalises over the ranks would see too
+        self.running_mean.lerp_(tokens.float().mean() / VOCABULARY, 0.1)
+        rank, size = 0, 1
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            rank, size = mesh.get_local_rank(), mesh.size()
+        rows = tokens.chunk(size)[rank]
+        return self.model(input_ids=rows, labels=rows, use_cache=False).loss * (1 + self.running_mean)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Without a step, no Trainer would load weights to predict with."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.arange(STEPS), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        parameters = list((self if self.optimize_unused else self.model).parameters())
+        matrices = {"params": [parameter for parameter in parameters if parameter.ndim > 1]}
+        vectors = {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([matrices, {**vectors, "lr": LEARNING_RATE / 2}], lr=LEARNING_RATE, eps=EPSILON)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ShardedModel(Model):
+    """The same, sharded by hand as Lightning's ``ModelParallelStrategy`` wants it."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        fully_shard(self.unused, mesh=mesh)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, and what the Trainer gets."""
+
+    world_size: int
+    make_strategy: Callable[[], Any]
+    make_module: Callable[..., pl.LightningModule] = Model
+
+
+def _fsdp2(world_size: int, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
+    config = FSDP2Config(sequence_parallel=sequence_parallel)
+    return Layout(world_size, partial(FSDP2Strategy, config=config, **sizes))
+
+
+LAYOUTS = {
+    "plain": Layout(1, lambda: "auto"),
+    "dp1": _fsdp2(1),
+    "dp2": _fsdp2(2),
+    "dp3": _fsdp2(3),
+    "dp4": _fsdp2(4),
+    "tp2": _fsdp2(2, tp_size=2),
+    "dp2-tp2": _fsdp2(4, tp_size=2),
+    "dp2-tp2-sp": _fsdp2(4, tp_size=2, sequence_parallel=True),
+    "hsdp2x2": _fsdp2(4, dp_replicate_size=2),
+    "theirs": Layout(2, partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1), ShardedModel),
+}
+"""``plain`` is one process without a strategy, and a single file; ``theirs`` Lightning's own directory."""
+
+
+@dataclass
+class State:
+    """What a checkpoint must bring back; all tensors whole."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    """By the parameter's name and the kind of its state."""
+
+    groups: list[dict[str, Any]]
+    schedule: dict[str, Any]
+    step: int
+
+
+@dataclass
+class Run:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)
+    states: dict[str, State] = field(default_factory=dict)
+    """At the "start", as it was "saved", and at the "end"."""
+
+
+class Observer(pl.Callback):
+    """Saves on the way if ``path`` is given, and fills in ``run``."""
+
+    def __init__(self, run: Run, path: Path | None) -> None:
+        self.run, self.path = run, path
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.run.states["start"] = get_state(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.run.losses.append(outputs["loss"].item())
+        if trainer.global_step == SAVED_AT and self.path is not None:
+            trainer.save_checkpoint(self.path)
+            self.run.states["saved"] = get_state(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.run.states["end"] = get_state(trainer)
+
+
+def get_state(trainer: pl.Trainer) -> State:
+    """Gather what ``trainer`` holds; every rank must call it."""
+    (optimizer,) = trainer.optimizers
+    names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
+    moments = {
+        f"{names[parameter]}.{key}": value
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+    return State(
+        weights=whole(trainer.lightning_module.state_dict()),
+        optimizer=whole(moments),
+        groups=[
+            {**_without_names(group), "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        schedule=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        step=trainer.global_step,
+    )
+
+
+def _without_names(group: dict[str, Any]) -> dict[str, Any]:
+    """Torch keeps them if the file has them, as one that was a directory does."""
+    return {key: value for key, value in group.items() if key != "param_names"}
+
+
+def make_trainer(name: str, **options: Any) -> pl.Trainer:
+    layout = LAYOUTS[name]
+    options = {**QUIET, "accelerator": "cpu", "use_distributed_sampler": False, **options}
+    return pl.Trainer(devices=layout.world_size, strategy=layout.make_strategy(), **options)
+
+
+def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = None, resume: Path | None = None) -> Run:
+    """Train to the end, from ``seed`` or from the checkpoint ``resume`` on; every rank of the layout must call it."""
+    run = Run()
+    module = LAYOUTS[name].make_module(seed, optimize_unused=optimize_unused)
+    make_trainer(name, max_steps=STEPS, callbacks=[Observer(run, save)]).fit(module, ckpt_path=resume)
+    return run
+
+
+def load_weights(name: str, *, seed: int, path: Path) -> dict[str, Tensor]:
+    """Load the weights of a checkpoint, as a test or a prediction does; every rank of the layout must call it."""
+    module = LAYOUTS[name].make_module(seed)
+    trainer = make_trainer(name, limit_predict_batches=0)
+    trainer.predict(module, module.train_dataloader(), ckpt_path=path)
+    return whole(module.state_dict())
