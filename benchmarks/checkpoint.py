@@ -53,7 +53,7 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 
 THEIRS, SYNC, NO_CHECKSUMS, ASYNC, DISK = VARIANTS = ("theirs", "sync", "no-checksums", "async", "disk")
 
-HASHER = "lightning_fsdp2.checkpoint.storage.Hasher"
+HASHER = "lightning_fsdp2.checkpoint.storage.xxhash.xxh3_128"
 """What the writer feeds with all it writes."""
 
 USUAL_STEP = "a usual training step, s"

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import DISK, MEASURES, SHARE_OF_DISK, SPEED, SYNC, TARGETS, THEIRS
+from benchmarks.checkpoint import DISK, MEASURES, SHARE_OF_DISK, SPEED, TARGETS, VARIANTS
 
 SCRIPT = Path(checkpoint.__file__)
-VARIANTS = (THEIRS, SYNC, DISK)
 
 
 @pytest.mark.slow
