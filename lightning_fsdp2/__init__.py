@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.checkpoint import load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import consolidate_checkpoint, load_checkpoint, save_checkpoint
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "TextDataModule",
     "apply_token_mean_",
     "clip_grad_norm_",
+    "consolidate_checkpoint",
     "create_device_mesh",
     "defer_grad_sync",
     "load_checkpoint",

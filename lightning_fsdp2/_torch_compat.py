@@ -17,12 +17,16 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
 
 StorageInfo: Any = filesystem._StorageInfo
 """Where in its file a tensor of a checkpoint lies: what ``.metadata`` consists of, on disk since torch 2.1."""
+
+tree_map_only: Any = _pytree.tree_map_only
+"""Maps what is of a type in nested containers; private by its module's name, and used throughout torch."""
 
 
 def has_packed_shards() -> bool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, get_optimizer_states, read_metadata, read_whole
+from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.folder import get_path
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file
 from lightning_fsdp2.checkpoint.state import number_parameters
@@ -52,9 +52,7 @@ def read_whole_checkpoint(path: str | Path, *, with_optimizers: bool = True, tru
     found = find_checkpoint(path, trust=trust)
     if not found.is_dir():
         return read_file(found, with_optimizers=with_optimizers, trust=trust)
-    nested = read_whole(found, with_optimizers=with_optimizers, trust=trust)
-    checkpoint = read_metadata(found, trust=trust)
-    checkpoint["state_dict"] = {**nested.get("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
-    if states := get_optimizer_states(nested):
-        checkpoint["optimizer_states"] = [number_parameters(state) for state in states]
+    checkpoint = read_directory(found, with_optimizers=with_optimizers, trust=trust)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [number_parameters(state) for state in checkpoint["optimizer_states"]]
     return checkpoint

@@ -3,7 +3,8 @@
 ::
 
     step=100.ckpt/
-      .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key> (DCP)
+      .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key>, and DTensors that
+                                     hooks and callbacks save: metadata.<key> (DCP)
       meta.pt                        everything else, as Lightning's ``ModelParallelStrategy`` names it
       meta.json                      format version, mesh, versions, and a checksum of every file; written last
 """
@@ -28,7 +29,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, Draft, StoreDraft, check_free_space, start_draft
-from lightning_fsdp2.checkpoint.nested import map_tensors, unflatten
+from lightning_fsdp2.checkpoint.nested import map_tensors, merge, pop_sharded, unflatten
 from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like, unpack_all
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
@@ -43,6 +44,9 @@ FORMAT_VERSION = 2
 """Of what is written. Version 1 had no checksums; a higher one may only be read by a later version of this package."""
 
 METADATA_FILE = "meta.pt"
+
+SHARDED_KEY = "metadata"
+"""Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
 
 EXTRA_STATES_KEY = "extra_states"
 """Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
@@ -78,7 +82,7 @@ def take_snapshot(
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
-        metadata: The rest; rank 0's is saved.
+        metadata: The rest; rank 0's is saved, but of the DTensors in its dicts every rank's part.
         summary: For ``meta.json``.
         group: For coordination; a CPU group spares the accelerator.
 
@@ -88,10 +92,13 @@ def take_snapshot(
     # what `Module.get_extra_state` returned may be any object; DCP would take a mapping apart and lose its number keys
     state = tensors["state_dict"]
     extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
-    weights = {name: value for name, value in state.items() if name not in extra}
+    tensors = {**tensors, "state_dict": {name: value for name, value in state.items() if name not in extra}}
+    metadata, sharded = pop_sharded(metadata)
+    if sharded:
+        tensors[SHARDED_KEY] = sharded
     buffer = io.BytesIO()
     on_first_rank(lambda: torch.save({**metadata, EXTRA_STATES_KEY: extra}, buffer), group)
-    return Snapshot(unpack_all({**tensors, "state_dict": weights}), buffer.getvalue(), summary or {})
+    return Snapshot(unpack_all(tensors), buffer.getvalue(), summary or {})
 
 
 def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
@@ -124,66 +131,51 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
         raise
 
 
-def read_metadata(path: AnyPath, *, trust: bool = False) -> dict[str, Any]:
-    """Read ``meta.pt``, which every rank may do on its own.
-
-    Raises:
-        ValueError: When the file holds more than tensors and plain types, and is not trusted.
-    """
-    metadata: dict[str, Any] = load_pickled(path / METADATA_FILE, trust=trust)
-    return metadata
-
-
-def read_tensors(
+def read_directory(
     path: AnyPath,
-    model: nn.Module,
+    model: nn.Module | None = None,
     *,
     with_optimizers: bool = True,
     in_place: bool = False,
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the shards that this rank needs of a checkpoint's weights and optimizer states; every rank must call it.
+) -> dict[str, Any]:
+    """Read a checkpoint directory: the shards that this rank needs, or whole tensors in one process.
 
     Args:
         path: The directory.
-        model: Tensors are sharded like its parameters of the same name and shape.
+        model: Tensors are sharded like its tensors of the same name and shape, and every rank must call this. None
+            reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
         in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
-        trust: Whether small objects may be anything that can be pickled.
+        trust: Whether it may hold any object, which can run code when it is loaded.
         group: For coordination.
 
     Returns:
-        The model's state and a list of optimizer states, with the checkpoint's keys.
+        The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
+
+    Raises:
+        ValueError: When it holds more than tensors and plain types, and is not trusted.
     """
     reader = CheckpointReader(path, trust=trust)
     metadata = reader.read_metadata()
-    keys = [key for key in metadata.state_dict_metadata if with_optimizers or _is_weight(metadata, key)]
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
-    planner = _LoadPlanner(path, trust)
-    call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, process_group=group), path)
+    options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
+    call_dcp(lambda: load(flat, storage_reader=reader, planner=_LoadPlanner(path, trust), **options), path)
     values = {
-        key: _finish_target(value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key))
+        _path_of(metadata, key): _finish_target(
+            value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key)
+        )
         for key, value in flat.items()
     }
-    loaded = unflatten({_path_of(metadata, key): value for key, value in values.items()})
-    return loaded.pop("state_dict", {}), get_optimizer_states(loaded)
-
-
-def read_whole(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
-    """Read a directory in one process, with whole tensors on the host.
-
-    Returns:
-        The nested dict ``{"state_dict": ..., "optimizer_0": ...}``.
-    """
-    reader = CheckpointReader(path, trust=trust)
-    metadata = reader.read_metadata()
-    keys = [key for key in metadata.state_dict_metadata if with_optimizers or _is_weight(metadata, key)]
-    flat = {key: _make_target(metadata, key, {}, in_place=False) for key in keys}
-    planner = _LoadPlanner(path, trust)
-    call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, no_dist=True), path)
-    return unflatten({_path_of(metadata, key): value for key, value in flat.items()})
+    loaded = unflatten(values)
+    checkpoint = merge(load_pickled(path / METADATA_FILE, trust=trust), loaded.pop(SHARDED_KEY, {}))
+    checkpoint["state_dict"] = {**loaded.pop("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
+    if states := get_optimizer_states(loaded):
+        checkpoint["optimizer_states"] = states
+    return checkpoint
 
 
 def get_optimizer_states(nested: dict[str, Any]) -> list[dict[str, Any]]:
@@ -266,12 +258,16 @@ def _is_weight(metadata: Metadata, key: str) -> bool:
     return _path_of(metadata, key)[0] == "state_dict"
 
 
+def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
+    return str(_path_of(metadata, key)[0]).startswith("optimizer_")
+
+
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
-    """The model's tensor that a stored tensor is, or is a state of, if it has the same shape."""
+    """The model's tensor that a stored tensor is, is a state of, or bears the name of, if it has the same shape."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    like = own.get(_path_of(metadata, key)[1 if _is_weight(metadata, key) else 2])
+    like = own.get(_path_of(metadata, key)[2 if _is_of_optimizer(metadata, key) else -1])
     return like if like is not None and like.shape == entry.size else None
 
 
@@ -290,7 +286,7 @@ def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place:
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
-    if _is_weight(metadata, key) and mesh is not None and len(entry.size) > 0:
+    if not _is_of_optimizer(metadata, key) and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
-from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, read_metadata, read_tensors
+from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import find_checkpoint, verify_together
@@ -47,16 +47,10 @@ def read_checkpoint(
     found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
     if verify:
         verify_together(found, group)
-    if not on_first_rank(found.is_dir, group):
-        return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
-    checkpoint = on_every_rank(lambda: read_metadata(found, trust=trust), group)
-    model_state, optimizer_states = read_tensors(
-        found, model, with_optimizers=with_optimizers, in_place=in_place, trust=trust, group=group
-    )
-    checkpoint["state_dict"] = {**model_state, **checkpoint.pop(EXTRA_STATES_KEY, {})}
-    if optimizer_states:
-        checkpoint["optimizer_states"] = optimizer_states
-    return checkpoint
+    if on_first_rank(found.is_dir, group):
+        options: dict[str, Any] = {"with_optimizers": with_optimizers, "in_place": in_place, "trust": trust}
+        return read_directory(found, model, group=group, **options)
+    return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
 
 
 def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, optimizers by number."""
 
+import copy
 import io
 from typing import Any, cast
 
@@ -28,10 +29,15 @@ def gather_whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
         return whole.detach().cpu() if keep else None
 
-    gathered = map_tensors(gather, checkpoint)
+    gathered: dict[str, Any] = map_tensors(gather, checkpoint)
+    if not keep:
+        return {}
     if "optimizer_states" in gathered:
         gathered["optimizer_states"] = [number_parameters(state) for state in gathered["optimizer_states"]]
-    return cast(dict[str, Any], gathered) if keep else {}
+    tensors = ("state_dict", "optimizer_states")
+    # the rest may be changed while it is being written
+    rest = copy.deepcopy({key: value for key, value in gathered.items() if key not in tensors})
+    return {**gathered, **rest}
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -15,6 +15,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
 
@@ -198,3 +199,31 @@ def test_non_strict_loading_takes_what_fits(tmp_path: Path) -> None:
     save_checkpoint(path, source)
     load_checkpoint(path, target, strict=False)
     torch.testing.assert_close(target["a"].weight, source["a"].weight)
+
+
+def test_sharded_tensors_that_hooks_save_are_saved_by_all_ranks(tmp_path: Path) -> None:
+    """A copy of the weights, such as a running average, on another number of ranks."""
+    path = tmp_path / "a.ckpt"
+
+    def save() -> dict[str, Any]:
+        model = make_model()
+        average = {name: value.detach() * 2 for name, value in model.state_dict().items()}
+        save_checkpoint(
+            path, model, extra={"ema": {"decay": 0.9, "weights": average}, "stranger": {"x": average[name]}}
+        )
+        return whole(average)
+
+    def load() -> dict[str, Any]:
+        extra = load_checkpoint(path, make_model(seed=1))
+        assert extra["ema"]["decay"] == 0.9
+        weights = extra["ema"]["weights"]
+        assert all(isinstance(value, DTensor) for value in weights.values())
+        assert extra["stranger"]["x"].full_tensor().equal(weights[name].full_tensor())
+        return whole(weights)
+
+    name = "model.embed_tokens.weight"
+    expected = run_ranks(save, 2)[0]
+    for world_size in (1, 2, 3):
+        actual = run_ranks(load, world_size)[0]
+        assert actual.keys() == expected.keys()
+        assert all(value.equal(expected[name]) for name, value in actual.items())
