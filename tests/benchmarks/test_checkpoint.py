@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint import MEASURES, SHARE_OF_DISK, SPEED, TARGETS, THEIRS, VARIANTS
+from benchmarks.checkpoint import DISK, MEASURES, SHARE_OF_DISK, SPEED, TARGETS, THEIRS, VARIANTS
 
 SCRIPT = Path(checkpoint.__file__)
 
