@@ -53,20 +53,32 @@ class Draft:
     Args:
         target: What it will be.
 
+    Raises:
+        OSError: When the folder of ``target`` cannot be made or written to.
+
     Attributes:
         path: Where to write: a directory or a file of this name, which does not exist yet.
     """
 
     def __init__(self, target: Path) -> None:
         folder = target.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        clean_folder(folder)
         self._target = target
         self._container = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
-        # locked before it exists, or another process could take it for one whose process has died
-        self._lock = _lock(_get_lock_file(self._container))
-        self._container.mkdir()
         self.path = self._container / target.name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            clean_folder(folder)
+            # locked before it exists, or another process could take it for one whose process has died
+            self._lock = _lock(_get_lock_file(self._container))
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            reason = "may not be written to" if isinstance(error, PermissionError) else "is a file"
+            raise type(error)(
+                error.errno,
+                f"The folder {str(folder)!r} of the checkpoint {reason}; choose another one"
+                " (ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...))",
+                error.filename,
+            ) from error
+        self._container.mkdir()
 
     def publish(self) -> None:
         """Give the draft the name of the checkpoint, in the place of what has it now; all in it must be on the disk."""
@@ -161,9 +173,9 @@ def check_free_space(path: AnyPath, size: int) -> None:
     if free < size:
         raise OSError(
             errno.ENOSPC,
-            f"The checkpoint needs {size / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left; nothing was written."
-            " Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). One that is replaced stays"
-            " until the new one is complete",
+            f"The checkpoint needs {size / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left; nothing was"
+            " written. Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). One that is"
+            " replaced stays until the new one is complete",
             str(path),
         )
 

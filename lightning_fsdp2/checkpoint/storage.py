@@ -4,7 +4,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -58,12 +58,19 @@ class HashedFile:
         self._file = cast(io.BufferedWriter, path.open("wb"))
         self._hash = xxhash.xxh3_128()
         self._is_local = is_local(path)
+        self._name = str(path)
+        self._failure: OSError | None = None
         self.size = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._hash.update(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            error.filename = self._name
+            self._failure = error
+            raise
         self.size += view.nbytes
         return view.nbytes
 
@@ -77,6 +84,11 @@ class HashedFile:
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
+        if self._failure is not None:
+            # `torch.save` complains of the end of its archive instead
+            with suppress(OSError):
+                self._file.close()
+            raise self._failure
         with self._file:
             if kind is None and self._is_local:
                 self._file.flush()

@@ -11,7 +11,7 @@ from helpers.ranks import RankError, run_ranks
 from torch import nn
 
 from lightning_fsdp2 import load_checkpoint, save_checkpoint
-from lightning_fsdp2.checkpoint import distributed, folder
+from lightning_fsdp2.checkpoint import distributed, folder, storage
 
 
 class Usage(NamedTuple):
@@ -127,11 +127,70 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     path = tmp_path / "runs" / "a.ckpt"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=3_000_000))
     model = nn.Linear(1000, 1000)
-    with pytest.raises(OSError, match=r"needs 0\.00 GB and the disk has 0\.00 GB left; nothing was written"):
+    with pytest.raises(OSError, match=r"needs 4\.0 MB and the disk has 3\.0 MB left; nothing was written"):
         save_checkpoint(path, model)
     assert names(tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=5_000_000))
     save_checkpoint(path, model)
+
+
+def test_a_disk_that_is_full_in_the_middle_says_so_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = tmp_path / "a.ckpt", nn.Linear(1000, 1000)
+
+    class FullDisk:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, data: Any) -> int:
+            return self.file.write(data) if self.file.tell() + len(data) < 1_000_000 else fail_with_full_disk()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.close()
+
+    def save(value: int) -> None:
+        save_checkpoint(path, model, extra=value)
+
+    save(1)
+    hashed_open = storage.HashedFile.__init__
+
+    def open_on_full_disk(self: Any, path: Path) -> None:
+        hashed_open(self, path)
+        self._file = FullDisk(self._file)
+
+    monkeypatch.setattr(storage.HashedFile, "__init__", open_on_full_disk)
+    with pytest.raises(RankError, match="No space left on device") as caught:
+        run_ranks(save, 2, 2)
+    assert isinstance(caught.value.cause, OSError)
+    assert load_checkpoint(path, model) == 1
+    assert names(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
+def test_a_folder_without_permission_is_named_on_every_rank(tmp_path: Path) -> None:
+    for folder_ in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder_.chmod(0o755)
+    save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))
+    (tmp_path / "a.ckpt" / "meta.pt").chmod(0o600)
+
+    def run() -> None:
+        os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=rf"{tmp_path}' of the checkpoint may not be written to"):
+                save_checkpoint(tmp_path / "b.ckpt", nn.Linear(2, 2))
+            with pytest.raises(PermissionError, match=r"meta\.pt"):
+                load_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))
+        finally:
+            os.seteuid(0)
+
+    run_ranks(run, 2)
 
 
 def test_a_link_points_to_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Hugging Face model.*CausalLM\(pretrained"):
         load_checkpoint(tmp_path / "model", model)
     (tmp_path / "file").touch()
-    with pytest.raises((NotADirectoryError, FileExistsError), match="file"):
+    with pytest.raises((NotADirectoryError, FileExistsError), match=r"file' of the checkpoint is a file; choose"):
         save_checkpoint(tmp_path / "file" / "a.ckpt", model)
 
 
