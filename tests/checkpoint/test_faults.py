@@ -5,13 +5,14 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.fault_job import STEPS, WORLD_SIZE, Job, Settings, get_checkpoints, kill
+from helpers.fault_job import WORLD_SIZE, Job, Settings, get_checkpoints, kill
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 Victim = Literal["rank", "all", "launcher"]
@@ -21,8 +22,11 @@ SLOW_SEEDS = range(1, 8)
 KILLS = {0: 2} | dict.fromkeys(SLOW_SEEDS, 4)
 """By seed, and together 30."""
 
-EVENTS = 6
-"""Entries that appear in the directory, hidden or not, before a kill, at most: two saves of a checkpoint and `last`."""
+MANY_STEPS = 80
+"""More than four killed launches come to."""
+
+EVENTS = 10
+"""Entries that appear in the directory, hidden or not, before a kill, at most: those of two or three saves."""
 
 LONGEST_DELAY = 0.03
 """Seconds from such an event to the kill, at most; a save takes about as long."""
@@ -40,10 +44,10 @@ Losses = list[dict[int, str]]
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    with run_job(folder, 0, Settings(save_every=STEPS)) as job:
+    with run_job(folder, 0, Settings(MANY_STEPS, save_every=MANY_STEPS)) as job:
         assert wait_for_end(job) == 0, job.output
     losses = [job.read_log(rank)[1] for rank in range(WORLD_SIZE)]
-    assert [list(own) for own in losses] == [list(range(1, STEPS + 1))] * WORLD_SIZE
+    assert [list(own) for own in losses] == [list(range(1, MANY_STEPS + 1))] * WORLD_SIZE
     return losses
 
 
@@ -57,7 +61,7 @@ def test_a_killed_job_goes_on_from_its_last_complete_checkpoint(
     save_last: Any = True if seed % 2 == 0 else "link"
     published = 0
     for number in range(KILLS[seed]):
-        settings = Settings(async_save=number % 2 == 1, save_last=save_last, save_every=chance.choice([1, 2]))
+        settings = Settings(MANY_STEPS, number % 2 == 1, save_last, save_every=chance.choice([1, 2]))
         victim = VICTIMS[(seed + number) % len(VICTIMS)]
         with run_job(tmp_path, number, settings) as job:
             wait_for_event(job, get_checkpoints(tmp_path), chance.randint(1, EVENTS))
@@ -66,10 +70,11 @@ def test_a_killed_job_goes_on_from_its_last_complete_checkpoint(
         assert_goes_on(job, uninterrupted, published)
         earlier, published = published, get_published_step(get_checkpoints(tmp_path))
         assert published >= earlier
+    settings = replace(settings, max_steps=published + 4, save_every=1)
     with run_job(tmp_path, KILLS[seed], settings) as job:
         assert wait_for_end(job) == 0, job.output
     assert_goes_on(job, uninterrupted, published)
-    assert get_published_step(get_checkpoints(tmp_path)) == STEPS
+    assert get_published_step(get_checkpoints(tmp_path)) == settings.max_steps
     assert [path.name for path in get_checkpoints(tmp_path).iterdir() if path.name.startswith(".")] == []
 
 

@@ -24,15 +24,15 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler
 
 WORLD_SIZE = 2
-STEPS = 24
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job saves."""
+    """How long a job trains, and how it saves."""
 
+    max_steps: int
     async_save: bool = False
     save_last: bool | Literal["link"] = True
     save_every: int = 1
@@ -161,7 +161,7 @@ def _train(folder: Path, checkpoints: Path, settings: Settings) -> None:
         accelerator="cpu",
         devices=WORLD_SIZE,
         strategy=FSDP2Strategy(checkpoint=CheckpointConfig(async_save=settings.async_save)),
-        max_steps=STEPS,
+        max_steps=settings.max_steps,
         use_distributed_sampler=False,
         callbacks=[_Log(folder / f"log-{rank}"), saver],
         **{**QUIET, "enable_checkpointing": True},
