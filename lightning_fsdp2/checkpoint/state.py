@@ -66,16 +66,12 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what :func:`get_optimizer_state` returned with numbers in place of names, as in a single file.
-
-    The names stay in ``param_names`` of each group, where torch's own named optimizers keep them.
-    """
+    """Return what :func:`get_optimizer_state` returned with numbers in place of names, as in a single file."""
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
-        names = list(group["params"])
-        numbers.update({name: len(numbers) + index for index, name in enumerate(names)})
-        groups.append({**group, "params": [numbers[name] for name in names], "param_names": names})
+        numbers.update({name: len(numbers) + index for index, name in enumerate(group["params"])})
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     values = {numbers[name]: value for name, value in state.get("state", {}).items()}
     return {"state": dict(sorted(values.items())), "param_groups": groups}
 

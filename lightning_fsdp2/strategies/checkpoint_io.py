@@ -168,13 +168,17 @@ class MeshCheckpointIO(CheckpointIO):
 
     def _remove(self, path: str | Path) -> None:
         # ModelCheckpoint removes before it links: a kill in between would leave `last.ckpt` pointing to nothing
-        if _is_linked(path):
+        if _get_links(path):
             self._linked.append(path)
         else:
             remove_checkpoint(path)
 
     def _link(self, target: str | Path, link: str | Path) -> None:
         link_checkpoint(target, link)
+        for path in self._linked:
+            # of a run before this one, whose `last.ckpt` Lightning leaves beside its own `last-v1.ckpt`
+            for other in _get_links(path):
+                link_checkpoint(target, other)
         self._remove_linked()
 
     def _remove_linked(self) -> None:
@@ -183,8 +187,10 @@ class MeshCheckpointIO(CheckpointIO):
         self._linked.clear()
 
 
-def _is_linked(path: str | Path) -> bool:
+def _get_links(path: str | Path) -> list[Path]:
+    """The links beside a checkpoint that point to it."""
     found = get_path(path)
     if not is_local(found) or not found.exists():
-        return False
-    return any(entry.is_symlink() and entry.exists() and entry.samefile(found) for entry in found.parent.iterdir())
+        return []
+    links = [entry for entry in found.parent.iterdir() if entry.is_symlink() and entry.exists()]
+    return [link for link in links if link.samefile(found)]
