@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import _state_dict_stager, filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -24,6 +24,10 @@ StridedShard: Any = placement_types._StridedShard
 
 StorageInfo: Any = filesystem._StorageInfo
 """Where in its file a tensor of a checkpoint lies: what ``.metadata`` consists of, on disk since torch 2.1."""
+
+StateDictStager: Any = _state_dict_stager.StateDictStager
+"""Copies state dicts to host memory that it keeps. The public ``DefaultStager`` around it closes it after each use on
+torch 2.11, and the next one fails."""
 
 tree_map_only: Any = _pytree.tree_map_only
 """Maps what is of a type in nested containers; private by its module's name, and used throughout torch."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from lightning_fsdp2._torch_compat import StateDictStager
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, raise_first
 from lightning_fsdp2.checkpoint.nested import map_tensors
 
@@ -31,18 +31,12 @@ class BackgroundWriter:
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        is_beside = device.type != "cpu"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=device.type == "cuda",
-                use_shared_memory=False,
-                use_async_staging=is_beside,
-                use_non_blocking_copy=is_beside,
-            )
-        )
+        self._stager = StateDictStager(pin_memory=device.type == "cuda")
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._device = device
         self._group = group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copies: Future[dict[str, Any]] | None = None
         self._save: Future[None] | None = None
         self._then: list[Callable[[], None]] = []
         self._versions: list[tuple[Tensor, int]] = []
@@ -55,12 +49,15 @@ class BackgroundWriter:
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copy ``tensors``, nested dicts, and run ``write`` on the copy in the thread."""
         self.wait()
-        if self._device.type != "cpu":
-            # the copies run on a stream of their own, which knows nothing of what is still being computed
-            torch.get_device_module(self._device).synchronize(self._device)
-            map_tensors(lambda tensor: self._versions.append((tensor, tensor._version)), tensors)
-        copies = self._stager.stage(tensors)
-        self._save = self._pool.submit(lambda: write(copies.result() if isinstance(copies, Future) else copies))
+        if self._stream is None:
+            copies = self._stager.stage(tensors)
+            self._save = self._pool.submit(write, copies)
+            return
+        # the copies run on a stream of their own, which knows nothing of what is still being computed
+        torch.get_device_module(self._device).synchronize(self._device)
+        map_tensors(lambda tensor: self._versions.append((tensor, tensor._version)), tensors)
+        self._copies = copying = self._pool.submit(self._copy_beside, tensors, self._stream)
+        self._save = self._pool.submit(lambda: write(copying.result()))
 
     def wait_for_copies(self) -> None:
         """Wait until what is being saved may be changed.
@@ -68,7 +65,10 @@ class BackgroundWriter:
         Raises:
             RuntimeError: When it was, before this was called: the copy may hold something of both.
         """
-        self._stager.synchronize_staging()
+        if self._copies is None:
+            return
+        self._copies.exception()  # waits; a failure is that of the save
+        self._copies = None
         changed = any(tensor._version != version for tensor, version in self._versions)
         self._versions.clear()
         if changed:
@@ -123,6 +123,12 @@ class BackgroundWriter:
             return
         for action in actions:
             action()
+
+    def _copy_beside(self, tensors: dict[str, Any], stream: torch.Stream) -> dict[str, Any]:
+        with stream:
+            copies: dict[str, Any] = self._stager.stage(tensors, non_blocking=True)
+        stream.synchronize()
+        return copies
 
 
 def _get_failure(save: "Future[None]") -> Exception | None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,16 @@ def test_the_memory_of_the_copies_is_used_again() -> None:
     run_ranks(run, WORLD)
 
 
+class SomeStream(nullcontext[None]):
+    """An accelerator's, where there is none."""
+
+    def synchronize(self, *args: Any) -> None:
+        pass
+
+
+CHANGED = r"changed in place between a save.*async_save=False"
+
+
 def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, whose copies run beside the next forward."""
 
@@ -225,13 +236,31 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
         module = fit(trainer)
         writer = asynchronous.BackgroundWriter(torch.device("cpu"))
         weights = module.state_dict()
-        writer._versions = [(weight, weight._version) for weight in weights.values()]
-        writer.wait_for_copies()
-        writer._versions = [(weight, weight._version) for weight in weights.values()]
-        with torch.no_grad():
-            next(iter(weights.values())).clamp_(0, 1)
-        with pytest.raises(RuntimeError, match=r"changed in place between a save.*async_save=False"):
-            writer.wait_for_copies()
+        writer._stream = SomeStream()
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
+        for changes in (False, True):
+            held, started = threading.Event(), threading.Event()
+            stage = writer._stager.stage
+
+            def stage_behind_event(
+                *args: Any, held: Any = held, started: Any = started, stage: Any = stage, **options: Any
+            ) -> Any:
+                started.set()
+                assert held.wait(60)
+                return stage(*args, **options)
+
+            monkeypatch.setattr(writer._stager, "stage", stage_behind_event)
+            writer.start({"state_dict": weights}, lambda copies: None)
+            assert started.wait(60)  # the copies run beside
+            if changes:
+                with torch.no_grad():
+                    next(iter(weights.values())).clamp_(0, 1)
+            held.set()
+            with pytest.raises(RuntimeError, match=CHANGED) if changes else nullcontext():
+                writer.wait_for_copies()
+            monkeypatch.undo()
+            monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
+            writer.wait()
 
     run_ranks(run, WORLD)
 
