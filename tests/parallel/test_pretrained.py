@@ -43,13 +43,23 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def build_on_meta(
-    folder: Path, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = torch.float32, **changes: Any
+    folder: Path,
+    kind: Any = AutoModelForCausalLM,
+    dtype: torch.dtype = torch.float32,
+    allow_missing: Any = (),
+    **changes: Any,
 ) -> nn.Module:
     """A model that has no weights yet and knows where they are."""
     with torch.device("meta"):
         model = kind.from_config(make_config({**LLAMA, **changes}), dtype=dtype)
-    set_pretrained(model, folder)
+    set_pretrained(model, folder, allow_missing=allow_missing)
     return model.train()
+
+
+def build_with_new_parts(folder: Path, **changes: Any) -> nn.Module:
+    """A classification head and a fourth layer, which the files lack."""
+    new = ("score.weight", "model.layers.3.*")
+    return build_on_meta(folder, AutoModelForSequenceClassification, allow_missing=new, num_hidden_layers=4, **changes)
 
 
 def shard(model: nn.Module, **sizes: int) -> nn.Module:
@@ -188,7 +198,7 @@ def test_weights_that_the_model_lacks_are_left_in_the_files(folder: Path) -> Non
 
 def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder: Path) -> None:
     def run() -> None:
-        model = shard(build_on_meta(folder, AutoModelForSequenceClassification, num_labels=40, num_hidden_layers=4))
+        model = shard(build_with_new_parts(folder, num_labels=40))
         weights = whole(model.state_dict())
         new = {name: tensor for name, tensor in weights.items() if name == "score.weight" or ".layers.3." in name}
         stored = read_weights(folder)
@@ -208,7 +218,7 @@ def test_weights_that_the_files_lack_are_those_of_one_process_on_any_mesh(folder
     def run(replicas: int) -> dict[str, Tensor]:
         torch.manual_seed(dist.get_rank())
         model = shard(
-            build_on_meta(folder, AutoModelForSequenceClassification, num_labels=8, num_hidden_layers=4),
+            build_with_new_parts(folder, num_labels=8),
             dp_replicate_size=replicas,
         )
         drawn, untouched = torch.rand(3), torch.Generator().manual_seed(dist.get_rank())
