@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.checkpoint import load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -40,6 +40,7 @@ __all__ = [
     "clip_grad_norm_",
     "create_device_mesh",
     "defer_grad_sync",
+    "export_hf",
     "load_checkpoint",
     "save_checkpoint",
     "token_mean_loss",

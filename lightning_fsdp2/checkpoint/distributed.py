@@ -34,6 +34,7 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.folder import get_hidden_path, publish_folder, put_back, start_folder
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like, unpack_all
 from lightning_fsdp2.checkpoint.state import get_optimizer_state, set_optimizer_state
 
@@ -64,7 +65,7 @@ def save_checkpoint(
     tensors = {"state_dict": model.state_dict()}
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
-    write_checkpoint(path, tensors, {"extra": extra})
+    write_checkpoint(path, tensors, {"extra": extra}, summary={DESCRIPTIONS_KEY: describe_hf_models(model)})
 
 
 def load_checkpoint(
@@ -175,8 +176,8 @@ def read_tensors(
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or _is_weight(metadata, key)]
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
-    planner = _LoadPlanner(weights_only)
-    _call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, process_group=group), path)
+    planner = LoadPlanner(weights_only)
+    call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, process_group=group), path)
     values = {
         key: _finish(value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key))
         for key, value in flat.items()
@@ -242,7 +243,7 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     return result
 
 
-class _LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
     """Reads flat keys as they are, and unpickles small objects only as far as ``weights_only`` allows."""
 
     def __init__(self, weights_only: bool) -> None:
@@ -255,10 +256,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def _save_tensors(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     writer = FileSystemWriter(folder)
-    _call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), folder)
+    call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), folder)
 
 
-def _call_dcp(action: Callable[[], Any], path: Path) -> None:
+def call_dcp(action: Callable[[], Any], path: Path) -> None:
     """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
     try:
         with warnings.catch_warnings():

@@ -128,7 +128,7 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
         return Path(pretrained)
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json"]
+    patterns = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
     folder = Path(snapshot_download(str(pretrained), allow_patterns=patterns, local_files_only=not download))
     get_weight_files(folder)
     return folder

@@ -1,5 +1,6 @@
 """Errors that are raised on every rank: whoever goes on alone waits for the others in the next collective."""
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,19 +15,24 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
         groups: Along which an error, passed on by one after the other, reaches all ranks. None for one process.
 
     Raises:
-        ValueError: On the ranks without an error of their own, with the message of another's.
+        Exception: The one of the block, or that of the first other rank that has one.
     """
-    failure: str | None = None
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        own, failure = error, f"{type(error).__name__}: {error}"
+        failure = error
     for group in groups:
-        failures = [failure] * group.size()
-        dist.all_gather_object(failures, failure, group=group)
+        failures: list[Exception | None] = [None] * group.size()
+        dist.all_gather_object(failures, _make_portable(failure), group=group)
         failure = failure or next((other for other in failures if other is not None), None)
-    if own is not None:
-        raise own
     if failure is not None:
-        raise ValueError(f"Another rank failed with {failure}")
+        raise failure
+
+
+def _make_portable(error: Exception | None) -> Exception | None:
+    """An exception that takes other arguments than its message cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -28,6 +28,7 @@ from lightning_fsdp2.checkpoint.distributed import (
     write_checkpoint,
 )
 from lightning_fsdp2.checkpoint.folder import remove_checkpoint
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
@@ -203,7 +204,10 @@ class CheckpointingStrategy(WorldStrategy):
 
     def _get_summary(self) -> dict[str, Any]:
         mesh = self.full_device_mesh
+        module = self.lightning_module
+        tokenizer = getattr(getattr(module.trainer, "datamodule", None), "tokenizer", None)
         return {
+            DESCRIPTIONS_KEY: describe_hf_models(module, tokenizer),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "world_size": self.world_size,
             "strategy": type(self).__name__,
