@@ -3,9 +3,10 @@
 A description is made of plain JSON types::
 
     {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
-     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [[[...], [...]], ...] or None}
+     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None}
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -54,23 +55,30 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
             f"The checkpoint holds a {name}, which the installed transformers {transformers.__version__} does not have."
             " Where it can be imported, build your module, load the checkpoint, and export the module."
         )
-    return build_skeleton(model_class, description)
+    # a class may serve several kinds of configs
+    kind = description["config"].get("model_type")
+    has_class = kind in transformers.CONFIG_MAPPING
+    config_class = transformers.CONFIG_MAPPING[kind] if has_class else model_class.config_class
+    return build_skeleton(model_class, config_class, description)
 
 
-def build_skeleton(model_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
-    """:func:`build_hf_skeleton` for a class that is at hand, of transformers or a user's own."""
+def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
+    """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
     from transformers import GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    config = model_class.config_class.from_dict(dict(description["config"]))
+    def build_config() -> Any:
+        return config_class.from_dict(copy.deepcopy(description["config"]))
+
     with torch.device("meta"):
-        skeleton = model_class._from_config(config)
+        skeleton = model_class._from_config(build_config())
+    skeleton.config = build_config()  # without what building the model has added
     if description["generation_config"] is not None:
-        skeleton.generation_config = GenerationConfig.from_dict(dict(description["generation_config"]))
+        skeleton.generation_config = GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
     if (used := description["weight_conversions"]) is not None:
         # `revert_weight_conversion` of transformers looks for them here
         skeleton._weight_conversions = [
-            transform for transform in get_model_conversion_mapping(skeleton) if _get_patterns(transform) in used
+            transform for transform in get_model_conversion_mapping(skeleton) if _identify(transform) in used
         ]
     return skeleton
 
@@ -93,7 +101,7 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
         "generation_config": None if generation_config is None else _to_json(generation_config),
         "tokenizer": tokenizer or model.name_or_path,
         "tied": sorted(model.all_tied_weights_keys),
-        "weight_conversions": None if used is None else [_get_patterns(transform) for transform in used],
+        "weight_conversions": None if used is None else [_identify(transform) for transform in used],
     }
 
 
@@ -102,6 +110,6 @@ def _to_json(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
 
 
-def _get_patterns(transform: Any) -> list[list[str]]:
-    """What tells a ``WeightTransform`` from the others of a model."""
-    return [list(transform._original_source_patterns), list(transform._original_target_patterns)]
+def _identify(transform: Any) -> list[str]:
+    """What tells a ``WeightTransform`` from the others of a model; saving with transformers changes its lists."""
+    return [transform.scope_prefix or "", transform.compiled_sources.pattern]

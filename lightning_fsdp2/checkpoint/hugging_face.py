@@ -140,7 +140,7 @@ def _open_module(module: nn.Module, path: str | None) -> _Weights:
     description = _choose(describe_hf_models(module), path, type(module).__name__)
     model: Any = module.get_submodule(description["path"])
     reshard(module)
-    skeleton = build_skeleton(get_model_class(model), description)
+    skeleton = build_skeleton(get_model_class(model), type(model.config), description)
     state = model.state_dict()
     specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     _check_complete(specs, skeleton)
@@ -263,7 +263,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _finish_folder(folder: Path, out: Path, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
     skeleton = weights.skeleton
-    skeleton.config.dtype = layout.dtype
+    _set_dtype(skeleton.config, layout.dtype)
     skeleton.config.architectures = [type(skeleton).__name__]
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
@@ -278,6 +278,14 @@ def _finish_folder(folder: Path, out: Path, weights: _Weights, layout: Layout, t
     for file in folder.iterdir():
         _sync(file)
     publish_folder(folder, out)
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    config.dtype = dtype
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part.dtype is not None:
+            _set_dtype(part, dtype)
 
 
 def _save_tokenizer(folder: Path, tokenizer: Any, default: str) -> None:
