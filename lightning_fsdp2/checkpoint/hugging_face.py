@@ -120,6 +120,17 @@ def check_free(out: Path, overwrite: bool) -> None:
         )
 
 
+def check_exportable(module: nn.Module, *, model: str | None, dtype: ExportDtype | torch.dtype | None) -> None:
+    """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
+
+    Raises:
+        TypeError: As there.
+        ValueError: As there.
+    """
+    _get_dtype(dtype)
+    _open_module(module, model)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
     """Where the tensors of a model are, and how to get some of them."""
