@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.parallel.failures import fail_together
@@ -137,26 +138,42 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         parameter.requires_grad_(trainable[name])
 
 
-def _open_files(folder: Path) -> dict[str, Any]:
-    """Map the names of all tensors to slices that are read when they are indexed."""
-    from safetensors import SafetensorError, safe_open
+class _StoredTensor:
+    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it.
 
-    slices: dict[str, Any] = {}
-    for file in get_weight_files(folder):
+    The file is mapped for as long as that takes: the pages of a whole model would add up, and weights that are pages of
+    a file change with it.
+    """
+
+    def __init__(self, file: str, name: str, shape: list[int]) -> None:
+        self._file, self._name, self._shape = file, name, shape
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with safe_open(self._file, framework="pt", device="cpu") as file:
+            return file.get_slice(self._name)[index].clone()
+
+
+def _open_files(folder: Path) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for name in get_weight_files(folder):
         try:
-            handle = safe_open(file, framework="pt", device="cpu")
+            with safe_open(name, framework="pt", device="cpu") as file:
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{file} is missing, although the index of pretrained={str(folder)!r} names it; copy or download the"
+                f"{name} is missing, although the index of pretrained={str(folder)!r} names it; copy or download the"
                 " model again."
             ) from error
         except SafetensorError as error:
             raise ValueError(
-                f"{file} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
+                f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
                 " download it again."
             ) from error
-        slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 - not a dict
-    return slices
+        tensors.update({key: _StoredTensor(name, key, shape) for key, shape in shapes.items()})
+    return tensors
 
 
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:

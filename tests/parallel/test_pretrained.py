@@ -4,7 +4,6 @@
 Trainer; here the files and the model differ.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -341,10 +340,9 @@ def test_a_checkpoint_or_a_file_is_no_directory_of_a_model(folder: Path, tmp_pat
 # ---------------------------------------------------------------------- memory
 
 _MEASURE = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_fsdp2 import create_device_mesh, export_hf
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
@@ -369,7 +367,7 @@ shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters()
 largest = max(p.numel() * p.element_size() for p in model.parameters())
 baseline = reset_peak()
 export_hf(model, folder + "-out", max_shard_size="200MB", overwrite=True)
-print("measured", shards, largest, loading, get_peak() - baseline, flush=True)
+sys.stdout.write(f"measured {shards} {largest} {loading} {get_peak() - baseline}\\n")
 dist.destroy_process_group()
 """
 
@@ -392,21 +390,17 @@ def test_memory_of_reading_and_writing_shards(dtype: str, tp_size: int, tmp_path
     del model
     script = tmp_path / "measure.py"
     script.write_text(_MEASURE)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = subprocess.run(
-        [*command, "0", script, tmp_path / "model", dtype, str(tp_size)],
-        env={**os.environ, "MALLOC_TRIM_THRESHOLD_": "0"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+        [*launcher, script, tmp_path / "model", dtype, str(tp_size)], capture_output=True, text=True, timeout=280
     )
     measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
     assert len(measured) == 2, output.stderr[-4000:]
     for shards, largest, loading, writing in (map(int, numbers) for numbers in measured):
         assert shards > 300 * _MEGABYTE
-        assert loading <= shards + largest + 500 * _MEGABYTE, f"{loading / _MEGABYTE} MB"
-        assert writing <= 200 * _MEGABYTE + 2 * largest + 100 * _MEGABYTE, f"{writing / _MEGABYTE} MB"
+        # 500 MB would do, but not tell a half from a whole in bfloat16
+        assert loading <= shards + largest + 200 * _MEGABYTE, f"{loading / _MEGABYTE} MB"
+        assert writing <= 200 * _MEGABYTE + 2 * largest + 200 * _MEGABYTE, f"{writing / _MEGABYTE} MB"
 
 
 # ---------------------------------------------------------------------- once
