@@ -33,6 +33,7 @@ from lightning_fsdp2.checkpoint.hf_layout import Layout, build_layout, convert
 from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_whole_tensors
 from lightning_fsdp2.parallel.failures import fail_together
 from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.parallel.structure import get_class_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +149,7 @@ class _Weights:
 
 
 def _open_module(module: nn.Module, path: str | None) -> _Weights:
-    description = _choose(describe_hf_models(module), path, type(module).__name__)
+    description = _choose(describe_hf_models(module), path, get_class_name(module))
     model: Any = module.get_submodule(description["path"])
     reshard(module)
     skeleton = build_skeleton(get_model_class(model), type(model.config), description)
