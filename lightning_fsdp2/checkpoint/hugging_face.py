@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.checkpoint.distributed import on_first_rank
+from lightning_fsdp2.checkpoint.distributed import check_complete, on_first_rank
 from lightning_fsdp2.checkpoint.folder import get_hidden_path, publish_folder, start_folder
 from lightning_fsdp2.checkpoint.hf_description import (
     Description,
@@ -78,12 +78,14 @@ def export_hf(
 
     Raises:
         TypeError: When ``source`` holds no Hugging Face model.
-        ValueError: When it holds several and ``model`` names none of them, the model has adapters, or the checkpoint
-            does not say what model it holds, or not all of it.
+        ValueError: When it holds several and ``model`` names none of them, the model has adapters or other weights than
+            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote.
         FileExistsError: When ``out`` has something in it, and not ``overwrite``.
         FileNotFoundError: When there is no such checkpoint.
         RuntimeError: When a file cannot be written. All are raised on every rank; what stood at ``out`` still does.
     """
+    if "://" in str(out):
+        raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
     out = Path(out)
     on_first_rank(lambda: check_free(out, overwrite))
     with fail_together(_get_groups()):
@@ -155,13 +157,13 @@ def _open_module(module: nn.Module, path: str | None) -> _Weights:
     skeleton = build_skeleton(get_model_class(model), type(model.config), description)
     state = model.state_dict()
     specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    _check_complete(specs, skeleton)
+    _check_readable(specs, skeleton)
     return _Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state))
 
 
 def _open_checkpoint(path: str | Path, model: str | None) -> _Weights:
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
+    if not Path(path).is_file():
+        check_complete(path)
     descriptions = read_descriptions(path)
     if not descriptions:
         raise ValueError(
@@ -176,7 +178,7 @@ def _open_checkpoint(path: str | Path, model: str | None) -> _Weights:
         if name.startswith(prefix)
     }
     skeleton = build_hf_skeleton(description)
-    _check_complete(specs, skeleton)
+    _check_readable(specs, skeleton)
 
     def read(names: Sequence[str], rank: int) -> dict[str, Tensor]:
         if rank != _get_rank():
@@ -223,7 +225,7 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
     return descriptions[paths.index(path)]
 
 
-def _check_complete(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") -> None:
+def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") -> None:
     """Refuse weights that nobody could read with the model's config."""
     expected = skeleton.state_dict()
     if any(".base_layer." in name for name in specs):

@@ -16,7 +16,7 @@ from lightning_fsdp2.models.hugging_face import (
     build_model,
     build_pretrained_model,
     find_pretrained,
-    is_local,
+    get_optional_folder,
 )
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.gradients import get_total_norm
@@ -100,7 +100,7 @@ class CausalLM(LightningModule):
         self.loss = loss
         self.allow_missing = allow_missing
         if pretrained is not None:
-            is_local(pretrained)
+            get_optional_folder(pretrained)  # a wrong path is said here, not once the run has started
         self.hf_config = build_config(pretrained or config)
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(

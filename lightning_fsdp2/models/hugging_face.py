@@ -124,8 +124,8 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
         FileNotFoundError: When the directory holds no safetensors files.
         ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
     """
-    if is_local(pretrained):
-        return Path(pretrained)
+    if (folder := get_optional_folder(pretrained)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
@@ -134,8 +134,8 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
     return folder
 
 
-def is_local(pretrained: str | Path) -> bool:
-    """Whether ``pretrained`` is a directory of weights rather than a hub id.
+def get_optional_folder(pretrained: str | Path) -> Path | None:
+    """Return the directory that ``pretrained`` is, None for a hub id.
 
     Raises:
         FileNotFoundError: When it looks like a directory and does not exist, or holds no safetensors files.
@@ -144,10 +144,10 @@ def is_local(pretrained: str | Path) -> bool:
     folder = Path(pretrained)
     if folder.exists():
         get_weight_files(folder)
-        return True
+        return folder
     if folder.is_absolute() or str(pretrained).startswith("."):
         raise FileNotFoundError(f"pretrained={str(pretrained)!r} does not exist.")
-    return False
+    return None
 
 
 def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig":

@@ -85,11 +85,12 @@ def test_round_trip_through_shards_and_through_a_checkpoint(family: str, mesh: s
         torch.testing.assert_close(compute_logits(model), compute_logits(source), rtol=1e-4, atol=1e-5)
         save_checkpoint(tmp_path / "run.ckpt", model)
         export_hf(model, tmp_path / "live", max_shard_size=FILE_SIZE)
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline-together", max_shard_size=FILE_SIZE)
 
     def read_again() -> None:
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline", max_shard_size=FILE_SIZE)
         expected = read_weights(tmp_path / "vanilla")
-        for folder in (tmp_path / "live", tmp_path / "offline"):
+        for folder in (tmp_path / name for name in ("live", "offline", "offline-together")):
             assert len(list(folder.glob("*.safetensors"))) > 1
             assert_same_tensors(read_weights(folder), expected)
             assert torch.equal(compute_logits(AutoModelForCausalLM.from_pretrained(folder)), compute_logits(source))
@@ -298,3 +299,10 @@ def test_a_path_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "damaged.ckpt").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match=r"damaged\.ckpt' cannot be read as a checkpoint"):
         export_hf(tmp_path / "damaged.ckpt", tmp_path / "out")
+    save_checkpoint(tmp_path / "half.ckpt", make_llama())
+    data = tmp_path / "half.ckpt" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"half\.ckpt' is incomplete: __0_0\.distcp \(truncated\)"):
+        export_hf(tmp_path / "half.ckpt", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out='s3://bucket/out'\): export to a local directory"):
+        export_hf(make_llama(), "s3://bucket/out")
