@@ -147,7 +147,7 @@ class _Weights:
     """Meta tensors, by their names in the model."""
 
     read: Callable[[Sequence[str], int], dict[str, Tensor]]
-    """(names, rank) -> whole tensors in host memory, on that rank; every rank must call it."""
+    """(names, rank) -> whole tensors in host memory on that rank, nothing on others; every rank must call it."""
 
 
 def _open_module(module: nn.Module, path: str | None) -> _Weights:
@@ -254,14 +254,17 @@ def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
     files = list(layout.files.items())
     for start in range(0, len(files), ranks):
         with fail_together(_get_groups()):
-            own: tuple[str, dict[str, Tensor]] | None = None
-            for rank, (file, names) in enumerate(files[start : start + ranks]):
-                tensors = weights.read(layout.get_sources(names), rank)
-                if rank == _get_rank():
-                    own = file, tensors
-            if own is not None:
-                file, tensors = own
-                _write_file(folder / file, convert(weights.skeleton, layout, tensors, layout.files[file]))
+            _write_round(folder, weights, layout, files[start : start + ranks])
+
+
+def _write_round(folder: Path, weights: _Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
+    """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
+    own: dict[str, Tensor] = {}
+    for rank, (_, names) in enumerate(files):
+        own.update(weights.read(layout.get_sources(names), rank))
+    if own:
+        file, names = files[_get_rank()]
+        _write_file(folder / file, convert(weights.skeleton, layout, own, names))
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -323,11 +326,11 @@ def _has_tokenizer(name: str | Path) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-    if Path(name).is_dir():
+    if Path(name).is_dir() and name:
         return any((Path(name) / file).exists() for file in files)
     try:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
-    except HFValidationError:  # a path that is not there any more, or empty
+    except HFValidationError:  # empty, or a path that is not there any more
         return False
 
 
