@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.checkpoint import consolidate_checkpoint, load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import consolidate_checkpoint, export_hf, load_checkpoint, save_checkpoint
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "consolidate_checkpoint",
     "create_device_mesh",
     "defer_grad_sync",
+    "export_hf",
     "load_checkpoint",
     "save_checkpoint",
     "token_mean_loss",

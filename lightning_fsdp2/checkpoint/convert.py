@@ -5,9 +5,11 @@ from typing import Any
 
 from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.checkpoint.whole import read_descriptions
 
 
 def consolidate_checkpoint(
@@ -34,7 +36,8 @@ def consolidate_checkpoint(
     target = get_path(output)
     if target.is_dir():
         raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
-    write_file(target, read_whole_checkpoint(path, with_optimizers=with_optimizers, trust=trust_checkpoint))
+    checkpoint = read_whole_checkpoint(path, with_optimizers=with_optimizers, trust=trust_checkpoint)
+    write_file(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})
 
 
 def read_whole_checkpoint(path: str | Path, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:

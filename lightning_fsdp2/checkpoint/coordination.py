@@ -1,10 +1,11 @@
 """What ranks do together around files: one rank acts, or all do, and every rank learns of a failure."""
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from lightning_fsdp2.parallel.failures import make_portable
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 def raise_first(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise, on every rank, the failure of the first rank that has one."""
-    for error in all_gather(failure and _make_portable(failure), group):
+    for error in all_gather(make_portable(failure), group):
         if error is not None:
             raise error
 
@@ -71,13 +72,4 @@ def _attempt(action: Callable[[], T]) -> tuple[Any, Exception | None]:
     try:
         return action(), None
     except Exception as error:
-        return None, _make_portable(error)
-
-
-def _make_portable(error: Exception) -> Exception:
-    """Some exceptions cannot be pickled, and some only until somebody unpickles them."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return None, make_portable(error)

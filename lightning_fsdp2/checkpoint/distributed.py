@@ -163,7 +163,7 @@ def read_directory(
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
-    call_dcp(lambda: load(flat, storage_reader=reader, planner=_LoadPlanner(path, trust), **options), path)
+    call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
     values = {
         _path_of(metadata, key): _finish_target(
             value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key)
@@ -202,7 +202,7 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         ) from error
 
 
-class _LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
     """Reads flat keys as they are, and unpickles small objects only as far as they are trusted."""
 
     def __init__(self, path: AnyPath, trust: bool) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 
@@ -32,7 +33,8 @@ def save_checkpoint(
     tensors = {"state_dict": model.state_dict()}
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
-    write_snapshot(get_path(path), take_snapshot(tensors, {"extra": extra}))
+    summary = {DESCRIPTIONS_KEY: describe_hf_models(model)}
+    write_snapshot(get_path(path), take_snapshot(tensors, {"extra": extra}, summary))
 
 
 def load_checkpoint(

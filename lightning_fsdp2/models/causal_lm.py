@@ -1,8 +1,8 @@
 """Any Hugging Face causal language model, trained from YAML."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
@@ -11,6 +11,13 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2.models.hugging_face import (
+    build_config,
+    build_model,
+    build_pretrained_model,
+    find_pretrained,
+    get_optional_folder,
+)
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.gradients import get_total_norm
 from lightning_fsdp2.parallel.loss import (
@@ -21,10 +28,9 @@ from lightning_fsdp2.parallel.loss import (
     shift_left,
     token_cross_entropy,
 )
-from lightning_fsdp2.parallel.pretrained import get_weight_files, set_pretrained
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +60,14 @@ class CausalLM(LightningModule):
             time, and again in backward: the same loss and gradients, for one more product with the head and without
             what is often the largest tensor of a step. Tensor parallel ranks compute it on their parts of the
             vocabulary.
+        allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack:
+            they are initialised as those of a new model. Without it a tensor that is missing is an error.
 
     Raises:
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
-            or ``loss`` is unknown; in ``configure_model`` when ``loss="chunked"`` cannot be done for the model.
+            ``loss`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run; in ``configure_model``
+            when ``pretrained`` is quantised or ``loss="chunked"`` cannot be done for the model; once sharded, when the
+            files are not those of the model.
         FileNotFoundError: When a ``pretrained`` directory holds no safetensors files.
     """
 
@@ -72,6 +82,7 @@ class CausalLM(LightningModule):
         decay_norms_and_biases: bool = False,
         attn_implementation: str = "sdpa",
         loss: LossMethod = "full",
+        allow_missing: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if (pretrained is None) == (config is None):
@@ -81,11 +92,16 @@ class CausalLM(LightningModule):
             )
         if loss not in get_args(LossMethod):
             raise ValueError(f"CausalLM(loss={loss!r}) is unknown; use 'full' or 'chunked'.")
-        self.save_hyperparameters("pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss")
+        self.save_hyperparameters(
+            "pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss", "allow_missing"
+        )
         self.pretrained, self.attn_implementation = pretrained, attn_implementation
         self.decay_norms_and_biases = decay_norms_and_biases
         self.loss = loss
-        self.hf_config = _build_config(pretrained or config)
+        self.allow_missing = allow_missing
+        if pretrained is not None:
+            get_optional_folder(pretrained)  # a wrong path is said here, not once the run has started
+        self.hf_config = build_config(pretrained or config)
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(
                 "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which CausalLM"
@@ -103,7 +119,7 @@ class CausalLM(LightningModule):
 
     def prepare_data(self) -> None:
         if self.pretrained is not None:
-            _find_weights(self.pretrained, download=True)
+            find_pretrained(self.pretrained)
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -117,22 +133,16 @@ class CausalLM(LightningModule):
             self._logits_tail = trace_logits_tail(self.model)
 
     def _build_model(self) -> None:
-        from transformers import AutoModelForCausalLM
-
-        folder = None if self.pretrained is None else _find_weights(self.pretrained, download=False)
-        options = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
-        strategy = getattr(self._trainer, "strategy", None)  # `self.trainer` raises where there is none
-        if getattr(strategy, "materializes_models", False):
-            # our strategies: the strategy shards the model before it gives it weights
-            with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
-            if folder is not None:
-                set_pretrained(self.model, folder)
-        elif folder is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        else:
-            self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
-        self.model.train()
+        # our strategies shard the model before they give it weights; `self.trainer` raises where there is none
+        on_meta = getattr(getattr(self._trainer, "strategy", None), "materializes_models", False)
+        options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
+        if self.pretrained is None:
+            self.model = build_model(self.hf_config, on_meta=on_meta, **options)
+            return
+        folder = find_pretrained(self.pretrained, download=False)
+        self.model = build_pretrained_model(
+            folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
+        )
 
     def setup(self, stage: str) -> None:
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
@@ -255,53 +265,6 @@ class CausalLM(LightningModule):
     def _is_logging_step(self, step: int) -> bool:
         interval = cast(Any, self.trainer).log_every_n_steps
         return interval > 0 and step % interval == 0
-
-
-def _build_config(source: dict[str, Any] | str) -> "PretrainedConfig":
-    from transformers import AutoConfig
-
-    if isinstance(source, str):
-        return AutoConfig.from_pretrained(source)
-    fields = dict(source)
-    model_type = fields.pop("model_type", None)
-    if model_type is None:
-        raise ValueError(
-            f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
-        )
-    config = AutoConfig.for_model(model_type, **fields)
-    _check_fields(config, model_type, fields)
-    return config
-
-
-def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
-    """Transformers keeps fields that it does not know, and trains another model than the one meant."""
-    from transformers import AutoConfig
-
-    known = AutoConfig.for_model(model_type)
-    rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
-    for name in fields:
-        if hasattr(known, name) or name in rotary:
-            continue
-        without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # an older name that is translated changes another field
-        if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
-            raise ValueError(
-                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"
-                f" {', '.join(sorted(known.to_dict()))}."
-            )
-
-
-def _find_weights(pretrained: str, *, download: bool) -> Path:
-    """Return the local directory of a model's weights; a hub id is downloaded on one process per node."""
-    folder = Path(pretrained)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(
-            snapshot_download(pretrained, allow_patterns=["*.safetensors", "*.json"], local_files_only=not download)
-        )
-    get_weight_files(folder)
-    return folder
 
 
 def _get_world_group() -> Any:

@@ -71,7 +71,7 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         message = tensor.detach().to(device).contiguous()
-        for group in _get_groups(device_mesh):
+        for group in get_groups(device_mesh):
             dist.broadcast(message, group=group, group_src=0)
         tensor.data.copy_(message)
 
@@ -192,7 +192,7 @@ class _WholeRandomNumbers(TorchDispatchMode):
 def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
     own = get_torch_random_state(device)
     states = [own]
-    for group in _get_groups(device_mesh):
+    for group in get_groups(device_mesh):
         dist.broadcast_object_list(states, group=group, group_src=0)
     set_torch_random_state(states[0], device)
     try:
@@ -201,7 +201,7 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
         set_torch_random_state(own, device)
 
 
-def _get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """Groups along which a broadcast, one after the other, reaches the whole mesh from its first rank."""
     if device_mesh is None:
         return []

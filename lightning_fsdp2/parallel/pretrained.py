@@ -1,41 +1,71 @@
 """Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.parallel.materialize import random_numbers_of_one_process
+from lightning_fsdp2.parallel.failures import fail_together
+from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
+from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
 
+_LISTED_NAMES = 20
+"""An error about tensors names so many of a kind."""
 
-def set_pretrained(model: nn.Module, folder: str | Path) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    folder: Path
+
+    conversions: list[Any]
+    """transformers' ``WeightTransform``s from names and shapes in the files to those of the model."""
+
+    allow_missing: Sequence[str]
+
+
+def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
     """Say that ``model``, built on the meta device, takes its weights from ``folder`` once it is sharded.
 
     Args:
-        model: A Hugging Face model.
+        model: A Hugging Face model, not sharded yet.
         folder: A local directory with ``*.safetensors`` files.
+        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack: they are
+            initialised as transformers does.
 
     Raises:
         FileNotFoundError: When there are none.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     get_weight_files(folder)
-    setattr(model, _SOURCE_ATTRIBUTE, Path(folder))
+    source = _Source(
+        folder=Path(folder),
+        # here, because they are found by the names of classes, which `fully_shard` changes
+        conversions=get_model_conversion_mapping(cast(Any, model)),
+        allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
+    )
+    setattr(model, _SOURCE_ATTRIBUTE, source)
 
 
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Load every model in ``model`` that :func:`set_pretrained` was called on; each is loaded once.
 
-    Weights that the files lack (a new classification head) are initialised as transformers does, to the same values on
-    any mesh; tied weights and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from
-    the model's, such as a mixture's experts, are converted on the fly.
+    Weights that the files may lack are initialised as transformers does, to the same values on any mesh; tied weights
+    and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as
+    a mixture's experts, are converted on the fly.
 
     Args:
         model: Sharded, or whole on one rank; on the meta device.
@@ -43,12 +73,14 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
         device_mesh: Its first rank's random state counts; None for one process.
 
     Raises:
-        ValueError: When a tensor's shape differs from the model's.
+        FileNotFoundError: When a file is missing.
+        ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
+            shape, or left over although the model has their module. On every rank of the mesh.
     """
     for module in model.modules():
-        folder = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
-        if folder is not None:
-            _load(module, folder, device, device_mesh)
+        source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
+        if source is not None:
+            _load(module, source, device, device_mesh)
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
@@ -56,8 +88,10 @@ def get_weight_files(folder: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: When the directory holds none.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
     """
     folder = Path(folder)
+    _check_model_folder(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -70,45 +104,146 @@ def get_weight_files(folder: str | Path) -> list[str]:
     return files
 
 
-def _load(model: Any, folder: Path, device: torch.device, device_mesh: DeviceMesh | None) -> None:
+def _check_model_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(
+            f"pretrained={str(folder)!r} is a file; give the directory of a model saved by `save_pretrained()`."
+        )
+    if (folder / ".metadata").exists():
+        raise ValueError(
+            f"pretrained={str(folder)!r} is a checkpoint of a training run. To go on with that run, pass it as"
+            " `ckpt_path`; to start from its weights, export it first with `lightning_fsdp2.export_hf`."
+        )
+
+
+def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
     # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
     # whole model on one rank or get packed experts wrong
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(folder),
+        pretrained_model_name_or_path=str(source.folder),
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
-        weight_mapping=cast(Any, get_model_conversion_mapping(model)),
+        weight_mapping=cast(Any, source.conversions),
         ignore_mismatched_sizes=True,  # to say below which they are
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with _one_progress_bar():
-        info, _ = type(model)._load_pretrained_model(model, None, get_weight_files(folder), config)
-    if info.mismatched_keys:
-        names = sorted(name for name, *_ in info.mismatched_keys)
-        shapes = ", ".join(f"{name} is {tuple(model.get_parameter(name).shape)} here" for name in names)
-        raise ValueError(
-            f"The tensors in pretrained={str(folder)!r} have other shapes than the model's: {shapes}. Change the config"
-            " of the model, or give the directory of a model of this size."
-        )
-    with random_numbers_of_one_process(device, device_mesh):
+    with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
+        info, _ = type(model)._load_pretrained_model(model, _open_files(source.folder), None, config)
+        _check_loaded(model, info, source)
+    with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
 
 
+class _StoredTensor:
+    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it.
+
+    The file is mapped for as long as that takes: the pages of a whole model would add up, and weights that are pages of
+    a file change with it.
+    """
+
+    def __init__(self, file: str, name: str, shape: list[int]) -> None:
+        self._file, self._name, self._shape = file, name, shape
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with safe_open(self._file, framework="pt", device="cpu") as file:
+            return file.get_slice(self._name)[index].clone()
+
+
+def _open_files(folder: Path) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for name in get_weight_files(folder):
+        try:
+            with safe_open(name, framework="pt", device="cpu") as file:
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{name} is missing, although the index of pretrained={str(folder)!r} names it; copy or download the"
+                " model again."
+            ) from error
+        except SafetensorError as error:
+            raise ValueError(
+                f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
+                " download it again."
+            ) from error
+        tensors.update({key: _StoredTensor(name, key, shape) for key, shape in shapes.items()})
+    return tensors
+
+
+def _check_loaded(model: Any, info: Any, source: _Source) -> None:
+    """Refuse what transformers only warns of: a model that would train from weights that are not the files'."""
+    info = copy.copy(info)
+    model._adjust_missing_and_unexpected_keys(info)  # for what a family's authors know to be harmless
+    missing = {
+        name
+        for name in info.missing_keys
+        if _get_tied_names(model, name) <= info.missing_keys
+        and not any(fnmatchcase(name, pattern) for pattern in source.allow_missing)
+    }
+    left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
+    problems = [
+        *_list_names("missing in the files", missing),
+        *_list_names("in the files, but not in the module that would use them", left_over),
+        *_list_names("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
+        *_list_names("not convertible to the model's", info.conversion_errors),
+    ]
+    if problems:
+        raise ValueError(
+            f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
+            f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
+            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters go around a"
+            " model that has its weights."
+        )
+
+
+def _get_tied_names(model: Any, name: str) -> set[str]:
+    """``name`` and the names of what is tied to it, of which the files need one only."""
+    ties: dict[str, str] = model.all_tied_weights_keys
+    source = ties.get(name, name)
+    return {name, source, *(target for target, other in ties.items() if other == source)}
+
+
+def _has_module_of(model: nn.Module, name: str) -> bool:
+    """Whether the model has the module of a stored tensor, with weights of its own, and would compute without it.
+
+    A bias or the scales of a quantised weight then change the results; a layer or head that the model lacks does not.
+    """
+    try:
+        module = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return False
+    return module is not model and bool(module._parameters)
+
+
+def _list_names(problem: str, names: Collection[str], model: nn.Module | None = None) -> list[str]:
+    if not names:
+        return []
+    shown = sorted(names)[:_LISTED_NAMES]
+    shapes = {} if model is None else {name: f" is {tuple(model.state_dict()[name].shape)} here" for name in shown}
+    more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
+    return [f"{problem}: {', '.join([*(name + shapes.get(name, '') for name in shown), *more])}"]
+
+
 @contextmanager
-def _one_progress_bar() -> Iterator[None]:
-    """Every rank reads its shards, but only rank 0 needs to show it."""
+def _only_first_rank_reports() -> Iterator[None]:
+    """Every rank reads its shards, but only rank 0 needs to show progress and warnings."""
     from transformers.utils import logging
 
-    hide = dist.is_initialized() and dist.get_rank() > 0 and logging.is_progress_bar_enabled()
-    if hide:
-        logging.disable_progress_bar()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        yield
+        return
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        if hide:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
             logging.enable_progress_bar()

@@ -15,6 +15,7 @@ from lightning_fsdp2.checkpoint.asynchronous import BackgroundWriter
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.folder import clean_folder, get_path, is_local, link_checkpoint, remove_checkpoint
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.loading import read_checkpoint
 from lightning_fsdp2.checkpoint.single_file import gather_whole, write_file
 from lightning_fsdp2.config import CheckpointConfig
@@ -71,7 +72,7 @@ class MeshCheckpointIO(CheckpointIO):
         checkpoint = dict(checkpoint)
         summary = checkpoint.pop("summary", {})
         if self.config.format == "full":
-            whole = gather_whole(checkpoint)
+            whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])})
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
@@ -236,7 +237,10 @@ class CheckpointingStrategy(WorldStrategy):
 
     def _get_summary(self) -> dict[str, Any]:
         mesh = self.full_device_mesh
+        module = self.lightning_module
+        tokenizer = getattr(getattr(module.trainer, "datamodule", None), "tokenizer", None)
         return {
+            DESCRIPTIONS_KEY: describe_hf_models(module, tokenizer),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "world_size": self.world_size,
             "strategy": type(self).__name__,

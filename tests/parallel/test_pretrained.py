@@ -5,6 +5,8 @@ Trainer; here the files and the model differ.
 """
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ import torch
 import torch.distributed as dist
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2 import create_device_mesh, save_checkpoint
 from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 
@@ -43,13 +45,23 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def build_on_meta(
-    folder: Path, kind: Any = AutoModelForCausalLM, dtype: torch.dtype = torch.float32, **changes: Any
+    folder: Path,
+    kind: Any = AutoModelForCausalLM,
+    dtype: torch.dtype = torch.float32,
+    allow_missing: Any = (),
+    **changes: Any,
 ) -> nn.Module:
     """A model that has no weights yet and knows where they are."""
     with torch.device("meta"):
         model = kind.from_config(make_config({**LLAMA, **changes}), dtype=dtype)
-    set_pretrained(model, folder)
+    set_pretrained(model, folder, allow_missing=allow_missing)
     return model.train()
+
+
+def build_with_new_parts(folder: Path, **changes: Any) -> nn.Module:
+    """A classification head and a fourth layer, which the files lack."""
+    new = ("score.weight", "model.layers.3.*")
+    return build_on_meta(folder, AutoModelForSequenceClassification, allow_missing=new, num_hidden_layers=4, **changes)
 
 
 def shard(model: nn.Module, **sizes: int) -> nn.Module:
@@ -188,7 +200,7 @@ def test_weights_that_the_model_lacks_are_left_in_the_files(folder: Path) -> Non
 
 def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder: Path) -> None:
     def run() -> None:
-        model = shard(build_on_meta(folder, AutoModelForSequenceClassification, num_labels=40, num_hidden_layers=4))
+        model = shard(build_with_new_parts(folder, num_labels=40))
         weights = whole(model.state_dict())
         new = {name: tensor for name, tensor in weights.items() if name == "score.weight" or ".layers.3." in name}
         stored = read_weights(folder)
@@ -208,7 +220,7 @@ def test_weights_that_the_files_lack_are_those_of_one_process_on_any_mesh(folder
     def run(replicas: int) -> dict[str, Tensor]:
         torch.manual_seed(dist.get_rank())
         model = shard(
-            build_on_meta(folder, AutoModelForSequenceClassification, num_labels=8, num_hidden_layers=4),
+            build_with_new_parts(folder, num_labels=8),
             dp_replicate_size=replicas,
         )
         drawn, untouched = torch.rand(3), torch.Generator().manual_seed(dist.get_rank())
@@ -228,6 +240,173 @@ def test_a_tensor_of_another_shape_is_named_with_the_folder(folder: Path) -> Non
         assert str(folder) in str(raised.value)
 
     run_ranks(run, 2)
+
+
+def save_weights(folder: Path, weights: dict[str, Tensor]) -> Path:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_weights_that_are_missing_are_listed_unless_that_is_allowed(folder: Path, tmp_path: Path) -> None:
+    weights = read_weights(folder)
+    norm, head = weights.pop("model.norm.weight"), weights.pop("lm_head.weight")
+    save_weights(tmp_path, weights)
+
+    def run() -> None:
+        for allowed in ((), "lm_head.bias", ["lm_head", "*.norm"]):
+            with pytest.raises(
+                ValueError,
+                match=r"of this LlamaForCausalLM: missing in the files: lm_head\.weight, model\.norm\.weight\.",
+            ) as raised:
+                shard(build_on_meta(tmp_path, allow_missing=allowed))
+            assert str(tmp_path) in str(raised.value)
+            assert "allow_missing" in str(raised.value)
+        with pytest.raises(ValueError, match=r"missing in the files: model\.norm\.weight\."):
+            shard(build_on_meta(tmp_path, allow_missing="lm_head.*"))
+        weights = whole(shard(build_on_meta(tmp_path, allow_missing=("lm_*", "*.norm.weight"))).state_dict())
+        assert torch.equal(weights["model.norm.weight"], torch.ones_like(norm))
+        assert not torch.equal(weights["lm_head.weight"], head)
+        tied = whole(
+            shard(build_on_meta(tmp_path, allow_missing="model.norm.*", tie_word_embeddings=True)).state_dict()
+        )
+        assert torch.equal(tied["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+    run_ranks(run, 2)
+
+
+def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tmp_path: Path) -> None:
+    """As the biases of another config, or the scales of a quantised checkpoint."""
+    name = "model.layers.1.self_attn.q_proj"
+    extra = {
+        f"{name}.bias": torch.ones(32),
+        f"{name}.weight_scale_inv": torch.ones(1),
+        "model.layers.1.note": torch.ones(1),
+    }
+    save_weights(tmp_path, {**read_weights(folder), **extra})
+
+    def run() -> None:
+        with pytest.raises(
+            ValueError, match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. "
+        ):
+            shard(build_on_meta(tmp_path))
+
+    run_ranks(run, 2)
+
+
+def test_only_so_many_names_are_listed(folder: Path, tmp_path: Path) -> None:
+    weights = read_weights(folder)
+    save_weights(tmp_path, {"model.norm.weight": weights["model.norm.weight"]})
+    with pytest.raises(RankError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight, \S+, 9 more\. Change"):
+        run_ranks(lambda: load_pretrained(build_on_meta(tmp_path), CPU), 1, group=False)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no-safetensors"])
+def test_a_damaged_file_is_named_on_every_rank(damage: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model-00003-of-00009.safetensors"
+    file.write_bytes(file.read_bytes()[:-5] if damage == "truncated" else b"<html>404</html>")
+
+    def run() -> None:
+        with pytest.raises(
+            ValueError, match=r"model-00003-of-00009\.safetensors of .* is damaged .* download it again"
+        ):
+            shard(build_on_meta(tmp_path))
+
+    run_ranks(run, 2)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(folder: Path, tmp_path: Path) -> None:
+    """Where nodes have disks of their own."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model-00003-of-00009.safetensors").unlink()
+
+    def run() -> None:
+        with pytest.raises(
+            FileNotFoundError, match=r"model-00003-of-00009\.safetensors is missing, although the index"
+        ):
+            shard(build_on_meta(tmp_path if dist.get_rank() == 3 else folder), tp_size=2)
+
+    run_ranks(run, 4)
+
+
+def test_a_checkpoint_or_a_file_is_no_directory_of_a_model(folder: Path, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "step=1.ckpt", nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"step=1\.ckpt' is a checkpoint of a training run\. .*`ckpt_path`.*export_hf"):
+        build_on_meta(tmp_path / "step=1.ckpt")
+    with pytest.raises(ValueError, match=r"config\.json' is a file; give the directory"):
+        build_on_meta(folder / "config.json")
+
+
+# ---------------------------------------------------------------------- memory
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from lightning_fsdp2 import create_device_mesh, export_hf, save_checkpoint
+from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+
+def get_peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+def reset_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+    return get_peak()
+
+folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+mesh = create_device_mesh(device_type="cpu", tp_size=int(sys.argv[3]))
+model = from_pretrained(folder, dtype=dtype)
+baseline = reset_peak()
+fsdp2_strategy_parallelize(model, mesh)
+loading = get_peak() - baseline
+shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+largest = max(p.numel() * p.element_size() for p in model.parameters())
+baseline = reset_peak()
+export_hf(model, folder + "-live", max_shard_size="200MB")
+writing = get_peak() - baseline
+save_checkpoint(folder + ".ckpt", model)
+del model
+baseline = reset_peak()
+export_hf(folder + ".ckpt", folder + "-offline", max_shard_size="200MB")
+sys.stdout.write(f"measured {shards} {largest} {loading} {writing} {get_peak() - baseline}\\n")
+dist.destroy_process_group()
+"""
+
+_MEGABYTE = 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "tp_size"),
+    [("float32", 1), ("bfloat16", 1), ("float32", 2)],
+    ids=["dp2", "dp2-cast", "tp2"],
+)
+def test_memory_of_reading_and_writing_shards(dtype: str, tp_size: int, tmp_path: Path) -> None:
+    """1.6 GB in float32, of which no rank ever holds more than its shards and the tensor or file in work."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5, "vocab_size": 16384}
+    config = make_config({**LLAMA, **sizes, "num_attention_heads": 16, "num_key_value_heads": 16})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu").save_pretrained(tmp_path / "model", max_shard_size="500MB")
+    del model
+    script = tmp_path / "measure.py"
+    script.write_text(_MEASURE)
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = subprocess.run(
+        [*launcher, script, tmp_path / "model", dtype, str(tp_size)], capture_output=True, text=True, timeout=280
+    )
+    measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
+    assert len(measured) == 2, output.stderr[-4000:]
+    for shards, largest, loading, writing, converting in (map(int, numbers) for numbers in measured):
+        assert shards > 300 * _MEGABYTE
+        # 500 MB would do, but not tell a half from a whole in bfloat16
+        assert loading <= shards + largest + 200 * _MEGABYTE, f"{loading / _MEGABYTE} MB"
+        for exporting in (writing, converting):
+            assert exporting <= 200 * _MEGABYTE + 2 * largest + 200 * _MEGABYTE, f"{exporting / _MEGABYTE} MB"
 
 
 # ---------------------------------------------------------------------- once

@@ -1,0 +1,115 @@
+"""What a checkpoint says of the Hugging Face models in it, so that they can be exported without the code around them.
+
+A description is made of plain JSON types::
+
+    {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
+     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None}
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DESCRIPTIONS_KEY = "hf_models"
+"""Where ``meta.json`` of a checkpoint directory, or the dict of a single file, keeps the descriptions."""
+
+Description = dict[str, Any]
+
+
+def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Description]:
+    """Describe every Hugging Face model in ``module``, itself included, in plain JSON types.
+
+    Args:
+        module: Sharded or not.
+        tokenizer: That of the training data; its ``name_or_path`` is kept. None for that of the model.
+
+    Returns:
+        One description per model, in registration order.
+    """
+    names = {submodule: name for name, submodule in module.named_modules()}
+    tokenizer_name = getattr(tokenizer, "name_or_path", "")
+    return [_describe(model, names[model], tokenizer_name) for model in get_hf_models(module)]
+
+
+def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the described model on the meta device.
+
+    Raises:
+        ValueError: When its class is not one of transformers.
+    """
+    import transformers
+
+    name = description["class"]
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"The checkpoint holds a {name}, which the installed transformers {transformers.__version__} does not have."
+            " Where it can be imported, build your module, load the checkpoint, and export the module."
+        )
+    # a class may serve several kinds of configs
+    kind = description["config"].get("model_type")
+    has_class = kind in transformers.CONFIG_MAPPING
+    config_class = transformers.CONFIG_MAPPING[kind] if has_class else model_class.config_class
+    return build_skeleton(model_class, config_class, description)
+
+
+def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
+    """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
+    from transformers import GenerationConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    def build_config() -> Any:
+        return config_class.from_dict(copy.deepcopy(description["config"]))
+
+    with torch.device("meta"):
+        skeleton = model_class._from_config(build_config())
+    skeleton.config = build_config()  # without what building the model has added
+    if description["generation_config"] is not None:
+        skeleton.generation_config = GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
+    if (used := description["weight_conversions"]) is not None:
+        # `revert_weight_conversion` of transformers looks for them here
+        skeleton._weight_conversions = [
+            transform for transform in get_model_conversion_mapping(skeleton) if _identify(transform) in used
+        ]
+    return skeleton
+
+
+def get_model_class(model: nn.Module) -> Any:
+    """The class of a model before ``fully_shard`` and tensor parallelism gave it others of the same name."""
+    name = get_class_name(model)
+    return [base for base in type(model).__mro__ if base.__name__ == name][-1]
+
+
+def _describe(model: Any, path: str, tokenizer: str) -> Description:
+    model_class = get_model_class(model)
+    is_own = model_class.__module__.startswith("transformers.")
+    used: Sequence[Any] | None = getattr(model, "_weight_conversions", None)
+    generation_config = getattr(model, "generation_config", None)
+    return {
+        "path": path,
+        "class": model_class.__name__ if is_own else f"{model_class.__module__}.{model_class.__qualname__}",
+        "config": _to_json(model.config),
+        "generation_config": None if generation_config is None else _to_json(generation_config),
+        "tokenizer": tokenizer or model.name_or_path,
+        "tied": sorted(model.all_tied_weights_keys),
+        "weight_conversions": None if used is None else [_identify(transform) for transform in used],
+    }
+
+
+def _to_json(config: Any) -> dict[str, Any]:
+    # a checkpoint must not fail because of a field that nobody will read
+    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
+
+
+def _identify(transform: Any) -> list[str]:
+    """What tells a ``WeightTransform`` from the others of a model; saving with transformers changes its lists."""
+    return [transform.scope_prefix or "", transform.compiled_sources.pattern]

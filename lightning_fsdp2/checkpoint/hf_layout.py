@@ -1,0 +1,152 @@
+"""Which tensors a model is stored as, in which files, and what each is made of."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is stored."""
+
+    dtype: torch.dtype
+    """Of the model: that of its first floating-point tensor."""
+
+    specs: dict[str, Tensor]
+    """The model's tensors that are stored, as meta tensors in the dtypes they are stored in."""
+
+    files: dict[str, list[str]]
+    """Names of the files and of the tensors in them."""
+
+    sources: dict[str, frozenset[str]]
+    """Of every stored tensor, the names of the model's tensors that it is made of."""
+
+    total_size: int
+    """Bytes of all tensors."""
+
+    def get_sources(self, names: Iterable[str]) -> list[str]:
+        """The model's tensors that stored ones are made of, in the model's order."""
+        needed = frozenset[str]().union(*(self.sources[name] for name in names))
+        return [name for name in self.specs if name in needed]
+
+
+def build_layout(
+    skeleton: "PreTrainedModel",
+    specs: Mapping[str, Tensor],
+    tied: Iterable[str],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> Layout:
+    """Find out how ``save_pretrained`` of transformers would store a model.
+
+    Args:
+        skeleton: The model on the meta device.
+        specs: Its tensors, on the meta device.
+        tied: Names of those that are stored under another name.
+        dtype: Of floating-point tensors; None keeps theirs.
+        max_shard_size: Of a file, in bytes or such as ``"5GB"``.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    left_out = {*tied, *(skeleton._keys_to_ignore_on_save or ())}
+    dtypes = _get_dtypes(skeleton, specs, dtype)
+    # fresh ones, so that no two share their storage
+    kept = {
+        name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
+        for name in skeleton.state_dict()
+        if name not in left_out
+    }
+    stored, sources = _trace_conversion(skeleton, kept)
+    split = split_state_dict_into_shards_factory(
+        stored,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+        get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+        get_storage_id=_get_storage_id,  # pieces of one tensor go into one file
+    )
+    return Layout(
+        dtype=next(spec.dtype for spec in kept.values() if spec.is_floating_point()),
+        specs=kept,
+        files=split.filename_to_tensors,
+        sources=sources,
+        total_size=split.metadata["total_size"],
+    )
+
+
+def convert(
+    skeleton: "PreTrainedModel", layout: Layout, tensors: Mapping[str, Tensor], names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Make the stored tensors ``names`` of the model's ``tensors``, which are all their sources."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # a conversion may depend on the names of all tensors
+    state = {name: tensors[name].to(spec.dtype) if name in tensors else spec for name, spec in layout.specs.items()}
+    stored = revert_weight_conversion(skeleton, state)
+    return {name: stored[name].contiguous() for name in names}
+
+
+def _get_dtypes(
+    skeleton: "PreTrainedModel", specs: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    if dtype is None:
+        return {name: spec.dtype for name, spec in specs.items()}
+    exceptions: dict[str, torch.dtype] = skeleton._get_dtype_plan(dtype)
+
+    def choose(name: str, spec: Tensor) -> torch.dtype:
+        if not spec.is_floating_point():
+            return spec.dtype
+        patterns = (pattern for pattern in exceptions if re.search(pattern.replace("*", ".*"), name))
+        return exceptions[pattern] if (pattern := next(patterns, None)) is not None else dtype
+
+    return {name: choose(name, spec) for name, spec in specs.items()}
+
+
+def _trace_conversion(
+    skeleton: "PreTrainedModel", specs: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
+    """Convert meta tensors, and see of which ones each result is made."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    origins = _Origins(specs)
+    with origins:
+        stored = revert_weight_conversion(skeleton, dict(specs))
+    return stored, {name: origins.get(tensor) for name, tensor in stored.items()}
+
+
+class _Origins(TorchDispatchMode):
+    """Follows tensors through the operations of the block, by the storages that they are written to."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {_get_storage_id(tensor): frozenset({name}) for name, tensor in tensors.items()}
+        self._seen = list(tensors.values())  # a storage that is freed would leave its id to another
+
+    def get(self, tensor: Tensor) -> frozenset[str]:
+        return self._names.get(_get_storage_id(tensor), frozenset())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        names = frozenset[str]().union(*map(self.get, _get_tensors((args, kwargs))))
+        for tensor in _get_tensors(result):
+            self._names[_get_storage_id(tensor)] = names
+            self._seen.append(tensor)
+        return result
+
+
+def _get_tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _get_storage_id(tensor: Tensor) -> int:
+    # meta tensors have no address
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,367 @@
+"""Write models in the format of Hugging Face, from shards or from a checkpoint, never with a full copy in memory.
+
+The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Which tensors of
+the model a stored one is made of (a mixture's packed experts are stored one by one) is learned by converting a model
+without weights; then the files are written in parallel, one rank each, from what is gathered for them.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.folder import Draft
+from lightning_fsdp2.checkpoint.hf_description import (
+    Description,
+    build_hf_skeleton,
+    build_skeleton,
+    describe_hf_models,
+    get_model_class,
+)
+from lightning_fsdp2.checkpoint.hf_layout import Layout, build_layout, convert
+from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_whole_tensors
+from lightning_fsdp2.parallel.failures import fail_together
+from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.parallel.structure import get_class_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+
+_LISTED_NAMES = 20
+
+
+def export_hf(
+    source: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    model: str | None = None,
+    tokenizer: Any = None,
+    dtype: ExportDtype | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    trust_checkpoint: bool = False,
+) -> Path:
+    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
+
+    In a process group every rank must call it: each writes its share of the files, for which tensor after tensor is
+    gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint one process is enough::
+
+        export_hf("checkpoints/step=100.ckpt", "my-model")
+
+    Args:
+        source: A Hugging Face model, sharded or not, or any module around one, such as a LightningModule; or the path
+            of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
+        out: The directory. It is written in a hidden one beside it and renamed once it is complete.
+        model: Path in ``source`` of the model, such as ``"student"``, where it holds several.
+        tokenizer: A Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None for the one
+            that the run (of a checkpoint) or the model came with, if it can be found.
+        dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
+        max_shard_size: Of a file, in bytes or such as ``"5GB"``.
+        overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
+        trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: When ``source`` holds no Hugging Face model.
+        ValueError: When it holds several and ``model`` names none of them, the model has adapters or other weights than
+            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote.
+        FileExistsError: When ``out`` has something in it, and not ``overwrite``.
+        FileNotFoundError: When there is no such checkpoint.
+        RuntimeError: When a file cannot be written. All are raised on every rank; what stood at ``out`` still does.
+    """
+    if "://" in str(out):
+        raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
+    out = Path(out)
+    on_first_rank(lambda: check_free(out, overwrite))
+    with fail_together(_get_groups()):
+        if isinstance(source, nn.Module):
+            weights = _open_module(source, model)
+        else:
+            weights = _open_checkpoint(source, model, trust_checkpoint)
+        layout = build_layout(
+            weights.skeleton,
+            weights.specs,
+            weights.description["tied"],
+            dtype=_get_dtype(dtype),
+            max_shard_size=max_shard_size,
+        )
+    drafts: list[Draft] = []  # on rank 0
+
+    def start() -> Path:
+        drafts.append(Draft(out))
+        drafts[0].path.mkdir()
+        return drafts[0].path
+
+    try:
+        _write_files(on_first_rank(start), weights, layout)
+        on_first_rank(lambda: _finish_folder(drafts[0], weights, layout, tokenizer))
+    except BaseException:
+        for draft in drafts:
+            draft.discard()
+        raise
+    return out
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuse to write to ``out`` what would replace something, unless that is wanted.
+
+    Raises:
+        FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
+    """
+    if out.is_file():
+        raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"
+            " is in it."
+        )
+
+
+def check_exportable(module: nn.Module, *, model: str | None, dtype: ExportDtype | torch.dtype | None) -> None:
+    """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
+
+    Raises:
+        TypeError: As there.
+        ValueError: As there.
+    """
+    _get_dtype(dtype)
+    _open_module(module, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Where the tensors of a model are, and how to get some of them."""
+
+    skeleton: "PreTrainedModel"
+    """The model without weights."""
+
+    description: Description
+
+    specs: dict[str, Tensor]
+    """Meta tensors, by their names in the model."""
+
+    read: Callable[[Sequence[str], int], dict[str, Tensor]]
+    """(names, rank) -> whole tensors in host memory on that rank, nothing on others; every rank must call it."""
+
+
+def _open_module(module: nn.Module, path: str | None) -> _Weights:
+    description = _choose(describe_hf_models(module), path, get_class_name(module))
+    model: Any = module.get_submodule(description["path"])
+    reshard(module)
+    skeleton = build_skeleton(get_model_class(model), type(model.config), description)
+    state = model.state_dict()
+    specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    _check_readable(specs, skeleton)
+    return _Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state))
+
+
+def _open_checkpoint(path: str | Path, model: str | None, trust: bool) -> _Weights:
+    path = str(find_checkpoint(path, trust=trust))
+    descriptions = read_descriptions(path, trust=trust)
+    if not descriptions:
+        raise ValueError(
+            f"{str(path)!r} does not say what Hugging Face model it holds: it was not written by this package. Build"
+            " your module, load the checkpoint, and export the module."
+        )
+    description = _choose(descriptions, model, str(path))
+    prefix = f"{description['path']}." if description["path"] else ""
+    specs = {
+        name.removeprefix(prefix): torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in list_tensors(path, trust=trust).items()
+        if name.startswith(prefix)
+    }
+    skeleton = build_hf_skeleton(description)
+    _check_readable(specs, skeleton)
+
+    def read(names: Sequence[str], rank: int) -> dict[str, Tensor]:
+        if rank != get_rank():
+            return {}
+        tensors = read_whole_tensors(path, [prefix + name for name in names], trust=trust)
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    return _Weights(skeleton=skeleton, description=description, specs=specs, read=read)
+
+
+class _Gather:
+    """Gathers the tensors of a state dict, one after the other, for one rank."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def __call__(self, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+        gathered = {}
+        for name in names:
+            tensor = self._state[name]
+            if isinstance(tensor, DTensor):
+                # offloaded shards are gathered where the mesh communicates
+                sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+                tensor = sharded.full_tensor()
+            if rank == get_rank():
+                gathered[name] = tensor.detach().cpu()
+        return gathered
+
+
+def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
+    if not descriptions:
+        raise TypeError(
+            f"export_hf: there is no model of transformers in {source}. Pass a `PreTrainedModel`, or a module around"
+            " one that was built already (in `configure_model`)."
+        )
+    paths = [description["path"] for description in descriptions]
+    if path is None and len(paths) == 1:
+        return descriptions[0]
+    if path not in paths:
+        raise ValueError(
+            f"export_hf(model={path!r}): {source} holds the model(s) {', '.join(map(repr, paths))}; name one of them."
+        )
+    return descriptions[paths.index(path)]
+
+
+def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") -> None:
+    """Refuse weights that nobody could read with the model's config."""
+    expected = skeleton.state_dict()
+    if any(".base_layer." in name for name in specs):
+        raise ValueError(
+            f"The {type(skeleton).__name__} has adapters of peft, which its own format cannot hold. Save them with"
+            " their `save_pretrained`, or merge them (`merge_and_unload`) on one process and export the result."
+        )
+    problems = {
+        "missing": expected.keys() - specs.keys(),
+        "unexpected": specs.keys() - expected.keys(),
+        "of another shape": {
+            name for name in expected.keys() & specs.keys() if expected[name].shape != specs[name].shape
+        },
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{problem}: {_shorten(names)}" for problem, names in problems.items() if names)
+        raise ValueError(
+            f"The weights are not those of a {type(skeleton).__name__} with its config, and could not be read again:"
+            f" {found}. Change the config along with the model."
+        )
+
+
+def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
+    """Write as many files at a time as there are ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    files = list(layout.files.items())
+    for start in range(0, len(files), ranks):
+        with fail_together(_get_groups()):
+            _write_round(folder, weights, layout, files[start : start + ranks])
+
+
+def _write_round(folder: Path, weights: _Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
+    """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
+    own: dict[str, Tensor] = {}
+    for rank, (_, names) in enumerate(files):
+        own.update(weights.read(layout.get_sources(names), rank))
+    if own:
+        file, names = files[get_rank()]
+        _write_file(folder / file, convert(weights.skeleton, layout, own, names))
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        _sync(path)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"{path} could not be written: {error}") from error
+
+
+def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
+    folder = draft.path
+    skeleton = weights.skeleton
+    _set_dtype(skeleton.config, layout.dtype)
+    skeleton.config.architectures = [type(skeleton).__name__]
+    skeleton.config.save_pretrained(folder)
+    if skeleton.can_generate():
+        skeleton.generation_config.save_pretrained(folder)
+    if len(layout.files) > 1:
+        index = {
+            "metadata": {"total_parameters": skeleton.num_parameters(), "total_size": layout.total_size},
+            "weight_map": {name: file for file, names in layout.files.items() for name in names},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _save_tokenizer(folder, tokenizer, weights.description["tokenizer"])
+    for file in folder.iterdir():
+        _sync(file)
+    draft.publish()
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    config.dtype = dtype
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part.dtype is not None:
+            _set_dtype(part, dtype)
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any, default: str) -> None:
+    from transformers import AutoTokenizer
+
+    if isinstance(tokenizer, str | Path):
+        if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
+            raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory holds no tokenizer.")
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if tokenizer is None and _has_tokenizer(default):
+        tokenizer = AutoTokenizer.from_pretrained(default, local_files_only=True)
+    if tokenizer is None:
+        logger.warning("The model is exported without a tokenizer; pass export_hf(tokenizer=...) to have it saved too.")
+    else:
+        tokenizer.save_pretrained(folder)
+
+
+def _has_tokenizer(name: str | Path) -> bool:
+    """Whether a directory, or the local copy of a hub repository, has one; transformers would make one up."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+    if Path(name).is_dir() and name:
+        return any((Path(name) / file).exists() for file in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
+    except HFValidationError:  # empty, or a path that is not there any more
+        return False
+
+
+def _get_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    known = {name: getattr(torch, name) for name in get_args(ExportDtype)}
+    if dtype is None or dtype in known.values():
+        return dtype  # type: ignore[return-value]
+    if dtype not in known:
+        raise ValueError(f"export_hf(dtype={dtype!r}) is unknown; use {', '.join(map(repr, known))} or None.")
+    return known[dtype]
+
+
+def _shorten(names: Collection[str]) -> str:
+    more = len(names) - _LISTED_NAMES
+    return ", ".join([*sorted(names)[:_LISTED_NAMES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _get_groups() -> list[Any]:
+    return [dist.group.WORLD] if dist.is_initialized() else []

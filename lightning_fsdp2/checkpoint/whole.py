@@ -1,0 +1,88 @@
+"""Read whole tensors of a checkpoint in one process, a few at a time, whatever mesh wrote it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lightning_fsdp2.checkpoint.distributed import LoadPlanner, call_dcp
+from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, get_path
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, Description
+from lightning_fsdp2.checkpoint.single_file import read_file
+from lightning_fsdp2.checkpoint.storage import CheckpointReader
+
+_STATE_DICT = "state_dict"
+
+
+def list_tensors(path: str | Path, *, trust: bool = False) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shapes and dtypes of a checkpoint's weights and buffers, by their names in the state dict.
+
+    Args:
+        path: A complete checkpoint directory, or a file of ``torch.save`` that holds a state dict or a Lightning
+            checkpoint.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+
+    Raises:
+        ValueError: When ``path`` is neither, or holds more than tensors and plain types and is not trusted.
+    """
+    found = get_path(path)
+    if found.is_file():
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in _map_file(found, trust).items()}
+    metadata = CheckpointReader(found, trust=trust).read_metadata()
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, key in _get_keys(metadata).items()
+        if isinstance(entry := metadata.state_dict_metadata[key], TensorStorageMetadata)
+    }
+
+
+def read_whole_tensors(path: str | Path, names: Sequence[str], *, trust: bool = False) -> dict[str, Tensor]:
+    """Read some of the tensors that :func:`list_tensors` names, on this process alone.
+
+    Args:
+        path: As for :func:`list_tensors`.
+        names: Which tensors.
+        trust: As there.
+
+    Returns:
+        The tensors, whole and in host memory; those of a file are mapped, so that reading takes place where they are
+        used.
+    """
+    found = get_path(path)
+    if found.is_file():
+        tensors = _map_file(found, trust)
+        return {name: tensors[name] for name in names}
+    reader = CheckpointReader(found, trust=trust)
+    metadata = reader.read_metadata()
+    keys = _get_keys(metadata)
+    entries: dict[str, Any] = {name: metadata.state_dict_metadata[keys[name]] for name in names}
+    flat = {keys[name]: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    planner = LoadPlanner(found, trust)
+    call_dcp(lambda: load(flat, storage_reader=reader, planner=planner, no_dist=True), found)
+    return {name: flat[keys[name]] for name in names}
+
+
+def read_descriptions(path: str | Path, *, trust: bool = False) -> list[Description]:
+    """Return what a checkpoint says of the Hugging Face models in it, nothing if it was saved by something else."""
+    found = get_path(path)
+    if found.is_file():
+        descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
+        return descriptions
+    summary = found / SUMMARY_FILE
+    return json.loads(summary.read_bytes()).get(DESCRIPTIONS_KEY, []) if summary.exists() else []
+
+
+def _map_file(path: AnyPath, trust: bool) -> dict[str, Tensor]:
+    state = read_file(path, with_optimizers=False, trust=trust)["state_dict"]
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _get_keys(metadata: Metadata) -> dict[str, str]:
+    """Map names in the state dict to DCP's flat keys."""
+    paths: dict[str, tuple[Any, ...]] = metadata.planner_data
+    return {path[1]: key for key, path in paths.items() if path[0] == _STATE_DICT and len(path) == 2}

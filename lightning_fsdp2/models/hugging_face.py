@@ -1,0 +1,202 @@
+"""Hugging Face models for LightningModules: built without weights, which are read as shards once there is a mesh."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def from_pretrained(
+    pretrained: str | Path,
+    *,
+    auto_class: str = "AutoModelForCausalLM",
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    allow_missing: str | Sequence[str] = (),
+    on_meta: bool = True,
+) -> "PreTrainedModel":
+    """Build a Hugging Face model whose weights are read as shards; for ``configure_model`` of any LightningModule.
+
+    The model is on the meta device until the strategy (in a plain loop ``fsdp2_strategy_parallelize`` or a manager) has
+    sharded it; each rank then reads its slices of the files. It is in training mode::
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = from_pretrained("/models/llama-3-8b")
+
+    Args:
+        pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub, which is
+            downloaded if need be.
+        auto_class: What to build: the name of a class of transformers, such as ``"AutoModelForSequenceClassification"``
+            or ``"Gemma3ForConditionalGeneration"``.
+        config: Fields of the model's config to change, such as ``{"num_labels": 3}``.
+        dtype: Of the weights. None for torch's default, which the Trainer's ``precision`` sets.
+        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``; None for its choice.
+        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack, a new head's: they
+            are initialised as transformers does. Without it a tensor that is missing is an error.
+        on_meta: False reads the whole model at once, as strategies other than this package's need.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: When there are no safetensors files.
+        ValueError: When ``pretrained`` is a file or a checkpoint of a training run, the model is quantised, or
+            ``auto_class`` or a field of ``config`` is unknown. Once sharded, when the files are not those of the model.
+    """
+    folder = find_pretrained(pretrained)
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    return build_pretrained_model(
+        folder,
+        _read_config(folder, config or {}),
+        auto_class=auto_class,
+        allow_missing=allow_missing,
+        on_meta=on_meta,
+        dtype=dtype or torch.get_default_dtype(),
+        **options,
+    )
+
+
+def build_pretrained_model(
+    folder: Path,
+    config: "PretrainedConfig",
+    *,
+    auto_class: str = "AutoModelForCausalLM",
+    allow_missing: str | Sequence[str] = (),
+    on_meta: bool,
+    **options: Any,
+) -> "PreTrainedModel":
+    """Build a model of ``config`` that has the weights in ``folder``, or takes them once it is sharded."""
+    from transformers import GenerationConfig
+
+    _check_not_quantized(config, folder)
+    model = build_model(config, auto_class=auto_class, on_meta=True, **options)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    set_pretrained(model, folder, allow_missing=allow_missing)
+    if not on_meta:
+        load_pretrained(model, torch.get_default_device())
+    return model
+
+
+def build_model(
+    config: "PretrainedConfig", *, auto_class: str = "AutoModelForCausalLM", on_meta: bool, **options: Any
+) -> "PreTrainedModel":
+    """Build a model of ``config`` in training mode, without weights if ``on_meta``, else with new ones."""
+    model_class = _get_class(auto_class)
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta" if on_meta else torch.get_default_device()):
+        return build(config, **options).train()
+
+
+def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
+    """Return the config that is described by a mapping with ``model_type``, or stored in a directory or on the Hub.
+
+    Raises:
+        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know.
+    """
+    from transformers import AutoConfig
+
+    if isinstance(source, str):
+        return AutoConfig.from_pretrained(source)
+    fields = dict(source)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ValueError(
+            f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
+        )
+    config = AutoConfig.for_model(model_type, **fields)
+    _check_fields(config, model_type, fields)
+    return config
+
+
+def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
+    """Return the local directory of a model's weights; a hub id is downloaded, or only looked up.
+
+    Raises:
+        FileNotFoundError: When the directory holds no safetensors files.
+        ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
+    """
+    if (folder := get_optional_folder(pretrained)) is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
+    folder = Path(snapshot_download(str(pretrained), allow_patterns=patterns, local_files_only=not download))
+    get_weight_files(folder)
+    return folder
+
+
+def get_optional_folder(pretrained: str | Path) -> Path | None:
+    """Return the directory that ``pretrained`` is, None for a hub id.
+
+    Raises:
+        FileNotFoundError: When it looks like a directory and does not exist, or holds no safetensors files.
+        ValueError: When it is a file, or a checkpoint of a training run.
+    """
+    folder = Path(pretrained)
+    if folder.exists():
+        get_weight_files(folder)
+        return folder
+    if folder.is_absolute() or str(pretrained).startswith("."):
+        raise FileNotFoundError(f"pretrained={str(pretrained)!r} does not exist.")
+    return None
+
+
+def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if unknown:
+        raise ValueError(
+            f"from_pretrained(config={dict(changes)!r}): {type(config).__name__} has no {', '.join(unknown)}; check the"
+            f" spelling. It has {', '.join(sorted(config.to_dict()))}."
+        )
+    return config
+
+
+def _check_not_quantized(config: "PretrainedConfig", source: Path) -> None:
+    """Its numbers are not those of the model's parameters."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"pretrained={str(source)!r} is a quantised model, which this package does not train. Dequantise it once"
+            " with transformers, such as `from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))`, save"
+            " it with `save_pretrained`, and give that directory."
+        )
+
+
+def _get_class(name: str) -> Any:
+    import transformers
+
+    model_class = getattr(transformers, name, None)
+    if not (hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")):
+        raise ValueError(
+            f"from_pretrained(auto_class={name!r}): transformers has no such model class; use one such as"
+            " 'AutoModelForCausalLM'."
+        )
+    return model_class
+
+
+def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
+    """Transformers keeps fields that it does not know, and trains another model than the one meant."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type)
+    rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
+    for name in fields:
+        if hasattr(known, name) or name in rotary:
+            continue
+        without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
+        # an older name that is translated changes another field
+        if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
+            raise ValueError(
+                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"
+                f" {', '.join(sorted(known.to_dict()))}."
+            )

@@ -1,0 +1,172 @@
+"""Hugging Face models in anybody's LightningModule: built without weights, which the strategy reads as shards."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import QUIET, whole
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification
+
+from lightning_fsdp2 import CausalLM, FSDP2Strategy
+from lightning_fsdp2.models import from_pretrained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("llama")
+    make_causal_lm(LLAMA).save_pretrained(path)
+    return path
+
+
+class Classifier(pl.LightningModule):
+    """A user's own module, with a part of its own beside a model with a new head."""
+
+    def __init__(self, folder: Path, *, allow_missing: Any = "score.*", on_meta: bool = True) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"allow_missing": allow_missing, "on_meta": on_meta}
+        self.folder = folder
+        self.backbone: Any = None
+
+    def configure_model(self) -> None:
+        if self.backbone is None:
+            self.backbone = from_pretrained(
+                self.folder,
+                auto_class="AutoModelForSequenceClassification",
+                config={"num_labels": 5, "pad_token_id": 0},
+                attn_implementation="eager",
+                **self.options,
+            )
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return (self.backbone(batch["input_ids"]).logits * self.scale).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**QUIET, "max_steps": 2, **options})
+
+
+def make_loader() -> DataLoader[Any]:
+    return DataLoader(make_token_batches(4), batch_size=None)
+
+
+def test_a_users_module_takes_its_weights_as_shards_and_a_new_head(folder: Path) -> None:
+    def run(strategy: Any, on_meta: bool) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        module = Classifier(folder, on_meta=on_meta)
+        trainer = make_trainer(strategy(), limit_train_batches=0)
+        trainer.fit(module, make_loader())
+        assert module.backbone.training
+        assert module.backbone.config._attn_implementation == "eager"
+        weights = whole(module.backbone.state_dict())
+        make_trainer(strategy()).fit(module, make_loader())
+        assert not torch.equal(whole(module.backbone.state_dict())["score.weight"], weights["score.weight"])
+        return weights
+
+    expected = run_ranks(run, 1, lambda: "auto", False, group=False)[0]
+    actual = run_ranks(run, 2, FSDP2Strategy, True)[0]
+    source = make_vanilla(folder)
+    assert actual.keys() == source.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
+        if name != "score.weight":
+            assert torch.equal(tensor, source[name]), name
+    assert actual["score.weight"].shape == (5, 32)
+    assert actual["score.weight"].std() > 0.01
+
+
+def make_vanilla(folder: Path) -> dict[str, Tensor]:
+    def run() -> dict[str, Tensor]:
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=5).state_dict()
+
+    return run_ranks(run, 1, group=False)[0]
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, lambda: "auto"], ids=["shards", "whole"])
+def test_a_missing_head_is_an_error_before_the_first_step(strategy: Any, folder: Path) -> None:
+    def run() -> None:
+        on_meta = strategy is FSDP2Strategy
+        make_trainer(strategy()).fit(Classifier(folder, allow_missing=(), on_meta=on_meta), make_loader())
+
+    with pytest.raises(RankError, match=r"LlamaForSequenceClassification: missing in the files: score\.weight\. "):
+        run_ranks(run, 1, group=False)
+
+
+def test_what_is_built_and_how(folder: Path) -> None:
+    model = from_pretrained(
+        folder, auto_class="LlamaForCausalLM", dtype=torch.bfloat16, config={"attention_dropout": 0.5}
+    )
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {(tensor.device.type, tensor.dtype) for tensor in model.parameters()} == {("meta", torch.bfloat16)}
+    assert model.config.attention_dropout == 0.5
+    with pytest.raises(ValueError, match=r"auto_class='AutoLlama'\): transformers has no such model class"):
+        from_pretrained(folder, auto_class="AutoLlama")
+    with pytest.raises(ValueError, match=r"LlamaConfig has no num_layers; check the spelling\. It has .*hidden_layers"):
+        from_pretrained(folder, config={"num_layers": 2})
+
+
+def test_a_quantised_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = make_causal_lm(LLAMA)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a quantised model, which this package does not train\. Dequantise"):
+        from_pretrained(tmp_path)
+    module = CausalLM(pretrained=str(tmp_path))
+    with pytest.raises(ValueError, match="is a quantised model"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("build", [from_pretrained, CausalLM], ids=["from_pretrained", "CausalLM"])
+def test_a_path_that_is_no_model_is_refused_at_once(build: Any, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"pretrained='.*absent' does not exist"):
+        build(str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match=r"pretrained='\./absent' does not exist"):
+        build("./absent")
+    with pytest.raises(ValueError, match=r"config\.json' is a file"):
+        build(str(folder / "config.json"))
+    with pytest.raises(FileNotFoundError, match=r"holds no \*\.safetensors file"):
+        build(str(tmp_path))
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(ValueError, match="is a checkpoint of a training run"):
+        build(str(tmp_path))
+
+
+def test_a_name_of_the_hub_is_downloaded_once_and_looked_up_afterwards(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert {"*.safetensors", "*.json", "tokenizer*"} <= set(allow_patterns)
+        calls.append((name, local_files_only))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert from_pretrained("meta-llama/Llama-3").config.name_or_path == str(folder)
+    assert calls == [("meta-llama/Llama-3", False)]
+
+
+@pytest.mark.slow
+def test_causal_lm_takes_a_backbone_and_a_new_head(folder: Path, tmp_path: Path) -> None:
+    make_causal_lm(LLAMA).model.save_pretrained(tmp_path)
+
+    def run(allow_missing: Any) -> dict[str, Tensor]:
+        module = CausalLM(pretrained=str(tmp_path), allow_missing=allow_missing)
+        make_trainer(FSDP2Strategy(), limit_train_batches=0).fit(module, make_loader())
+        assert module.hparams["allow_missing"] == allow_missing
+        return whole(module.model.state_dict())
+
+    assert run_ranks(run, 2, ["lm_head.weight"])[0]["lm_head.weight"].std() > 0.01
+    with pytest.raises(RankError, match=r"missing in the files: lm_head\.weight\. .*`allow_missing`"):
+        run_ranks(run, 1, [])
