@@ -134,6 +134,12 @@ class CausalLM(LightningModule):
             self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
         self.model.train()
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # it is loaded without the files that training began with; a subclass with arguments of its own knows better
+        if type(self).__init__ is CausalLM.__init__ and not isinstance(self.hparams["config"], dict):
+            hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
+            hparams.update(pretrained=None, config=self.hf_config.to_dict())
+
     def setup(self, stage: str) -> None:
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         vocab_size = self.hf_config.get_text_config().vocab_size
@@ -280,7 +286,8 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
     known = AutoConfig.for_model(model_type)
     rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
     for name in fields:
-        if hasattr(known, name) or name in rotary:
+        # `hasattr` by itself raises for what Gemma 4 has per layer
+        if name in known.to_dict() or hasattr(known, name) or name in rotary:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
         # an older name that is translated changes another field
