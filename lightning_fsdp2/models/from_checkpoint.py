@@ -67,7 +67,7 @@ def load_from_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            module = _load_state(cls, checkpoint, strict=strict, **kwargs)
+            module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
         if is_meta(module):  # nothing was copied there
             materialize(module, torch.device("cpu"))
             strict = module.strict_loading if strict is None else strict
