@@ -109,6 +109,13 @@ class FSDP2CLI(LightningCLI):
             parser.error(str(error), error)
         parser.exit(0)
 
+    def _parse_ckpt_path(self) -> None:
+        """Leave the model's arguments to the configuration, as with directories.
+
+        Lightning takes those in a single file, and fails where models name what
+        they save (``save_hyperparameters("config")``).
+        """
+
     def before_instantiate_classes(self) -> None:
         """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could."""
         strategy = self._get(self.config, "trainer.strategy")
