@@ -100,7 +100,6 @@ def test_a_consolidated_checkpoint_resumes_in_one_process_and_on_shards(name: st
             assert (other_weights[key] - weight).abs().max() <= 5e-6, key
 
 
-@pytest.mark.slow
 def test_lightnings_own_load_from_checkpoint_reads_it(tmp_path: Path) -> None:
     run_ranks(lambda: train(make_causal_lm_module, FSDP2Strategy(), 1, save=tmp_path / "a.ckpt"), 2)
     consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt", with_optimizers=False)

@@ -72,7 +72,7 @@ def assert_loaded(module: CausalLM, logits: Tensor) -> None:
     ("config", "tp_size", "format"),
     [
         pytest.param(GEMMA, 1, "sharded", id="gemma-dp2-sharded"),
-        pytest.param(LLAMA, 2, "full", id="llama-tp2-full", marks=pytest.mark.slow),
+        pytest.param(LLAMA, 2, "full", id="llama-tp2-full"),
         pytest.param(GEMMA, 1, "full", id="gemma-dp2-full", marks=pytest.mark.slow),
         pytest.param(LLAMA, 2, "sharded", id="llama-tp2-sharded", marks=pytest.mark.slow),
         pytest.param(GPT2, 2, "sharded", id="gpt2-tp2-sharded", marks=pytest.mark.slow),
@@ -127,7 +127,6 @@ class OwnSharding(CausalLM):
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
-@pytest.mark.slow
 def test_a_directory_of_lightnings_own_strategy(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
