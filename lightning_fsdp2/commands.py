@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
 
@@ -36,8 +37,9 @@ def export(
     output: str,
     model: str | None = None,
     tokenizer: str | None = None,
-    dtype: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
     trust_checkpoint: bool = False,
 ) -> None:
     """Write the Hugging Face model of a checkpoint as a directory for ``from_pretrained``.
@@ -47,8 +49,9 @@ def export(
         output: The directory to write.
         model: Path of the model in the LightningModule, where it holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model; null for the one of the run.
-        dtype: Of the weights: float32, bfloat16 or float16; null keeps that of the checkpoint.
+        dtype: Of the weights; null keeps that of the checkpoint.
         max_shard_size: Of a file, in bytes or such as 5GB.
+        overwrite: Whether to replace a directory that has something in it, once the new one is complete.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     from lightning_fsdp2.checkpoint.hugging_face import export_hf
@@ -60,6 +63,7 @@ def export(
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        overwrite=overwrite,
         trust_checkpoint=trust_checkpoint,
     )
     sys.stdout.write(f"{output} is complete.\n")
