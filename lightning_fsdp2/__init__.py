@@ -3,7 +3,13 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.checkpoint import consolidate_checkpoint, export_hf, load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint import (
+    consolidate_checkpoint,
+    export_hf,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -14,7 +20,7 @@ from lightning_fsdp2.config import (
 from lightning_fsdp2.data import TextDataModule
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.mesh import create_device_mesh
-from lightning_fsdp2.models import CausalLM
+from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
 from lightning_fsdp2.strategies import FSDP2Strategy
@@ -43,6 +49,8 @@ __all__ = [
     "defer_grad_sync",
     "export_hf",
     "load_checkpoint",
+    "load_from_checkpoint",
     "save_checkpoint",
     "token_mean_loss",
+    "verify_checkpoint",
 ]

@@ -1,23 +1,27 @@
-"""The command line: LightningCLI for every model and data module, with errors that fit on a line.
+"""The command line: LightningCLI for every model and data module, and what is done with checkpoints.
 
 ::
 
     lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
     lightning-fsdp2 fit --trainer.strategy.help lightning_fsdp2.FSDP2Strategy --trainer.strategy.config.help
     torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
+    lightning-fsdp2 verify checkpoints/last.ckpt
 """
 
 import os
 import re
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_fsdp2.commands import COMMANDS
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI", "main"]
+
+_DESCRIPTION = "Train any LightningModule on shards, from YAML, and look after its checkpoints."
 
 _STRATEGY_NAMES = ("fsdp2", "fsdp2_offload")
 
@@ -33,13 +37,14 @@ _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain ma
 
 
 def main(args: ArgsType = None) -> None:
-    """Run ``fit``, ``validate``, ``test`` or ``predict``.
+    """Run ``fit``, ``validate``, ``test`` or ``predict``, or a command of :mod:`lightning_fsdp2.commands`.
 
     Args:
         args: Command line arguments without the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: With code 2 and one line on stderr if the configuration is wrong.
+        SystemExit: With code 2 and one line on stderr if the configuration is wrong, or the checkpoint; with code 0 at
+            the end of a command.
     """
     # the help of our configs stands under their fields
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -72,12 +77,44 @@ class FSDP2CLI(LightningCLI):
     def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
         super().__init__(
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "lightning-fsdp2"},
+            parser_kwargs={"prog": "lightning-fsdp2", "description": _DESCRIPTION},
             parser_class=_ArgumentParser,
             auto_configure_optimizers=False,
             args=args,
             run=run,
         )
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Add our commands behind Lightning's."""
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        if not add_subcommands:
+            return
+        for name, command in COMMANDS.items():
+            summary = (command.__doc__ or "").partition("\n")[0]
+            parser = _ArgumentParser(description=summary)
+            parser.add_function_arguments(command, as_group=False, as_positional=True)
+            cast(Any, self.parser)._subcommands_action.add_subcommand(name, parser, help=summary)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments; those of a command are carried out, and the process ends."""
+        super().parse_arguments(parser, args)
+        name = self.config.get("subcommand")
+        if name not in COMMANDS:
+            return
+        try:
+            COMMANDS[name](**self.config[name])
+        except (ValueError, OSError) as error:
+            parser.error(str(error), error)
+        parser.exit(0)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the model's arguments to the configuration, as with directories.
+
+        Lightning takes those in a single file, and fails where models name what
+        they save (``save_hyperparameters("config")``).
+        """
 
     def before_instantiate_classes(self) -> None:
         """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could."""

@@ -34,6 +34,12 @@ class Model(BoringModel):
         return self(batch)
 
 
+class NamesItsArguments(BoringModel):
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.save_hyperparameters("sizes")
+
+
 class MissingFileModel(BoringModel):
     def __init__(self, folder: str = "absent") -> None:
         raise FileNotFoundError(f"pretrained={folder!r} does not exist; give a folder with a config.json.")
@@ -120,6 +126,16 @@ def test_fit_twice_resumes_from_last(tmp_path):
     assert torch.load(last, weights_only=True)["global_step"] == 2
     FSDP2CLI(["fit", config, "--trainer.max_epochs=2", "--ckpt_path=last"])
     assert torch.load(last, weights_only=True)["global_step"] == 4
+
+
+def test_fit_resumes_from_a_single_file_with_the_models_arguments_of_the_config(tmp_path):
+    model = {"class_path": f"{__name__}.NamesItsArguments", "init_args": {"sizes": {"one": 1}}}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
+    callback["init_args"] = {"dirpath": str(tmp_path), "save_last": True}
+    config = write_yaml(tmp_path, model, callbacks=[callback])
+    FSDP2CLI(["fit", config])
+    cli = FSDP2CLI(["fit", config, "--trainer.max_epochs=2", f"--ckpt_path={tmp_path}/last.ckpt"])
+    assert cli.trainer.global_step == 4
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
@@ -229,4 +245,4 @@ def test_python_dash_m(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module("lightning_fsdp2", run_name="__main__")
     assert exit_.value.code == 0
-    assert "usage: lightning-fsdp2 [-c CONFIG] {fit,validate,test,predict} ..." in capsys.readouterr().out
+    assert "usage: lightning-fsdp2 [-c CONFIG]" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from typing_extensions import TypeIs
 from upath import UPath
 
-AnyPath: TypeAlias = "Path | UPath"
+AnyPath: TypeAlias = Path | UPath
 
 SUMMARY_FILE = "meta.json"
 
@@ -34,7 +34,7 @@ _PREFIX = ".saving-"
 _REPLACED = "replaced"
 
 
-def get_path(path: str | os.PathLike[str]) -> AnyPath:
+def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
     """Return a local path, or one in whatever store fsspec knows (``s3://bucket/run/last.ckpt``)."""
     if isinstance(path, Path | UPath):
         return path

@@ -208,8 +208,9 @@ def make_trust_error(path: Any, error: Exception) -> ValueError:
     return ValueError(
         f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most likely),"
         " which can run code when they are loaded. If you trust the file, pass `weights_only=False` to the Trainer's"
-        " method, or CheckpointConfig(trust_checkpoint=True) to the strategy, or `--trust_checkpoint` on the command"
-        f" line. {str(error).splitlines()[0]}"
+        " method or to `load_checkpoint`, or CheckpointConfig(trust_checkpoint=True) to the strategy, or"
+        " `trust_checkpoint=True` to any other function, or `--trust_checkpoint=true` on the command line."
+        f" {str(error).splitlines()[0]}"
     )
 
 

@@ -14,12 +14,12 @@ from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folde
 from lightning_fsdp2.checkpoint.storage import CheckpointReader, describe_file, make_trust_error
 
 
-def verify_checkpoint(path: str | Path, *, trust: bool = False) -> list[str]:
+def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> list[str]:
     """Read a checkpoint from start to end and compare it with its checksums, in one process.
 
     Args:
         path: A directory or a single file.
-        trust: Whether ``.metadata`` may hold anything that can be pickled.
+        trust_checkpoint: Whether ``.metadata`` may hold any object, which can run code when it is loaded.
 
     Returns:
         What was verified, a line per file.
@@ -32,7 +32,7 @@ def verify_checkpoint(path: str | Path, *, trust: bool = False) -> list[str]:
     files = _get_files(found) if found.is_dir() else {}
     # before anything is read that might be damaged
     _raise_damaged(found, [name for name, info in files.items() if not _is_intact(found / name, info)])
-    find_checkpoint(path, trust=trust)
+    find_checkpoint(path, trust=trust_checkpoint)
     if not found.is_dir():
         _verify_file(found)
         return [f"{found.name}: the CRC-32 of each of its records"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lightning_fsdp2.checkpoint.storage import CheckpointReader
 _STATE_DICT = "state_dict"
 
 
-def list_tensors(path: str | Path, *, trust: bool = False) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the shapes and dtypes of a checkpoint's weights and buffers, by their names in the state dict.
 
     Args:
@@ -41,7 +40,7 @@ def list_tensors(path: str | Path, *, trust: bool = False) -> dict[str, tuple[to
     }
 
 
-def read_whole_tensors(path: str | Path, names: Sequence[str], *, trust: bool = False) -> dict[str, Tensor]:
+def read_whole_tensors(path: "str | AnyPath", names: Sequence[str], *, trust: bool = False) -> dict[str, Tensor]:
     """Read some of the tensors that :func:`list_tensors` names, on this process alone.
 
     Args:
@@ -67,7 +66,7 @@ def read_whole_tensors(path: str | Path, names: Sequence[str], *, trust: bool = 
     return {name: flat[keys[name]] for name in names}
 
 
-def read_descriptions(path: str | Path, *, trust: bool = False) -> list[Description]:
+def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
     """Return what a checkpoint says of the Hugging Face models in it, nothing if it was saved by something else."""
     found = get_path(path)
     if found.is_file():

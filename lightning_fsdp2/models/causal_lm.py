@@ -144,6 +144,12 @@ class CausalLM(LightningModule):
             folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
         )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # it is loaded without the files that training began with; a subclass with arguments of its own knows better
+        if type(self).__init__ is CausalLM.__init__ and not isinstance(self.hparams["config"], dict):
+            hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
+            hparams.update(pretrained=None, config=self.hf_config.to_dict())
+
     def setup(self, stage: str) -> None:
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         vocab_size = self.hf_config.get_text_config().vocab_size

@@ -1,0 +1,72 @@
+"""What ``lightning-fsdp2`` does with checkpoints; arguments and help are those of the functions here."""
+
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
+
+
+def consolidate(path: str, output: str, with_optimizers: bool = True, trust_checkpoint: bool = False) -> None:
+    """Write a checkpoint directory as the single file that any strategy resumes from.
+
+    Args:
+        path: The directory.
+        output: The file to write; one of that name is replaced once the new one is complete.
+        with_optimizers: Whether optimizer states are kept.
+        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+    """
+    consolidate_checkpoint(path, output, with_optimizers=with_optimizers, trust_checkpoint=trust_checkpoint)
+    sys.stdout.write(f"{output} is complete.\n")
+
+
+def verify(path: str, trust_checkpoint: bool = False) -> None:
+    """Read a checkpoint from start to end and compare it with its checksums.
+
+    Args:
+        path: A directory or a single file.
+        trust_checkpoint: Whether ``.metadata`` may hold any object, which can run code when it is loaded.
+    """
+    for line in verify_checkpoint(path, trust_checkpoint=trust_checkpoint):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{path} is complete.\n")
+
+
+def export(
+    path: str,
+    output: str,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    trust_checkpoint: bool = False,
+) -> None:
+    """Write the Hugging Face model of a checkpoint as a directory for ``from_pretrained``.
+
+    Args:
+        path: A checkpoint directory or a single file.
+        output: The directory to write.
+        model: Path of the model in the LightningModule, where it holds several.
+        tokenizer: Directory or hub id of a tokenizer to save with the model; null for the one of the run.
+        dtype: Of the weights; null keeps that of the checkpoint.
+        max_shard_size: Of a file, in bytes or such as 5GB.
+        overwrite: Whether to replace a directory that has something in it, once the new one is complete.
+        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+    """
+    from lightning_fsdp2.checkpoint.hugging_face import export_hf
+
+    export_hf(
+        path,
+        output,
+        model=model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        trust_checkpoint=trust_checkpoint,
+    )
+    sys.stdout.write(f"{output} is complete.\n")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"consolidate": consolidate, "verify": verify, "export": export}

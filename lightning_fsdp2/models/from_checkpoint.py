@@ -1,0 +1,92 @@
+"""Build a LightningModule or LightningDataModule from a checkpoint of any kind, in one process."""
+
+import warnings
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import lightning
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
+from lightning_fsdp2.checkpoint.distributed import METADATA_FILE
+from lightning_fsdp2.checkpoint.storage import load_pickled
+from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.parallel.materialize import is_meta, materialize
+
+T = TypeVar("T", LightningModule, LightningDataModule)
+
+
+def load_from_checkpoint(
+    cls: type[T],
+    path: str | Path,
+    *,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    trust_checkpoint: bool = False,
+    map_location: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> T:
+    """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
+
+    What ``LightningModule.load_from_checkpoint`` does for single files, for directories too. A module that is built on
+    the meta device in ``configure_model`` gets its weights, and its other buffers as their authors initialise them::
+
+        module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
+
+    Args:
+        cls: A LightningModule, or the LightningDataModule whose hyper-parameters and state the checkpoint holds.
+        path: Of what this package or Lightning saved under any strategy, or of a plain ``state_dict``.
+        strict: Whether the module and the checkpoint must have the same keys; None asks the module's
+            ``strict_loading``.
+        weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
+        trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
+        map_location: The device of the module.
+        **kwargs: Arguments of ``cls``; they count before the hyper-parameters.
+
+    Returns:
+        The module, in training mode unless its constructor says otherwise.
+
+    Raises:
+        FileNotFoundError: When there is no checkpoint.
+        TypeError: When ``cls`` is no LightningModule or LightningDataModule, or the checkpoint lacks an argument of it.
+        ValueError: When the checkpoint is incomplete, damaged, of another model (both missing and unexpected keys are
+            listed), or holds objects and is not trusted.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, LightningModule | LightningDataModule)):
+        raise TypeError(f"load_from_checkpoint(cls={cls!r}) builds LightningModules and LightningDataModules only.")
+    if trust_checkpoint and weights_only:
+        raise ValueError("trust_checkpoint=True allows what weights_only=True refuses; leave one of them out.")
+    is_trusted = trust_checkpoint if weights_only is None else not weights_only
+    is_module = issubclass(cls, LightningModule)
+    checkpoint = _read(path, with_weights=is_module, trust=is_trusted)
+    checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
+    if not is_module:
+        return cast(T, _load_state(cls, checkpoint, **kwargs))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
+            module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
+        if is_meta(module):  # nothing was copied there
+            materialize(module, torch.device("cpu"))
+            strict = module.strict_loading if strict is None else strict
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is not one of this {cls.__name__}: give the arguments that it was built with"
+            f" as keywords, or `strict=False` to load what fits. {error}"
+        ) from error
+    return cast(T, module.to(map_location))
+
+
+def _read(path: str | Path, *, with_weights: bool, trust: bool) -> dict[str, Any]:
+    if not with_weights and (found := find_checkpoint(path, trust=trust)).is_dir():
+        checkpoint: dict[str, Any] = load_pickled(found / METADATA_FILE, trust=trust)
+    else:
+        checkpoint = read_whole_checkpoint(path, with_optimizers=False, trust=trust)
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
+    return _pl_migrate_checkpoint(checkpoint, str(path))
