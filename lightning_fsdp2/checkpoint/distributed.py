@@ -9,6 +9,7 @@
       meta.json                      format version, mesh, versions, and a checksum of every file; written last
 """
 
+import errno
 import io
 import json
 import warnings
@@ -219,6 +220,14 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]) -> None:
+    unseen = [name for name in files if not (draft.path / name).exists()]
+    if unseen:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{', '.join(unseen)} was written by another rank, but rank 0 does not see it: the folder of a checkpoint"
+            " must be on a file system that all nodes share",
+            str(draft.path),
+        )
     with HashedFile(draft.path / METADATA_FILE) as file:
         file.write(snapshot.metadata)
     files |= {METADATA_FILE: file.summary, ".metadata": describe_file(draft.path / ".metadata")}

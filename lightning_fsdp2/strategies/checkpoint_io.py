@@ -43,11 +43,11 @@ class MeshCheckpointIO(CheckpointIO):
         thread_group: dist.ProcessGroup,
     ) -> None:
         """Tell the process groups: a CPU group for the main thread and another for the thread that writes."""
+        if config.async_save and (self._writer is None or group is not self._group):
+            self._writer = BackgroundWriter(device, group)
         self.config = config
         self._group = group
         self._thread_group = thread_group
-        if config.async_save and self._writer is None:
-            self._writer = BackgroundWriter(device, group)
 
     @override
     def save_checkpoint(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from helpers.ranks import RankError, run_ranks
 from torch import nn
 
-from lightning_fsdp2 import load_checkpoint, save_checkpoint
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
 from lightning_fsdp2.checkpoint import distributed, folder, storage
 
 
@@ -132,6 +133,24 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert names(tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=5_000_000))
     save_checkpoint(path, model)
+
+
+def test_nodes_that_share_no_folder_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = storage.CheckpointWriter.__init__
+
+    def start_in_folder_of_the_node(self: Any, path: Path) -> None:
+        start(self, tmp_path / f"node-{dist.get_rank()}" / "a.ckpt" if dist.get_rank() else path)
+
+    monkeypatch.setattr(storage.CheckpointWriter, "__init__", start_in_folder_of_the_node)
+
+    def save() -> None:
+        mesh = create_device_mesh()
+        model = FSDP2Manager(FSDP2Config(), mesh).parallelize(nn.Sequential(nn.Linear(4, 4)))
+        with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp .*rank 0 does not see.*that all nodes share"):
+            save_checkpoint(tmp_path / "shared" / "a.ckpt", model)
+
+    run_ranks(save, 2)
+    assert names(tmp_path / "shared") == []
 
 
 def test_a_disk_that_is_full_in_the_middle_says_so_and_keeps_what_was_there(
