@@ -102,18 +102,18 @@ class CheckpointingStrategy(WorldStrategy):
             cast(Any, trainer).callbacks.append(self._requeue)
 
     def finish_checkpoints(self) -> None:
-        """Wait for the last one, and give Lightning back what :meth:`prepare_checkpoints` took over."""
+        """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
         trainer = self.lightning_module.trainer
-        if trainer.interrupted:
-            self.checkpoint_io.settle()
-        else:
-            self.checkpoint_io.teardown()
         for callback in trainer.checkpoint_callbacks:
             callback.__dict__.pop("_link_checkpoint", None)
         if self._requeue is not None:
             self._requeue.disconnect()
             cast(Any, trainer).callbacks.remove(self._requeue)
             self._requeue = None
+        if trainer.interrupted:
+            self.checkpoint_io.settle()
+        else:
+            self.checkpoint_io.teardown()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
