@@ -4,16 +4,19 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from helpers.oracle import QUIET, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -482,3 +485,86 @@ def test_a_signal_saves_and_requeues_at_the_end_of_the_step(tmp_path: Path, monk
     run_ranks(run, WORLD)
     assert queued.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "77"]
     assert load_checkpoint(tmp_path / "run" / "hpc_ckpt_1.ckpt", Regressor()) is None
+
+
+# ---------------------------------------------------------------------- what is saved, and where
+
+
+class SavesItsHead(Regressor):
+    """A state dict of its own: a part of the weights, under other names."""
+
+    strict_loading = False  # type: ignore[assignment]
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {"only." + name: value for name, value in super().state_dict().items() if name.startswith("net.2.")}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        own = {name.removeprefix("only."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **options)
+
+
+def test_a_module_may_save_what_it_wants(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer()
+        trainer.fit(module := SavesItsHead(), make_loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        other = SavesItsHead()
+        make_trainer().test(other, make_loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        expected, actual = (whole(dict(m.named_parameters())) for m in (module, other))
+        assert {name for name, value in actual.items() if value.equal(expected[name])} == {
+            "net.2.weight",
+            "net.2.bias",
+        }
+
+    run_ranks(run, WORLD)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_another_precision(precision: Any, tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer(max_steps=2)
+        saved = whole(fit(trainer).state_dict())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        loaded: dict[str, Tensor] = {}
+
+        class Look(pl.Callback):
+            def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+                loaded.update(whole(module.state_dict()))
+
+        again = make_trainer(precision=precision, callbacks=[Look()], max_steps=3)
+        fit(again, ckpt_path=tmp_path / "a.ckpt")
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        for name, value in loaded.items():
+            if value.is_floating_point() and "running" not in name:
+                assert value.dtype == dtype
+                assert value.equal(saved[name].to(dtype)), name
+
+    run_ranks(run, WORLD)
+
+
+class SharedStore(LocalFileSystem):
+    """An object store that all ranks see."""
+
+    protocol = "shared"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("shared:/"))
+
+
+def test_a_store_of_fsspec_holds_the_checkpoints_of_all_ranks(tmp_path: Path) -> None:
+    fsspec.register_implementation("shared", SharedStore, clobber=True)
+
+    def run() -> None:
+        callback = ModelCheckpoint(
+            f"shared:/{tmp_path}", "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+        )
+        trainer = make_trainer(ASYNC, enable_checkpointing=True, callbacks=[callback])
+        expected = whole(fit(trainer).state_dict())
+        resumed = fit(make_trainer(CheckpointConfig(verify=True), max_steps=4), ckpt_path=callback.best_model_path)
+        assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # universal-pathlib has no class of its own for this store
+        run_ranks(run, WORLD)
+    assert names(tmp_path) == ["step=3.ckpt", "step=4.ckpt"]
