@@ -27,10 +27,13 @@ StorageInfo: Any = filesystem._StorageInfo
 
 StateDictStager: Any = _state_dict_stager.StateDictStager
 """Copies state dicts to host memory that it keeps. The public ``DefaultStager`` around it closes it after each use on
-torch 2.11, and the next one fails."""
+torch 2.11, and the next one fails; 2.13 and 2.15 do not."""
 
 tree_map_only: Any = _pytree.tree_map_only
-"""Maps what is of a type in nested containers; private by its module's name, and used throughout torch."""
+"""Maps what is of a type in nested containers; private by its module's name only (torch 2.11 to 2.15)."""
+
+tree_map_with_path: Any = _pytree.tree_map_with_path
+"""The same for everything, with the keys on the way to it."""
 
 
 def has_packed_shards() -> bool:

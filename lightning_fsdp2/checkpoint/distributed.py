@@ -12,6 +12,7 @@
 import errno
 import io
 import json
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,16 +29,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
-from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
+from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, Draft, StoreDraft, check_free_space, start_draft
-from lightning_fsdp2.checkpoint.nested import map_tensors, merge, pop_sharded, unflatten
+from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
 from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like, unpack_all
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
     HashedFile,
     describe_file,
+    get_digest,
     load_pickled,
+    save_plain,
     with_trust,
 )
 
@@ -49,10 +52,11 @@ METADATA_FILE = "meta.pt"
 SHARDED_KEY = "metadata"
 """Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
 
-EXTRA_STATES_KEY = "extra_states"
+EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
 """Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
 
-_EXTRA_STATE = "_extra_state"
+CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
+"""Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +87,28 @@ def take_snapshot(
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
-        metadata: The rest; rank 0's is saved, but of the DTensors in its dicts every rank's part.
+        metadata: The rest; rank 0's is saved, but of the DTensors in its containers every rank's part.
         summary: For ``meta.json``.
         group: For coordination; a CPU group spares the accelerator.
 
     Raises:
+        ValueError: When an optimizer's state differs by rank and no DTensor says how.
         Exception: On every rank, what ``torch.save`` raises for a ``metadata`` that cannot be pickled.
     """
-    # what `Module.get_extra_state` returned may be any object; DCP would take a mapping apart and lose its number keys
-    state = tensors["state_dict"]
-    extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
-    tensors = {**tensors, "state_dict": {name: value for name, value in state.items() if name not in extra}}
-    metadata, sharded = pop_sharded(metadata)
-    if sharded:
-        tensors[SHARDED_KEY] = sharded
+    # what `Module.get_extra_state` returned, and dicts and lists in optimizer states, may be anything; DCP would take
+    # them apart and lose number keys and what is empty
+    weights, extra = _partition(tensors["state_dict"], lambda name, _: name.rpartition(".")[2] == "_extra_state")
+    optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
+    containers: dict[str, Any] = {}
+    for name, state in optimizers.items():
+        _check_same_on_all_ranks(name, state, group)
+        parted = {key: _partition(value, _is_container) for key, value in state["state"].items()}
+        optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
+        containers[name] = {key: moved for key, (_, moved) in parted.items() if moved}
+    rest, sharded = pop_sharded({**metadata, EXTRA_STATES_KEY: extra, CONTAINERS_KEY: containers})
+    tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
-    on_first_rank(lambda: torch.save({**metadata, EXTRA_STATES_KEY: extra}, buffer), group)
+    on_first_rank(lambda: save_plain(rest, buffer), group)
     return Snapshot(unpack_all(tensors), buffer.getvalue(), summary or {})
 
 
@@ -117,8 +127,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     drafts: list[Draft | StoreDraft] = []  # on rank 0
 
     def start() -> AnyPath:
+        drafts.append(start_draft(path))  # which makes room by removing the drafts of the dead
         check_free_space(path, sum(sizes))
-        drafts.append(start_draft(path))
         return drafts[0].path
 
     try:
@@ -159,9 +169,15 @@ def read_directory(
         ValueError: When it holds more than tensors and plain types, and is not trusted.
     """
     reader = CheckpointReader(path, trust=trust)
-    metadata = reader.read_metadata()
+
+    def read_plain() -> tuple[Metadata, dict[str, Any]]:
+        return reader.read_metadata(), load_pickled(path / METADATA_FILE, trust=trust)
+
+    metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
+    # a model that the checkpoint does not fit shall keep its weights
+    in_place = in_place and _fits(metadata, own)
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
     call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
@@ -172,8 +188,11 @@ def read_directory(
         for key, value in flat.items()
     }
     loaded = unflatten(values)
-    checkpoint = merge(load_pickled(path / METADATA_FILE, trust=trust), loaded.pop(SHARDED_KEY, {}))
+    checkpoint = put_sharded(checkpoint, loaded.pop(SHARDED_KEY, {}))
     checkpoint["state_dict"] = {**loaded.pop("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
+    for name, states in checkpoint.pop(CONTAINERS_KEY, {}).items():
+        for key, moved in states.items() if with_optimizers else ():
+            loaded[name].setdefault("state", {}).setdefault(key, {}).update(moved)
     if states := get_optimizer_states(loaded):
         checkpoint["optimizer_states"] = states
     return checkpoint
@@ -181,8 +200,13 @@ def read_directory(
 
 def get_optimizer_states(nested: dict[str, Any]) -> list[dict[str, Any]]:
     """The values of ``optimizer_0``, ``optimizer_1``, ... in the order of their numbers."""
-    names = [name for name in nested if name.startswith("optimizer_") and name[len("optimizer_") :].isdigit()]
-    return [nested[name] for name in sorted(names, key=lambda name: int(name.removeprefix("optimizer_")))]
+    return [nested[name] for name in get_optimizer_keys(nested)]
+
+
+def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
+    """Those of the keys that are ``optimizer_`` and a number, in the order of the numbers."""
+    numbers = sorted(int(match[1]) for name in nested if (match := re.fullmatch(r"optimizer_(\d+)", str(name))))
+    return [f"optimizer_{number}" for number in numbers]
 
 
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
@@ -237,6 +261,32 @@ def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]
     draft.publish()
 
 
+def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    second = {key: value for key, value in values.items() if is_second(key, value)}
+    return {key: value for key, value in values.items() if key not in second}, second
+
+
+def _is_container(key: str, value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)
+
+
+def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Plain tensors are written once: what each rank has made of its own shard would be lost without a word."""
+    digests: dict[str, str] = {}
+    for parameter, values in state["state"].items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                digests[f"{parameter}.{key}"] = get_digest(value)
+    first, *others = all_gather(digests, group)
+    different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
+    if different:
+        raise ValueError(
+            f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}): its step works"
+            " on local shards, and a checkpoint could keep one rank's only. Let the optimizer keep DTensors, made by"
+            " operations on its DTensor parameters."
+        )
+
+
 def _get_size(tensors: dict[str, Any]) -> int:
     """Bytes that this rank will write, at most: of what several ranks hold, one of them writes it."""
     size = 0
@@ -265,6 +315,16 @@ def _path_of(metadata: Metadata, key: str) -> tuple[Any, ...]:
 
 def _is_weight(metadata: Metadata, key: str) -> bool:
     return _path_of(metadata, key)[0] == "state_dict"
+
+
+def _fits(metadata: Metadata, own: dict[str, Tensor]) -> bool:
+    """Whether the checkpoint has all tensors of the model, in their shapes."""
+    sizes = {
+        _path_of(metadata, key)[1]: entry.size
+        for key, entry in metadata.state_dict_metadata.items()
+        if _is_weight(metadata, key) and isinstance(entry, TensorStorageMetadata)
+    }
+    return all(sizes.get(name) == tensor.shape for name, tensor in own.items())
 
 
 def _is_of_optimizer(metadata: Metadata, key: str) -> bool:

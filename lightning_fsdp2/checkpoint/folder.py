@@ -6,6 +6,8 @@ While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
     .saving-1f2e3d4c/step=100.ckpt   the draft
     .saving-1f2e3d4c/replaced/       what had that name before, where the system cannot exchange two directories
 
+and while it is being removed, it is in such a folder too, so that no part of it is left under its name.
+
 Object stores have no names to exchange: there a checkpoint is written in place, and complete once it has its
 ``meta.json``, which is written last.
 """
@@ -63,13 +65,12 @@ class Draft:
     def __init__(self, target: Path) -> None:
         folder = target.parent
         self._target = target
-        self._container = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
-        self.path = self._container / target.name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(folder.parent)
             clean_folder(folder)
-            # locked before it exists, or another process could take it for one whose process has died
-            self._lock = _lock(_get_lock_file(self._container))
+            self._container = _Container(folder)
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             reason = "may not be written to" if isinstance(error, PermissionError) else "is a file"
             raise type(error)(
@@ -78,22 +79,20 @@ class Draft:
                 " (ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...))",
                 error.filename,
             ) from error
-        self._container.mkdir()
+        self.path = self._container.path / target.name
 
     def publish(self) -> None:
         """Give the draft the name of the checkpoint, in the place of what has it now; all in it must be on the disk."""
         if _is_folder(self.path):
             sync_folder(self.path)
-        sync_folder(self._container)
-        _replace(self.path, self._target, self._container / _REPLACED)
+        sync_folder(self._container.path)
+        _replace(self.path, self._target, self._container.path / _REPLACED)
         sync_folder(self._target.parent)
         self.discard()
 
     def discard(self) -> None:
         """Remove what is left of the draft."""
-        shutil.rmtree(self._container, ignore_errors=True)
-        _get_lock_file(self._container).unlink(missing_ok=True)
-        os.close(self._lock)
+        self._container.discard()
 
 
 class StoreDraft:
@@ -140,7 +139,12 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     elif found.is_symlink() or found.is_file():
         found.unlink()
     elif found.is_dir():
-        shutil.rmtree(found)
+        container = _Container(found.parent)
+        try:
+            found.rename(container.path / found.name)
+            sync_folder(found.parent)
+        finally:
+            container.discard()
 
 
 def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
@@ -196,12 +200,30 @@ def _remove_from_store(path: UPath) -> None:
         path.fs.rm(path.path, recursive=True)
 
 
+class _Container:
+    """A hidden folder beside the checkpoints, with a lock that tells whether the process that made it still lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
+        # locked before it exists, or another process could take it for one whose process has died
+        self._lock = _lock(_get_lock_file(self.path))
+        self.path.mkdir()
+
+    def discard(self) -> None:
+        """Remove it with all that is in it; what resists is left to the next :func:`clean_folder`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if not self.path.exists():
+            _get_lock_file(self.path).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
 def _clean(container: Path) -> None:
     for old in container.glob(f"{_REPLACED}/*"):
         if not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
-    _get_lock_file(container).unlink(missing_ok=True)
+    if not container.exists():
+        _get_lock_file(container).unlink(missing_ok=True)
 
 
 def _replace(draft: Path, target: Path, replaced: Path) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2._torch_compat import tree_map_only
+from lightning_fsdp2._torch_compat import tree_map_only, tree_map_with_path
+
+_MARK = "lightning_fsdp2:sharded:"
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -14,31 +16,34 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree_map_only(Tensor, function, value)
 
 
-def pop_sharded(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the DTensors in nested dicts from the rest.
+def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Part the DTensors in nested containers from the rest.
 
     Returns:
-        ``value`` without them, and the nested dicts that hold them alone.
+        ``value`` with a mark in the place of each, and the DTensors as ``{number: {name: tensor}}``, where the name is
+        the last key on the way to it.
     """
-    rest: dict[str, Any] = {}
     sharded: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, DTensor):
-            sharded[key] = item
-        elif isinstance(item, dict) and type(item) is dict:
-            rest[key], inner = pop_sharded(item)
-            sharded |= {key: inner} if inner else {}
-        else:
-            rest[key] = item
-    return rest, sharded
+
+    def mark(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        number = str(len(sharded))
+        sharded[number] = {str(getattr(path[-1], "key", "")) if path else "": leaf}
+        return _MARK + number
+
+    marked = tree_map_with_path(mark, value)
+    return (marked, sharded) if sharded else (value, {})
 
 
-def merge(value: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of :func:`pop_sharded`: nested dicts with the items of both."""
-    both = {**value}
-    for key, item in other.items():
-        both[key] = merge(both[key], item) if isinstance(item, dict) and key in both else item
-    return both
+def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
+    """The reverse of :func:`pop_sharded`."""
+
+    def put(text: str) -> Any:
+        number = text.removeprefix(_MARK)
+        return next(iter(sharded[number].values())) if text.startswith(_MARK) and number in sharded else text
+
+    return tree_map_only(str, put, value) if sharded else value
 
 
 def unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:

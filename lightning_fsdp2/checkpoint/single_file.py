@@ -1,20 +1,18 @@
 """Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, optimizers by number."""
 
 import copy
-import io
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
-from lightning_fsdp2.checkpoint.distributed import get_optimizer_states
+from lightning_fsdp2.checkpoint.distributed import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled
+from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain
 
 
 def gather_whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -76,18 +74,18 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
             " that name."
         )
     states = content.pop("optimizer_states", None)
-    if states is None:
+    if states is None and get_optimizer_keys(content):
         states = get_optimizer_states(content)  # as Lightning's `consolidate_checkpoint` leaves them
-    rest = {key: value for key, value in content.items() if not key.startswith("optimizer_")}
-    return {**rest, "optimizer_states": states} if with_optimizers and states else rest
+    rest = {key: value for key, value in content.items() if key not in get_optimizer_keys(content)}
+    return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
 
 
 def _write(path: AnyPath, checkpoint: dict[str, Any]) -> None:
-    check_free_space(path, sum(_get_sizes(checkpoint)))
     draft = start_draft(path)
     try:
+        check_free_space(path, sum(_get_sizes(checkpoint)))
         with HashedFile(draft.path) as file:
-            torch.save(checkpoint, cast(io.BytesIO, file))
+            save_plain(checkpoint, file)
         draft.publish()
     except BaseException:
         draft.discard()

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -22,9 +23,11 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fsdp2._torch_compat import StorageInfo
+from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
 
 BLOCK_SIZE = 16 << 20
@@ -129,7 +132,7 @@ class CheckpointWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
         if plan.items:
-            with HashedFile(cast(AnyPath, self.path) / name) as file:
+            with HashedFile(cast(AnyPath, self.path) / name) as file, _without_crc32():
                 for item in plan.items:
                     offset = file.tell()
                     data = planner.resolve_data(item)
@@ -172,6 +175,22 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
 
+def get_digest(tensor: Tensor) -> str:
+    """Return a checksum of a tensor's bytes."""
+    array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128(cast(Any, array)).hexdigest()
+
+
+def save_plain(value: Any, file: Any) -> None:
+    """``torch.save`` of what no other rank has a part of; numpy's numbers become Python's, which load without trust.
+
+    Raises:
+        TypeError: When a DTensor hides in an object: this rank's part of it would be all that is saved.
+    """
+    plain = tree_map_only(np.generic, lambda number: number.item(), value)
+    torch.save(plain, file, pickle_module=_PlainPickle)
+
+
 def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
     """Return what ``torch.save`` wrote to a file, on the host.
 
@@ -212,6 +231,23 @@ def make_trust_error(path: Any, error: Exception) -> ValueError:
         " `trust_checkpoint=True` to any other function, or `--trust_checkpoint=true` on the command line."
         f" {str(error).splitlines()[0]}"
     )
+
+
+class _PlainPickle:
+    """What ``torch.save`` needs of the module pickle."""
+
+    class Pickler(pickle.Pickler):
+        """Refuses DTensors."""
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, DTensor):
+                raise TypeError(
+                    f"A hook or callback saves an object that holds a sharded tensor {tuple(value.shape)}. Save it in a"
+                    " dict, list or tuple of its own, so that all ranks save their parts, or whole: `.full_tensor()`."
+                )
+            return NotImplemented
+
+    dump = staticmethod(pickle.dump)
 
 
 class _Store(FileSystem):
@@ -258,6 +294,17 @@ def _is_metadata(module: str, name: str) -> bool:
     """Whether a name is that of a dtype, or of a class which these modules define themselves."""
     found = getattr({"torch": torch, **_METADATA_MODULES}.get(module), name, None)
     return isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module != "torch")
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared."""
+    computes = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(computes)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

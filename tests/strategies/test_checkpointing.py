@@ -522,8 +522,14 @@ def test_a_module_may_save_what_it_wants(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_another_precision(precision: Any, tmp_path: Path) -> None:
     def run() -> None:
+        def make() -> Regressor:
+            module = Regressor()
+            module.net[1] = nn.Tanh()  # torch's batch norm has no way with two dtypes
+            return module
+
         trainer = make_trainer(max_steps=2)
-        saved = whole(fit(trainer).state_dict())
+        trainer.fit(module := make(), make_loader())
+        saved = whole(module.state_dict())
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         loaded: dict[str, Tensor] = {}
 
@@ -532,12 +538,11 @@ def test_a_run_goes_on_in_another_precision(precision: Any, tmp_path: Path) -> N
                 loaded.update(whole(module.state_dict()))
 
         again = make_trainer(precision=precision, callbacks=[Look()], max_steps=3)
-        fit(again, ckpt_path=tmp_path / "a.ckpt")
+        again.fit(make(), make_loader(), ckpt_path=tmp_path / "a.ckpt")
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         for name, value in loaded.items():
-            if value.is_floating_point() and "running" not in name:
-                assert value.dtype == dtype
-                assert value.equal(saved[name].to(dtype)), name
+            assert value.dtype == dtype
+            assert value.equal(saved[name].to(dtype)), name
 
     run_ranks(run, WORLD)
 
