@@ -105,7 +105,7 @@ class FSDP2CLI(LightningCLI):
             return
         try:
             COMMANDS[name](**self.config[name])
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             parser.error(str(error), error)
         parser.exit(0)
 

@@ -26,6 +26,7 @@ class HuggingFaceExport(Callback):
         overwrite: Whether to replace what is in the directory, once the model is written.
 
     Raises:
+        ValueError: When ``dirpath`` is remote.
         FileExistsError: Before training, when the directory has something in it, and not ``overwrite``.
         TypeError: Before training, when the LightningModule holds no Hugging Face model.
         ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters.
@@ -40,6 +41,10 @@ class HuggingFaceExport(Callback):
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> None:
+        if "://" in str(dirpath):
+            raise ValueError(
+                f"HuggingFaceExport(dirpath={str(dirpath)!r}): export to a local directory and upload that."
+            )
         self.dirpath = dirpath
         self.model = model
         self.tokenizer = tokenizer

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import StateDictStager
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, raise_first
@@ -27,19 +28,25 @@ class BackgroundWriter:
 
     Args:
         device: What the tensors are on.
-        group: For the ranks to agree; nothing else communicates on it while they do.
+        group: For the main threads to agree; nothing else communicates on it while they do.
+        thread_group: The same for the threads that write.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        thread_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._stager = StateDictStager(pin_memory=device.type == "cuda")
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._device = device
         self._group = group
+        self._thread_group = thread_group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: Future[dict[str, Any]] | None = None
         self._save: Future[None] | None = None
         self._then: list[Callable[[], None]] = []
-        self._versions: list[tuple[Tensor, int]] = []
 
     @property
     def is_writing(self) -> bool:
@@ -49,34 +56,25 @@ class BackgroundWriter:
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copy ``tensors``, nested dicts, and run ``write`` on the copy in the thread."""
         self.wait()
-        if self._stream is None:
-            copies = self._stager.stage(tensors)
-            self._save = self._pool.submit(write, copies)
-            return
-        # the copies run on a stream of their own, which knows nothing of what is still being computed
-        torch.get_device_module(self._device).synchronize(self._device)
-        map_tensors(lambda tensor: self._versions.append((tensor, tensor._version)), tensors)
-        self._copies = copying = self._pool.submit(self._copy_beside, tensors, self._stream)
-        self._save = self._pool.submit(lambda: write(copying.result()))
+        copies: Future[dict[str, Any]] = Future()
+        self._copies, stream = copies, self._stream
+        if stream is None:
+            _run_into(copies, lambda: self._stager.stage(tensors))
+        else:
+            # the copies run on a stream of their own, which knows nothing of what is still being computed
+            torch.get_device_module(self._device).synchronize(self._device)
+            # buffers change in the next forward
+            tensors = map_tensors(lambda t: t if isinstance(t, DTensor) else t.detach().to("cpu", copy=True), tensors)
+            versions = _get_versions(tensors)
+            self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
+        # copies that a rank could not make are no checkpoint, and the others must not wait for its part
+        self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
-        """Wait until what is being saved may be changed.
-
-        Raises:
-            RuntimeError: When it was, before this was called: the copy may hold something of both.
-        """
-        if self._copies is None:
-            return
-        self._copies.exception()  # waits; a failure is that of the save
-        self._copies = None
-        changed = any(tensor._version != version for tensor, version in self._versions)
-        self._versions.clear()
-        if changed:
-            raise RuntimeError(
-                "Weights or optimizer states were changed in place between a save with CheckpointConfig(async_save="
-                "True) and the next optimizer step, while they were being copied. Change them before the checkpoint is"
-                " saved, or use async_save=False."
-            )
+        """Wait until what is being saved may be changed."""
+        if self._copies is not None:
+            self._copies.exception()  # waits; a failure is that of the save
+            self._copies = None
 
     def then(self, action: Callable[[], None]) -> None:
         """Run ``action`` once what is being written is complete, or now; never if it fails."""
@@ -107,28 +105,55 @@ class BackgroundWriter:
         """
         if self._save is None:
             return
-        save, actions = self._save, self._then
-        self._save, self._then = None, []
-        raise_first(_get_failure(save), self._group)
+        failure = _get_failure(self._save)
+        actions = self._forget()
+        raise_first(failure, self._group)
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
         """Wait for the save in progress where other ranks may be gone: nothing is agreed on, a failure is logged."""
         if self._save is None:
             return
-        save, actions = self._save, self._then
-        self._save, self._then = None, []
-        if (failure := _get_failure(save)) is not None:
+        failure = _get_failure(self._save)
+        actions = self._forget()
+        if failure is not None:
             log.error("A checkpoint could not be written: %s", failure)
             return
         for action in actions:
             action()
 
-    def _copy_beside(self, tensors: dict[str, Any], stream: torch.Stream) -> dict[str, Any]:
+    def _forget(self) -> list[Callable[[], None]]:
+        actions = self._then
+        self._copies, self._save, self._then = None, None, []
+        return actions
+
+    def _copy_beside(
+        self, tensors: dict[str, Any], versions: list[tuple[Tensor, int]], stream: torch.Stream
+    ) -> dict[str, Any]:
         with stream:
             copies: dict[str, Any] = self._stager.stage(tensors, non_blocking=True)
         stream.synchronize()
+        if any(tensor._version != version for tensor, version in versions):
+            raise RuntimeError(
+                "Weights or optimizer states were changed in place between a save with CheckpointConfig(async_save="
+                "True) and the next optimizer step, while they were being copied. Change them before the checkpoint is"
+                " saved, or use async_save=False."
+            )
         return copies
+
+
+def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
+    try:
+        future.set_result(action())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    """The sharded tensors with the counters of their changes."""
+    sharded: list[Tensor] = []
+    map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
+    return [(tensor, tensor._version) for tensor in sharded]
 
 
 def _get_failure(save: "Future[None]") -> Exception | None:

@@ -102,9 +102,11 @@ def take_snapshot(
     containers: dict[str, Any] = {}
     for name, state in optimizers.items():
         _check_same_on_all_ranks(name, state, group)
-        parted = {key: _partition(value, _is_container) for key, value in state["state"].items()}
+        # what is not the state of a parameter need not be a dict
+        values, others = _partition(state["state"], lambda _, value: not isinstance(value, dict))
+        parted = {key: _partition(value, _is_container) for key, value in values.items()}
         optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
-        containers[name] = {key: moved for key, (_, moved) in parted.items() if moved}
+        containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **others}
     rest, sharded = pop_sharded({**metadata, EXTRA_STATES_KEY: extra, CONTAINERS_KEY: containers})
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
@@ -176,23 +178,22 @@ def read_directory(
     metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
-    # a model that the checkpoint does not fit shall keep its weights
-    in_place = in_place and _fits(metadata, own)
     flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
     call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
-    values = {
+    flat_values = {
         _path_of(metadata, key): _finish_target(
             value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key)
         )
         for key, value in flat.items()
     }
-    loaded = unflatten(values)
+    loaded = unflatten(flat_values)
     checkpoint = put_sharded(checkpoint, loaded.pop(SHARDED_KEY, {}))
     checkpoint["state_dict"] = {**loaded.pop("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
     for name, states in checkpoint.pop(CONTAINERS_KEY, {}).items():
         for key, moved in states.items() if with_optimizers else ():
-            loaded[name].setdefault("state", {}).setdefault(key, {}).update(moved)
+            values = loaded[name].setdefault("state", {})
+            values[key] = {**values.get(key, {}), **moved} if isinstance(moved, dict) else moved
     if states := get_optimizer_states(loaded):
         checkpoint["optimizer_states"] = states
     return checkpoint
@@ -315,16 +316,6 @@ def _path_of(metadata: Metadata, key: str) -> tuple[Any, ...]:
 
 def _is_weight(metadata: Metadata, key: str) -> bool:
     return _path_of(metadata, key)[0] == "state_dict"
-
-
-def _fits(metadata: Metadata, own: dict[str, Tensor]) -> bool:
-    """Whether the checkpoint has all tensors of the model, in their shapes."""
-    sizes = {
-        _path_of(metadata, key)[1]: entry.size
-        for key, entry in metadata.state_dict_metadata.items()
-        if _is_weight(metadata, key) and isinstance(entry, TensorStorageMetadata)
-    }
-    return all(sizes.get(name) == tensor.shape for name, tensor in own.items())
 
 
 def _is_of_optimizer(metadata: Metadata, key: str) -> bool:

@@ -131,7 +131,7 @@ def clean_folder(folder: AnyPath) -> None:
         os.close(lock)
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+def remove_checkpoint(path: str | AnyPath) -> None:
     """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
     found = get_path(path)
     if not is_local(found):

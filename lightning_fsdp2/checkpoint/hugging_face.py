@@ -206,15 +206,21 @@ class _Gather:
 
     @torch.no_grad()
     def __call__(self, names: Sequence[str], rank: int) -> dict[str, Tensor]:
-        gathered = {}
+        gathered: dict[str, Tensor] = {}
+        failure: Exception | None = None
         for name in names:
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
                 # offloaded shards are gathered where the mesh communicates
                 sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
                 tensor = sharded.full_tensor()
-            if rank == get_rank():
-                gathered[name] = tensor.detach().cpu()
+            if rank == get_rank() and failure is None:
+                try:
+                    gathered[name] = tensor.detach().cpu()
+                except Exception as error:  # later: the others are waiting in the next gather
+                    failure = error
+        if failure is not None:
+            raise failure
         return gathered
 
 

@@ -2,7 +2,8 @@
 
 Under tensor parallelism a rank holds a shard of each of the projections that a weight packs (gate and up of a mixture's
 experts), two pieces of one tensor. DCP takes a rank's part of a tensor for one piece and refuses ("overlapping
-chunks"), so such tensors are written and read in contiguous shards, one tensor at a time.
+chunks"), so such tensors are written and read in contiguous shards: for the time of a save, or until they are copied,
+the device holds those of all packed tensors beside the packed ones.
 """
 
 from typing import Any, TypeGuard

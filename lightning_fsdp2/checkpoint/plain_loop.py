@@ -50,7 +50,7 @@ def load_checkpoint(
 
     Args:
         path: A directory or a single file.
-        model: Sharded or not; filled in place.
+        model: Sharded or not; filled in place. After an error it may hold some of the checkpoint's weights.
         optimizers: As many as were saved, or none to leave their state alone.
         strict: Whether the model and the checkpoint must have the same keys.
         weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.

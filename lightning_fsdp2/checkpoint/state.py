@@ -30,7 +30,8 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         }
         for group in state["param_groups"]
     ]
-    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+    # what is not the state of a parameter has a key of the optimizer's own
+    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -56,12 +57,13 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         )
     groups = [{**other, "params": group["params"]} for group, other in zip(current, saved, strict=True)]
     parameters = dict(model.named_parameters())
-    saved_state = state.get("state", {})
-    values = {
-        number: {key: shard_like(value, parameters[name]) for key, value in saved_state[name].items()}
+    saved_state = dict(state.get("state", {}))
+    values: dict[Any, Any] = {
+        number: {key: shard_like(value, parameters[name]) for key, value in saved_state.pop(name).items()}
         for number, name in names.items()
         if name in saved_state
     }
+    values |= {key: value for key, value in saved_state.items() if key not in parameters}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
@@ -72,8 +74,8 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
     for group in state["param_groups"]:
         numbers.update({name: len(numbers) + index for index, name in enumerate(group["params"])})
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    values = {numbers[name]: value for name, value in state.get("state", {}).items()}
-    return {"state": dict(sorted(values.items())), "param_groups": groups}
+    values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
+    return {"state": values, "param_groups": groups}
 
 
 def shard_like(value: Any, own: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
 
 BLOCK_SIZE = 16 << 20
+WRITEBACK_SIZE = 64 << 20
 
 CHECKSUM = "xxh3_128"
 """The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal."""
@@ -63,7 +64,7 @@ class HashedFile:
         self._is_local = is_local(path)
         self._name = str(path)
         self._failure: OSError | None = None
-        self.size = 0
+        self.size = self._handed_over = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -75,7 +76,16 @@ class HashedFile:
             self._failure = error
             raise
         self.size += view.nbytes
+        self._start_writeback()
         return view.nbytes
+
+    def _start_writeback(self) -> None:
+        """Let the disk begin: the system would collect gigabytes first, and the flush at the end wait for them all."""
+        if self.size - self._handed_over < WRITEBACK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
+            return
+        self._file.flush()
+        os.posix_fadvise(self._file.fileno(), self._handed_over, 0, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self.size
 
     def tell(self) -> int:
         return self.size

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, cast
@@ -51,7 +52,10 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
         damaged = [] if get_rank() or _is_readable(path) else [path.name]
     else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        own = list(_get_files(path).items())[get_rank() :: world_size]
+        files = list(_get_files(path).items())
+        if not files and get_rank() == 0:
+            warnings.warn(f"verify=True: {str(path)!r} holds no checksums to compare with.", stacklevel=2)
+        own = files[get_rank() :: world_size]
         damaged = [name for name, info in own if not _is_intact(path / name, info)]
     _raise_damaged(path, [name for names in all_gather(damaged, group) for name in names])
 
@@ -109,10 +113,7 @@ def _check_version(path: AnyPath) -> None:
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
         return  # one of Lightning's or torch's
-    try:
-        version = _read_summary(path)["format_version"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{SUMMARY_FILE} of the checkpoint {str(path)!r} is damaged; use an earlier one.") from error
+    version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
             f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
@@ -149,7 +150,14 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
 
 
 def _read_summary(path: AnyPath) -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads((path / SUMMARY_FILE).read_bytes()))
+    try:
+        summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
+        int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier one."
+        ) from error
+    return {**summary, "format_version": int(summary["format_version"])}
 
 
 def _get_files(path: AnyPath) -> dict[str, dict[str, Any]]:

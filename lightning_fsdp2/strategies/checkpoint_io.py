@@ -8,13 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.asynchronous import BackgroundWriter
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
-from lightning_fsdp2.checkpoint.folder import clean_folder, get_path, is_local, link_checkpoint, remove_checkpoint
+from lightning_fsdp2.checkpoint.folder import (
+    AnyPath,
+    clean_folder,
+    get_path,
+    is_local,
+    link_checkpoint,
+    remove_checkpoint,
+)
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.loading import read_checkpoint
 from lightning_fsdp2.checkpoint.single_file import gather_whole, write_file
@@ -33,32 +41,40 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._linked: list[str | Path] = []
+        self._links: set[Path] = set()
+        self._linked: list[AnyPath] = []
 
     def connect(
         self,
         config: CheckpointConfig,
         device: torch.device,
         group: dist.ProcessGroup,
-        thread_group: dist.ProcessGroup,
+        thread_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Tell the process groups: a CPU group for the main thread and another for the thread that writes."""
+        """Tell the process groups: a CPU group for the main thread and, to save asynchronously, one for the other."""
         if config.async_save and (self._writer is None or group is not self._group):
-            self._writer = BackgroundWriter(device, group)
+            self._writer = BackgroundWriter(device, group, thread_group)
         self.config = config
         self._group = group
         self._thread_group = thread_group
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None, *, wait: bool = False
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+        *,
+        summary: dict[str, Any] | None = None,
+        wait: bool = False,
     ) -> None:
         """Write a checkpoint; with ``async_save``, after the copies have been made, unless ``wait``.
 
         Args:
-            checkpoint: The Trainer's, with sharded tensors; ``summary`` goes to ``meta.json``.
+            checkpoint: The Trainer's, with sharded tensors.
             path: Local, or in a store that fsspec knows; what is there is replaced once the new one is complete.
             storage_options: Refused.
+            summary: For ``meta.json``.
             wait: Whether to return only once it is on the disk.
 
         Raises:
@@ -69,17 +85,19 @@ class MeshCheckpointIO(CheckpointIO):
         self.wait()
         target = get_path(path)
         group = self._thread_group if self._writer is not None else self._group
-        checkpoint = dict(checkpoint)
-        summary = checkpoint.pop("summary", {})
+        checkpoint, summary = dict(checkpoint), summary or {}
+        self._linked = [other for other in self._linked if other != target]
         if self.config.format == "full":
             whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])})
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-                tensors[f"optimizer_{index}"] = state
+            if states := checkpoint.get("optimizer_states"):  # Lightning asks for an empty list too
+                tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
+                del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group)
-            self._run(snapshot.tensors, lambda copies: write_snapshot(target, snapshot.with_tensors(copies), group))
+            bare = snapshot.with_tensors({})  # what was made for the save may go once it is copied
+            self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
 
@@ -117,15 +135,21 @@ class MeshCheckpointIO(CheckpointIO):
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, once what is being written is complete and no link in its folder points to it."""
-        self._then(lambda: self._remove(path))
+        if get_rank() == 0:
+            self._then(lambda: self._remove(get_path(path)))
 
     def link(self, target: str | Path, link: str | Path) -> None:
-        """Let ``link`` point to ``target`` at once, when that is complete."""
-        if os.path.abspath(target) != os.path.abspath(link):
-            self._then(lambda: self._link(target, link))
+        """Let ``link`` point to ``target`` at once, when that is complete; every rank must call it."""
+        if os.path.abspath(target) == os.path.abspath(link):
+            return
+        if self._writer is None or not self._writer.is_writing:
+            on_first_rank(lambda: self._link(Path(target), Path(link)), self._group)
+        elif get_rank() == 0:
+            self._writer.then(lambda: self._link(Path(target), Path(link)))
 
     def clean(self, folder: str | Path) -> None:
-        """Remove what saves that died have left in ``folder``."""
+        """Remove what saves that died have left in ``folder``; what an earlier fit had put off is kept."""
+        self._linked.clear()
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
 
     def wait_for_copies(self) -> None:
@@ -160,22 +184,25 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.start(tensors, write)
 
     def _then(self, action: Callable[[], None]) -> None:
-        if get_rank() != 0:
-            return
         if self._writer is None:
             action()
         else:
             self._writer.then(action)
 
-    def _remove(self, path: str | Path) -> None:
-        # ModelCheckpoint removes before it links: a kill in between would leave `last.ckpt` pointing to nothing
-        if _get_links(path):
+    def _remove(self, path: AnyPath) -> None:
+        links = _get_links(path)
+        foreign = [link.name for link in links if link not in self._links and not link.name.startswith("last")]
+        if foreign:
+            rank_zero_warn(f"{path} is kept, although it would be removed now: {', '.join(foreign)} points to it.")
+        elif links:
+            # ModelCheckpoint removes before it links: a kill in between would leave `last.ckpt` pointing to nothing
             self._linked.append(path)
         else:
-            remove_checkpoint(path)
+            _remove(path)
 
-    def _link(self, target: str | Path, link: str | Path) -> None:
+    def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
+        self._links.add(link)
         for path in self._linked:
             # of a run before this one, whose `last.ckpt` Lightning leaves beside its own `last-v1.ckpt`
             for other in _get_links(path):
@@ -184,14 +211,20 @@ class MeshCheckpointIO(CheckpointIO):
 
     def _remove_linked(self) -> None:
         for path in self._linked:
-            remove_checkpoint(path)
+            _remove(path)
         self._linked.clear()
 
 
-def _get_links(path: str | Path) -> list[Path]:
+def _remove(path: AnyPath) -> None:
+    try:
+        remove_checkpoint(path)
+    except OSError as error:  # nothing is lost, and no reason to end a training
+        rank_zero_warn(f"The checkpoint {str(path)!r} could not be removed: {error}")
+
+
+def _get_links(path: AnyPath) -> list[Path]:
     """The links beside a checkpoint that point to it."""
-    found = get_path(path)
-    if not is_local(found) or not found.exists():
+    if not is_local(path) or not path.exists():
         return []
-    links = [entry for entry in found.parent.iterdir() if entry.is_symlink() and entry.exists()]
-    return [link for link in links if link.samefile(found)]
+    links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.exists()]
+    return [link for link in links if link.samefile(path)]

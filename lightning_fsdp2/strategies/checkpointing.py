@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 _RANKS_KEY = "lightning_fsdp2"
 
-SAVE_TIMEOUT = timedelta(minutes=5)
-"""How long a rank that saves waits for the others, at most."""
-
 _SAVE_TIMEOUT_AFTER_ERROR = timedelta(minutes=1)
 
 
@@ -84,8 +81,10 @@ class CheckpointingStrategy(WorldStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        thread_group = distributed.get_group("checkpoint thread", self._timeout)
-        self.checkpoint_io.connect(self.checkpoint_config, self.root_device, self._control_group, thread_group)
+        config, thread_group = self.checkpoint_config, None
+        if config.async_save:
+            thread_group = distributed.get_group("checkpoint thread", self._timeout)
+        self.checkpoint_io.connect(config, self.root_device, self._control_group, thread_group)
 
     def prepare_checkpoints(self, trainer: "Trainer") -> None:
         """Clean up behind earlier runs, and take over what Lightning does with paths and signals by itself."""
@@ -121,10 +120,13 @@ class CheckpointingStrategy(WorldStrategy):
 
     def wait_for_all_ranks_to_save(self) -> None:
         """Explain a save that not every rank takes part in, where it would hang."""
-        timeout = _SAVE_TIMEOUT_AFTER_ERROR if self.lightning_module.trainer.interrupted else SAVE_TIMEOUT
+        # in any case before the collectives that some ranks are in give up
+        timeout = self._timeout / 2
+        if self.lightning_module.trainer.interrupted:
+            timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
         distributed.wait_for_all_ranks(
             "save a checkpoint",
-            min(self._timeout, timeout),
+            timeout,
             "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
             " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
         )
@@ -144,12 +146,14 @@ class CheckpointingStrategy(WorldStrategy):
         With ``async_save``, one saved during a fit is complete when the next save begins or the fit ends, at the
         latest; others are when this returns.
         """
-        own = {_RANKS_KEY: self._gather_rank_states(checkpoint), "summary": self._get_summary()}
+        checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
         is_requeued = self._requeue is not None and self._requeue.is_saving
         state = self.lightning_module.trainer.state
         wait = is_requeued or state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
-        self.checkpoint_io.save_checkpoint({**checkpoint, **own}, self.broadcast(filepath), storage_options, wait=wait)
+        self.checkpoint_io.save_checkpoint(
+            checkpoint, self.broadcast(filepath), storage_options, summary=self._get_summary(), wait=wait
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Sharded checkpoints in a plain torch loop: complete or absent, for any number of ranks, of this model or refused."""
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -201,29 +202,119 @@ def test_non_strict_loading_takes_what_fits(tmp_path: Path) -> None:
     torch.testing.assert_close(target["a"].weight, source["a"].weight)
 
 
-def test_sharded_tensors_that_hooks_save_are_saved_by_all_ranks(tmp_path: Path) -> None:
-    """A copy of the weights, such as a running average, on another number of ranks."""
-    path = tmp_path / "a.ckpt"
+class AveragesItself(nn.Module):
+    """Sharded tensors where `Module.get_extra_state` returns them, and a parameter with a name that looks like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.my_extra_state = nn.Parameter(torch.arange(8.0))
+        self.average: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.my_extra_state
+
+    def get_extra_state(self) -> Any:
+        return {"average": [self.linear.weight.detach() * 3]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.average = state["average"][0]
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
+def test_sharded_tensors_that_hooks_save_are_saved_by_all_ranks(world_size: int, tmp_path: Path) -> None:
+    """Copies of the weights, such as running averages, in any container, on any number of ranks."""
+    path, name = tmp_path / "a.ckpt", "model.embed_tokens.weight"
 
     def save() -> dict[str, Any]:
         model = make_model()
         average = {name: value.detach() * 2 for name, value in model.state_dict().items()}
-        save_checkpoint(
-            path, model, extra={"ema": {"decay": 0.9, "weights": average}, "stranger": {"x": average[name]}}
-        )
+        extra = {
+            "dict": {"decay": 0.9, "weights": average},
+            "ordered": OrderedDict(average),
+            "list": list(average.values()),
+            "stranger": {"x": (average[name],)},
+        }
+        save_checkpoint(path, model, extra=extra)
         return whole(average)
 
     def load() -> dict[str, Any]:
         extra = load_checkpoint(path, make_model(seed=1))
-        assert extra["ema"]["decay"] == 0.9
-        weights = extra["ema"]["weights"]
-        assert all(isinstance(value, DTensor) for value in weights.values())
-        assert extra["stranger"]["x"].full_tensor().equal(weights[name].full_tensor())
+        assert extra["dict"]["decay"] == 0.9
+        weights = extra["dict"]["weights"]
+        assert type(extra["ordered"]) is OrderedDict
+        for others in (extra["ordered"], dict(zip(weights, extra["list"], strict=True))):
+            assert all(isinstance(value, DTensor) for value in others.values())
+            assert all(value.full_tensor().equal(weights[key].full_tensor()) for key, value in others.items())
+        assert extra["stranger"]["x"][0].full_tensor().equal(weights[name].full_tensor())
         return whole(weights)
 
-    name = "model.embed_tokens.weight"
     expected = run_ranks(save, 2)[0]
-    for world_size in (1, 2, 3):
-        actual = run_ranks(load, world_size)[0]
-        assert actual.keys() == expected.keys()
-        assert all(value.equal(expected[name]) for name, value in actual.items())
+    actual = run_ranks(load, world_size)[0]
+    assert actual.keys() == expected.keys()
+    assert all(value.equal(expected[key]) for key, value in actual.items())
+
+
+def test_extra_states_and_names_like_theirs(tmp_path: Path) -> None:
+    def make() -> Any:
+        manager = FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), create_device_mesh())
+        return manager.parallelize(AveragesItself())
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = make()
+        save_checkpoint(tmp_path / "a.ckpt", model)
+        torch.manual_seed(1)
+        other = make()
+        load_checkpoint(tmp_path / "a.ckpt", other)
+        assert other.my_extra_state.full_tensor().tolist() == list(range(8))
+        assert other.average.full_tensor().equal(model.linear.weight.full_tensor() * 3)
+        with pytest.raises(TypeError, match=r"saves an object that holds a sharded tensor \(8, 8\)"):
+            save_checkpoint(tmp_path / "b.ckpt", model, extra={"object": Holder(model.linear.weight.detach())})
+        assert not (tmp_path / "b.ckpt").exists()
+
+    run_ranks(run, 2)
+
+
+class Holder:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class KeepsEverything(torch.optim.SGD):
+    """States of all kinds, and one of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["global"] = {"steps": 3}
+        self.state["count"] = 4
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(
+                numbered={0: torch.ones(2), 5: 6}, empty={}, listed=[1, None], average=parameter.detach() * 2
+            )
+            self.state[parameter]["nested"] = {"average": parameter.detach() * 4}
+        return loss
+
+
+def test_optimizer_states_of_any_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def run() -> None:
+        model, other = make_model(), make_model(seed=1)
+        optimizer, another = KeepsEverything(model.parameters(), lr=0.1), KeepsEverything(other.parameters(), lr=0.2)
+        step(model, optimizer, 0)
+        save_checkpoint(path, model, optimizer)
+        load_checkpoint(path, other, another)
+        assert (another.state["global"], another.state["count"]) == ({"steps": 3}, 4)
+        for own, restored in zip(model.parameters(), other.parameters(), strict=True):
+            expected, actual = optimizer.state[own], another.state[restored]
+            assert actual["numbered"][0].equal(torch.ones(2))
+            assert (actual["numbered"][5], actual["empty"], actual["listed"]) == (6, {}, [1, None])
+            assert actual["average"].full_tensor().equal(expected["average"].full_tensor())
+            assert actual["nested"]["average"].full_tensor().equal(expected["nested"]["average"].full_tensor())
+        for parameter in model.parameters():
+            optimizer.state[parameter]["local"] = torch.full((2,), float(dist.get_rank()))
+        with pytest.raises(ValueError, match=r"optimizer_0 holds plain tensors that differ by rank \(.*\.local"):
+            save_checkpoint(path, model, optimizer)
+
+    run_ranks(run, 2)

@@ -240,6 +240,23 @@ def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
     folder.remove_checkpoint(path)  # and again: there is nothing to do
 
 
+def test_a_removal_that_dies_half_way_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2))
+
+    def remove_and_die() -> None:
+        monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: os._exit(1))
+        folder.remove_checkpoint(path)
+
+    with pytest.raises(RankError, match="died"):
+        run_ranks(remove_and_die, 1)
+    assert not path.exists()
+    folder.clean_folder(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_a_store_of_fsspec_holds_checkpoints(tmp_path: Path) -> None:
     path = "memory://runs/a.ckpt"
     save_checkpoint(path, nn.Linear(2, 2), extra=1)

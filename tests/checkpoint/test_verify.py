@@ -73,6 +73,15 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, nn.Linear(64, 64))
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"format_version": "x"}', '{"format_version": 2, "files": {"a": {}}}'])
+def test_a_damaged_summary_is_named(content: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    (path / "meta.json").write_text(content)
+    for use in (verify_checkpoint, lambda path: load_checkpoint(path, nn.Linear(64, 64))):
+        with pytest.raises(ValueError, match=r"damaged: meta\.json"):
+            use(path)
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     (tmp_path / "text.ckpt").write_text("no checkpoint")

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy, load_checkpoint
 from lightning_fsdp2.checkpoint import asynchronous, folder, verify_checkpoint
-from lightning_fsdp2.strategies import checkpoint_io, checkpointing
+from lightning_fsdp2.strategies import checkpoint_io
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 
 WORLD = 2
@@ -171,6 +172,24 @@ def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothin
     assert names(tmp_path) == ["step=1.ckpt"]
 
 
+def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        trainer = make_trainer(ASYNC, max_steps=50, callbacks=[AtSteps({1: lambda t: t.save_checkpoint(path)})])
+
+        def stage(self: Any, *args: Any, **options: Any) -> Any:
+            raise MemoryError("no host memory left")
+
+        if os.environ["RANK"] == "1":
+            monkeypatch.setattr(asynchronous.StateDictStager, "stage", stage)
+        with pytest.raises(MemoryError, match="no host memory left"):
+            fit(trainer)
+        assert trainer.global_step < 50
+
+    path = tmp_path / "a.ckpt"
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_last_names_a_complete_checkpoint_at_every_moment(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,12 +277,13 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
             if changes:
                 with torch.no_grad():
                     next(iter(weights.values())).clamp_(0, 1)
+            next(value for name, value in weights.items() if "running" in name).add_(1)  # as the next forward does
             held.set()
+            writer.wait_for_copies()
             with pytest.raises(RuntimeError, match=CHANGED) if changes else nullcontext():
-                writer.wait_for_copies()
+                writer.wait()
             monkeypatch.undo()
             monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
-            writer.wait()
 
     run_ranks(run, WORLD)
 
@@ -407,19 +427,48 @@ def test_a_plugin_that_writes_by_itself_is_refused_and_one_of_ours_is_used(tmp_p
     assert names(tmp_path) == ["a.ckpt"]
 
 
+def test_links_of_the_user_keep_what_they_point_to_and_names_that_are_written_again_stay(tmp_path: Path) -> None:
+    milestone = tmp_path / "milestone.ckpt"
+
+    class LinksFirstCheckpoint(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.is_global_zero and trainer.global_step == 1:
+                milestone.symlink_to("step=1.ckpt")
+
+    def run() -> None:
+        callback = ModelCheckpoint(
+            tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last="link"
+        )
+        callbacks = [callback, LinksFirstCheckpoint()]
+        trainer = make_trainer(enable_checkpointing=True, callbacks=callbacks, max_steps=3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = fit(trainer)
+        assert any("is kept" in str(warning.message) for warning in caught) == trainer.is_global_zero
+        # a removal that waits for the link to move, of a name that is then written again
+        trainer.strategy.remove_checkpoint(tmp_path / "step=3.ckpt")
+        trainer.save_checkpoint(tmp_path / "step=3.ckpt")
+        trainer.test(module, make_loader(), verbose=False)
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == ["last.ckpt", "milestone.ckpt", "step=1.ckpt", "step=3.ckpt"]
+    assert os.readlink(milestone) == "step=1.ckpt"
+    verify_checkpoint(tmp_path / "last.ckpt")
+
+
 # ---------------------------------------------------------------------- all ranks, or an explanation
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "SAVE_TIMEOUT", timedelta(seconds=1))
-
+def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
     def run() -> None:
         def save(trainer: pl.Trainer) -> None:
             if trainer.global_rank == rank:
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
 
-        fit(make_trainer(callbacks=[AtSteps({1: save})]))
+        trainer = make_trainer(callbacks=[AtSteps({1: save})])
+        trainer.strategy._timeout = timedelta(seconds=2)
+        fit(trainer)
 
     with pytest.raises(RankError, match=r"wants to save a checkpoint, but not every rank did.*on all ranks") as caught:
         run_ranks(run, WORLD)
@@ -532,17 +581,47 @@ def test_a_run_goes_on_in_another_precision(precision: Any, tmp_path: Path) -> N
         saved = whole(module.state_dict())
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         loaded: dict[str, Tensor] = {}
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
 
         class Look(pl.Callback):
             def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+                assert {parameter.dtype for parameter in module.parameters()} == {dtype}
                 loaded.update(whole(module.state_dict()))
 
         again = make_trainer(precision=precision, callbacks=[Look()], max_steps=3)
         again.fit(make(), make_loader(), ckpt_path=tmp_path / "a.ckpt")
-        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        for name, value in loaded.items():
-            assert value.dtype == dtype
-            assert value.equal(saved[name].to(dtype)), name
+        assert loaded
+        assert all(value.equal(saved[name].to(dtype).float()) for name, value in loaded.items())
+
+    run_ranks(run, WORLD)
+
+
+class SavesKeys(Regressor):
+    """Hooks may use any key."""
+
+    keys = {"summary": {"a": 1}, "extra_states": [2], "optimizer_note": "three", "metadata": {4: "four"}}  # noqa: RUF012
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.keys)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = {key: checkpoint.get(key) for key in self.keys}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 10))
+        return [optimizer], [schedule]
+
+
+@pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+def test_hooks_and_schedules_get_back_what_they_saved(format_: Any, tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer(CheckpointConfig(format=format_), max_steps=2)
+        trainer.fit(SavesKeys(), make_loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        trainer = make_trainer(max_steps=3)
+        trainer.fit(module := SavesKeys(), make_loader(), ckpt_path=tmp_path / "a.ckpt")
+        assert module.loaded == module.keys
 
     run_ranks(run, WORLD)
 
