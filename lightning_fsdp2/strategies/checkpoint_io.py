@@ -81,7 +81,10 @@ class MeshCheckpointIO(CheckpointIO):
             TypeError: For ``storage_options``.
         """
         if storage_options is not None:
-            raise TypeError("Checkpoints of a mesh have no use for `storage_options`.")
+            raise TypeError(
+                f"storage_options={storage_options!r}: checkpoints of a mesh have no use for them; leave them out, and"
+                " give the store in the path, such as 's3://bucket/run/last.ckpt'."
+            )
         self.wait()
         target = get_path(path)
         group = self._thread_group if self._writer is not None else self._group
