@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.parallel.failures import fail_together
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
+from lightning_fsdp2.parallel.pretrained_shards import convert_before_sharding
 from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
@@ -130,7 +131,9 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
-        info, _ = type(model)._load_pretrained_model(model, _open_files(source.folder), None, config)
+        stored = _open_files(source.folder)
+        with convert_before_sharding(model, stored, source.conversions, device):
+            info, _ = type(model)._load_pretrained_model(model, stored, None, config)
         _check_loaded(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         type(model)._finalize_model_loading(model, config, info)
