@@ -567,11 +567,20 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="an existing one, on the disk to measure")
+    parser.add_argument(
+        "--directory", type=parse_directory, required=True, help="on the disk to measure; it must exist"
+    )
     parser.add_argument("--parameters", type=float, default=500e6, help="of the model, about; 12 bytes each are saved")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each variant")
     parser.add_argument("--variants", type=parse_variants, default=VARIANTS, help=",".join(VARIANTS))
     return parser.parse_args()
+
+
+def parse_directory(text: str) -> Path:
+    """One that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory; make it first")
+    return Path(text)
 
 
 def parse_variants(text: str) -> tuple[str, ...]:

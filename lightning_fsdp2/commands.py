@@ -7,16 +7,21 @@ from typing import Literal
 from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
 
 
-def consolidate(path: str, output: str, with_optimizers: bool = True, trust_checkpoint: bool = False) -> None:
+def consolidate(
+    path: str, output: str, with_optimizers: bool = True, verify: bool = False, trust_checkpoint: bool = False
+) -> None:
     """Write a checkpoint directory as the single file that any strategy resumes from.
 
     Args:
         path: The directory.
         output: The file to write; one of that name is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
+        verify: Whether to compare the files with their checksums first.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
-    consolidate_checkpoint(path, output, with_optimizers=with_optimizers, trust_checkpoint=trust_checkpoint)
+    consolidate_checkpoint(
+        path, output, with_optimizers=with_optimizers, verify=verify, trust_checkpoint=trust_checkpoint
+    )
     sys.stdout.write(f"{output} is complete.\n")
 
 
@@ -40,6 +45,7 @@ def export(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    verify: bool = False,
     trust_checkpoint: bool = False,
 ) -> None:
     """Write the Hugging Face model of a checkpoint as a directory for ``from_pretrained``.
@@ -52,6 +58,7 @@ def export(
         dtype: Of the weights; null keeps that of the checkpoint.
         max_shard_size: Of a file, in bytes or such as 5GB.
         overwrite: Whether to replace a directory that has something in it, once the new one is complete.
+        verify: Whether to compare the files with their checksums first.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     from lightning_fsdp2.checkpoint.hugging_face import export_hf
@@ -64,6 +71,7 @@ def export(
         dtype=dtype,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
+        verify=verify,
         trust_checkpoint=trust_checkpoint,
     )
     sys.stdout.write(f"{output} is complete.\n")

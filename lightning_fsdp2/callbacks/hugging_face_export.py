@@ -1,6 +1,7 @@
 """Exports the trained model in the format of Hugging Face."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -29,7 +30,9 @@ class HuggingFaceExport(Callback):
         ValueError: When ``dirpath`` is remote.
         FileExistsError: Before training, when the directory has something in it, and not ``overwrite``.
         TypeError: Before training, when the LightningModule holds no Hugging Face model.
-        ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters.
+        ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters, when
+            ``dtype`` or ``max_shard_size`` is none, or the directory ``tokenizer`` holds no tokenizer.
+        OSError: Before training, when ``tokenizer`` cannot be loaded.
     """
 
     def __init__(
@@ -61,18 +64,18 @@ class HuggingFaceExport(Callback):
             self._out = out
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_exportable(pl_module, model=self.model, dtype=self.dtype)
+        check_exportable(pl_module, **self._get_options(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if getattr(trainer, "fast_dev_run", False):
             return
-        export_hf(
-            pl_module,
-            self._out,
-            model=self.model,
-            tokenizer=self.tokenizer or getattr(getattr(trainer, "datamodule", None), "tokenizer", None),
-            dtype=self.dtype,
-            max_shard_size=self.max_shard_size,
-            overwrite=self.overwrite,
-        )
+        export_hf(pl_module, self._out, overwrite=self.overwrite, **self._get_options(trainer))
         rank_zero_info(f"Exported the model to {self._out}.")
+
+    def _get_options(self, trainer: Trainer) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "tokenizer": self.tokenizer or getattr(getattr(trainer, "datamodule", None), "tokenizer", None),
+            "dtype": self.dtype,
+            "max_shard_size": self.max_shard_size,
+        }

@@ -1,6 +1,9 @@
 """Write checkpoints while training goes on: from copies on the host, in a thread."""
 
 import logging
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,6 +18,9 @@ from lightning_fsdp2.checkpoint.coordination import on_every_rank, raise_first
 from lightning_fsdp2.checkpoint.nested import map_tensors
 
 log = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Of the thread that writes, where training has 0."""
 
 
 class BackgroundWriter:
@@ -43,7 +49,7 @@ class BackgroundWriter:
         self._device = device
         self._group = group
         self._thread_group = thread_group
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_yield_to_training)
         self._copies: Future[dict[str, Any]] | None = None
         self._save: Future[None] | None = None
         self._then: list[Callable[[], None]] = []
@@ -140,6 +146,12 @@ class BackgroundWriter:
                 " saved, or use async_save=False."
             )
         return copies
+
+
+def _yield_to_training() -> None:
+    """Let this thread have the time that training leaves of the cores."""
+    if sys.platform == "linux":  # elsewhere a priority is that of the process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:

@@ -4,16 +4,22 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp2.checkpoint.distributed import read_directory
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.folder import get_path
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 from lightning_fsdp2.checkpoint.whole import read_descriptions
 
 
 def consolidate_checkpoint(
-    path: str | Path, output: str | Path, *, with_optimizers: bool = True, trust_checkpoint: bool = False
+    path: str | Path,
+    output: str | Path,
+    *,
+    with_optimizers: bool = True,
+    verify: bool = False,
+    trust_checkpoint: bool = False,
 ) -> None:
     """Write a checkpoint directory as the single file that Lightning saves under strategies which do not shard.
 
@@ -24,6 +30,7 @@ def consolidate_checkpoint(
         path: Of this package or of Lightning's ``ModelParallelStrategy``.
         output: The file to write; one of that name is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
+        verify: Whether to compare the files with their checksums first.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
 
     Raises:
@@ -36,22 +43,28 @@ def consolidate_checkpoint(
     target = get_path(output)
     if target.is_dir():
         raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
-    checkpoint = read_whole_checkpoint(path, with_optimizers=with_optimizers, trust=trust_checkpoint)
+    options = {"with_optimizers": with_optimizers, "verify": verify, "trust": trust_checkpoint}
+    checkpoint = read_whole_checkpoint(path, **options)
     write_file(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})
 
 
-def read_whole_checkpoint(path: str | Path, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
+def read_whole_checkpoint(
+    path: str | Path, *, with_optimizers: bool = True, verify: bool = False, trust: bool = False
+) -> dict[str, Any]:
     """Read a checkpoint of any kind in one process, as Lightning keeps it in a single file.
 
     Args:
         path: A directory or a file.
         with_optimizers: Whether to read optimizer states, numbered as ``Optimizer.state_dict`` does.
+        verify: Whether to compare the files with their checksums first.
         trust: Whether it may hold any object, which can run code when it is loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
         ValueError: When it is incomplete, damaged, or holds objects and is not trusted.
     """
+    if verify:
+        verify_checkpoint(path, trust_checkpoint=trust)
     found = find_checkpoint(path, trust=trust)
     if not found.is_dir():
         return read_file(found, with_optimizers=with_optimizers, trust=trust)

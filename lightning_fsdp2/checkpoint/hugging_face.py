@@ -8,7 +8,8 @@ without weights; then the files are written in parallel, one rank each, from wha
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft
 from lightning_fsdp2.checkpoint.hf_description import (
     Description,
@@ -28,9 +30,9 @@ from lightning_fsdp2.checkpoint.hf_description import (
     get_model_class,
 )
 from lightning_fsdp2.checkpoint.hf_layout import Layout, build_layout, convert
-from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_whole_tensors
-from lightning_fsdp2.parallel.failures import fail_together
+from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_class_name
 
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
-
-_LISTED_NAMES = 20
 
 
 def export_hf(
@@ -53,6 +53,7 @@ def export_hf(
     dtype: ExportDtype | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    verify: bool = False,
     trust_checkpoint: bool = False,
 ) -> Path:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
@@ -72,6 +73,7 @@ def export_hf(
         dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
         max_shard_size: Of a file, in bytes or such as ``"5GB"``.
         overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
+        verify: Whether to compare the files of a checkpoint with their checksums first.
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
 
     Returns:
@@ -89,18 +91,14 @@ def export_hf(
         raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
     out = Path(out)
     on_first_rank(lambda: check_free(out, overwrite))
+    if verify and not isinstance(source, nn.Module):
+        verify_together(on_first_rank(lambda: find_checkpoint(source, trust=trust_checkpoint)))
     with fail_together(_get_groups()):
         if isinstance(source, nn.Module):
             weights = _open_module(source, model)
         else:
             weights = _open_checkpoint(source, model, trust_checkpoint)
-        layout = build_layout(
-            weights.skeleton,
-            weights.specs,
-            weights.description["tied"],
-            dtype=_get_dtype(dtype),
-            max_shard_size=max_shard_size,
-        )
+        layout = _build_layout(weights, dtype, max_shard_size)
     drafts: list[Draft] = []  # on rank 0
 
     def start() -> Path:
@@ -133,15 +131,24 @@ def check_free(out: Path, overwrite: bool) -> None:
         )
 
 
-def check_exportable(module: nn.Module, *, model: str | None, dtype: ExportDtype | torch.dtype | None) -> None:
+def check_exportable(
+    module: nn.Module,
+    *,
+    model: str | None,
+    tokenizer: Any,
+    dtype: ExportDtype | torch.dtype | None,
+    max_shard_size: int | str,
+) -> None:
     """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
 
     Raises:
         TypeError: As there.
         ValueError: As there.
+        OSError: As there, when the tokenizer cannot be loaded.
     """
-    _get_dtype(dtype)
-    _open_module(module, model)
+    weights = _open_module(module, model)
+    _build_layout(weights, dtype, max_shard_size)
+    on_first_rank(lambda: bool(_load_tokenizer(tokenizer, weights.description["tokenizer"])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +263,32 @@ def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") ->
         },
     }
     if any(problems.values()):
-        found = "; ".join(f"{problem}: {_shorten(names)}" for problem, names in problems.items() if names)
+        found = "; ".join(f"{problem}: {list_names(names)}" for problem, names in problems.items() if names)
         raise ValueError(
             f"The weights are not those of a {type(skeleton).__name__} with its config, and could not be read again:"
             f" {found}. Change the config along with the model."
         )
+
+
+def _build_layout(weights: _Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> Layout:
+    if not _is_size(max_shard_size):
+        raise ValueError(
+            f"export_hf(max_shard_size={max_shard_size!r}) must be a number of bytes above 0, or such as '5GB'."
+        )
+    return build_layout(
+        weights.skeleton,
+        weights.specs,
+        weights.description["tied"],
+        dtype=_get_dtype(dtype),
+        max_shard_size=max_shard_size,
+    )
+
+
+def _is_size(value: int | str) -> bool:
+    """Whether huggingface_hub takes it for the size of a file."""
+    if isinstance(value, str):
+        return re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", value, re.IGNORECASE) is not None
+    return value > 0
 
 
 def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
@@ -307,7 +335,7 @@ def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: A
             "weight_map": {name: file for file, names in layout.files.items() for name in names},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _save_tokenizer(folder, tokenizer, weights.description["tokenizer"])
+    _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
     for file in folder.iterdir():
         _sync(file)
     draft.publish()
@@ -321,15 +349,20 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
             _set_dtype(part, dtype)
 
 
-def _save_tokenizer(folder: Path, tokenizer: Any, default: str) -> None:
+def _load_tokenizer(tokenizer: Any, default: str) -> Any:
+    """``tokenizer``, or the one of a directory or name; else that of ``default``, or None if that has none."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):
         if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
             raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory holds no tokenizer.")
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        return AutoTokenizer.from_pretrained(tokenizer)
     if tokenizer is None and _has_tokenizer(default):
-        tokenizer = AutoTokenizer.from_pretrained(default, local_files_only=True)
+        return AutoTokenizer.from_pretrained(default, local_files_only=True)
+    return tokenizer
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
     if tokenizer is None:
         logger.warning("The model is exported without a tokenizer; pass export_hf(tokenizer=...) to have it saved too.")
     else:
@@ -357,11 +390,6 @@ def _get_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype not in known:
         raise ValueError(f"export_hf(dtype={dtype!r}) is unknown; use {', '.join(map(repr, known))} or None.")
     return known[dtype]
-
-
-def _shorten(names: Collection[str]) -> str:
-    more = len(names) - _LISTED_NAMES
-    return ", ".join([*sorted(names)[:_LISTED_NAMES], *([f"{more} more"] if more > 0 else [])])
 
 
 def _sync(path: Path) -> None:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
-from lightning_fsdp2.checkpoint.verify import find_checkpoint, verify_together
+from lightning_fsdp2.checkpoint.verify import verify_together
 
 
 def read_checkpoint(

@@ -1,7 +1,5 @@
-"""Whether a checkpoint is all there, and as it was written."""
+"""Whether a checkpoint is as it was written."""
 
-import json
-import pickle
 import warnings
 import zipfile
 from pathlib import Path
@@ -10,9 +8,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank
-from lightning_fsdp2.checkpoint.distributed import FORMAT_VERSION, METADATA_FILE
-from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
-from lightning_fsdp2.checkpoint.storage import CheckpointReader, describe_file, make_trust_error
+from lightning_fsdp2.checkpoint.find import find_checkpoint, get_files, resolve_checkpoint
+from lightning_fsdp2.checkpoint.folder import AnyPath
+from lightning_fsdp2.checkpoint.storage import describe_file
 
 
 def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> list[str]:
@@ -29,8 +27,8 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
         FileNotFoundError: When there is none.
         ValueError: When it is incomplete, or files are damaged: it names all of them.
     """
-    found = _resolve(path)
-    files = _get_files(found) if found.is_dir() else {}
+    found = resolve_checkpoint(path)
+    files = get_files(found) if found.is_dir() else {}
     # before anything is read that might be damaged
     _raise_damaged(found, [name for name, info in files.items() if not _is_intact(found / name, info)])
     find_checkpoint(path, trust=trust_checkpoint)
@@ -52,120 +50,12 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
         damaged = [] if get_rank() or _is_readable(path) else [path.name]
     else:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        files = list(_get_files(path).items())
+        files = list(get_files(path).items())
         if not files and get_rank() == 0:
             warnings.warn(f"verify=True: {str(path)!r} holds no checksums to compare with.", stacklevel=2)
         own = files[get_rank() :: world_size]
         damaged = [name for name, info in own if not _is_intact(path / name, info)]
     _raise_damaged(path, [name for names in all_gather(damaged, group) for name in names])
-
-
-def find_checkpoint(path: str | Path, *, trust: bool = False) -> AnyPath:
-    """Return where a checkpoint really is (behind links, whose target may change), if it is complete.
-
-    Raises:
-        FileNotFoundError: When there is none.
-        ValueError: When it is incomplete, of a later version, or no checkpoint.
-    """
-    found = _resolve(path)
-    if found.is_dir():
-        _check_complete(found, trust)
-    elif is_local(found) and not zipfile.is_zipfile(found):
-        raise ValueError(
-            f"{str(path)!r} is truncated, or no file that `torch.save` wrote; use an earlier checkpoint, or convert it."
-        )
-    return found
-
-
-def _resolve(path: str | Path) -> AnyPath:
-    found = get_path(path)
-    if is_local(found):
-        if not found.exists():
-            clean_folder(found.parent)  # a replacement that died half way has put it aside
-        found = found.resolve()
-    if not found.exists():
-        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
-    return found
-
-
-def _check_complete(path: AnyPath, trust: bool) -> None:
-    if any(path.glob("*.safetensors")) and not (path / ".metadata").exists():
-        raise ValueError(
-            f"{str(path)!r} is the directory of a Hugging Face model, which holds weights only: give it as"
-            " CausalLM(pretrained=...), or to `lightning_fsdp2.models.from_pretrained`."
-        )
-    _check_version(path)
-    sizes = {name: info["bytes"] for name, info in _get_files(path).items()}
-    missing = _get_missing(path, {".metadata": 1, METADATA_FILE: 1, **sizes})
-    if not missing:
-        missing = _get_missing(path, _get_sizes(path, trust))
-    if missing:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only"
-            " in part, or written by something that died; use an earlier one."
-        )
-
-
-def _check_version(path: AnyPath) -> None:
-    if not (path / SUMMARY_FILE).exists():
-        if not is_local(path):
-            raise ValueError(
-                f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
-            )
-        return  # one of Lightning's or torch's
-    version = _read_summary(path)["format_version"]
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
-            f" {FORMAT_VERSION}; install a later one."
-        )
-
-
-def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
-    """The names of files that are not there or shorter than they should be."""
-    found = {name: (path / name).stat().st_size if (path / name).exists() else -1 for name in sizes}
-    return [name if found[name] < 0 else f"{name} (truncated)" for name in sizes if found[name] < sizes[name]]
-
-
-def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
-    """The least size of the files with tensors, by name, for what ``.metadata`` says of them."""
-    try:
-        metadata = CheckpointReader(path, trust=trust).read_metadata()
-    except pickle.UnpicklingError as error:
-        raise make_trust_error(path, error) from error
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: .metadata ({error}). Use an earlier one."
-        ) from error
-    if metadata.planner_data is None:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} does not say where its tensors belong (`planner_data`): it was not"
-            " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with what wrote"
-            " it and save it again."
-        )
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    return ends
-
-
-def _read_summary(path: AnyPath) -> dict[str, Any]:
-    try:
-        summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
-        int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier one."
-        ) from error
-    return {**summary, "format_version": int(summary["format_version"])}
-
-
-def _get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """Size and checksum by name; empty for a checkpoint of something that keeps none."""
-    if not (path / SUMMARY_FILE).exists():
-        return {}
-    files: dict[str, dict[str, Any]] = _read_summary(path).get("files", {})
-    return files
 
 
 def _is_intact(path: AnyPath, expected: dict[str, Any]) -> bool:

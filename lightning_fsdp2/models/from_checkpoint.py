@@ -12,8 +12,9 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.distributed import METADATA_FILE
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.storage import load_pickled
-from lightning_fsdp2.checkpoint.verify import find_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 from lightning_fsdp2.parallel.materialize import is_meta, materialize
 
 T = TypeVar("T", LightningModule, LightningDataModule)
@@ -24,6 +25,7 @@ def load_from_checkpoint(
     path: str | Path,
     *,
     strict: bool | None = None,
+    verify: bool = False,
     weights_only: bool | None = None,
     trust_checkpoint: bool = False,
     map_location: torch.device | str = "cpu",
@@ -41,6 +43,7 @@ def load_from_checkpoint(
         path: Of what this package or Lightning saved under any strategy, or of a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
             ``strict_loading``.
+        verify: Whether to compare the files with their checksums first.
         weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
         map_location: The device of the module.
@@ -61,7 +64,7 @@ def load_from_checkpoint(
         raise ValueError("trust_checkpoint=True allows what weights_only=True refuses; leave one of them out.")
     is_trusted = trust_checkpoint if weights_only is None else not weights_only
     is_module = issubclass(cls, LightningModule)
-    checkpoint = _read(path, with_weights=is_module, trust=is_trusted)
+    checkpoint = _read(path, with_weights=is_module, verify=verify, trust=is_trusted)
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if not is_module:
         return cast(T, _load_state(cls, checkpoint, **kwargs))
@@ -83,7 +86,9 @@ def load_from_checkpoint(
     return cast(T, module.to(map_location))
 
 
-def _read(path: str | Path, *, with_weights: bool, trust: bool) -> dict[str, Any]:
+def _read(path: str | Path, *, with_weights: bool, verify: bool, trust: bool) -> dict[str, Any]:
+    if verify:
+        verify_checkpoint(path, trust_checkpoint=trust)
     if not with_weights and (found := find_checkpoint(path, trust=trust)).is_dir():
         checkpoint: dict[str, Any] = load_pickled(found / METADATA_FILE, trust=trust)
     else:

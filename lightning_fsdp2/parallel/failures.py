@@ -1,7 +1,7 @@
 """Errors that are raised on every rank: whoever goes on alone waits for the others in the next collective."""
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -28,6 +28,12 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
         failure = failure or next((other for other in failures if other is not None), None)
     if failure is not None:
         raise failure
+
+
+def list_names(names: Collection[str], most: int = 20) -> str:
+    """Return names for an error, in order, of which there may be thousands."""
+    more = len(names) - most
+    return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 def make_portable(error: Exception | None) -> Exception | None:

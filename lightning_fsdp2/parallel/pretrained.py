@@ -15,15 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.parallel.failures import fail_together
+from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
 from lightning_fsdp2.parallel.pretrained_shards import convert_before_sharding
 from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
-
-_LISTED_NAMES = 20
-"""An error about tensors names so many of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +188,10 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
     }
     left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
     problems = [
-        *_list_names("missing in the files", missing),
-        *_list_names("in the files, but not in the module that would use them", left_over),
-        *_list_names("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
-        *_list_names("not convertible to the model's", info.conversion_errors),
+        *_describe("missing in the files", missing),
+        *_describe("in the files, but not in the module that would use them", left_over),
+        *_describe("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
+        *_describe("not convertible to the model's", info.conversion_errors),
     ]
     if problems:
         raise ValueError(
@@ -224,13 +221,12 @@ def _has_module_of(model: nn.Module, name: str) -> bool:
     return module is not model and bool(module._parameters)
 
 
-def _list_names(problem: str, names: Collection[str], model: nn.Module | None = None) -> list[str]:
+def _describe(problem: str, names: Collection[str], model: nn.Module | None = None) -> list[str]:
     if not names:
         return []
-    shown = sorted(names)[:_LISTED_NAMES]
-    shapes = {} if model is None else {name: f" is {tuple(model.state_dict()[name].shape)} here" for name in shown}
-    more = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
-    return [f"{problem}: {', '.join([*(name + shapes.get(name, '') for name in shown), *more])}"]
+    own = {} if model is None else model.state_dict()
+    described = [f"{name} is {tuple(own[name].shape)} here" if name in own else name for name in names]
+    return [f"{problem}: {list_names(described)}"]
 
 
 @contextmanager

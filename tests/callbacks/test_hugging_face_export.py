@@ -118,9 +118,12 @@ class NoHuggingFace(pl.LightningModule):
         ({}, NoHuggingFace, "TypeError: .*no model of transformers in NoHuggingFace"),
         ({"model": "student"}, lambda: CausalLM(config=CONFIG), r"ValueError: .*CausalLM holds the model\(s\) 'model'"),
         ({"dtype": "int8"}, lambda: CausalLM(config=CONFIG), "ValueError: .*dtype='int8'"),
+        ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*holds no tokenizer"),
+        ({"max_shard_size": "5 gigs"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='5 gigs'"),
+        ({"max_shard_size": 0}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size=0"),
         ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
     ],
-    ids=["no-model", "another-model", "unknown-dtype", "something-there"],
+    ids=["no-model", "another-model", "unknown-dtype", "no-tokenizer", "no-size", "size-0", "something-there"],
 )
 def test_what_cannot_be_exported_is_said_before_training(
     options: dict[str, Any], make_module: Any, message: str, tmp_path: Path

@@ -9,8 +9,15 @@ import torch
 from helpers.ranks import run_ranks
 from torch import nn
 
-from lightning_fsdp2 import load_checkpoint, save_checkpoint
-from lightning_fsdp2.checkpoint import verify_checkpoint
+from lightning_fsdp2 import (
+    CausalLM,
+    consolidate_checkpoint,
+    export_hf,
+    load_checkpoint,
+    load_from_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 
 DATA = "__0_0.distcp"
 
@@ -50,6 +57,24 @@ def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(t
             load_checkpoint(path, nn.Linear(64, 64), verify=True)
 
     run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("how", ["consolidate", "load", "export"])
+def test_a_flipped_bit_is_found_by_whatever_reads_a_checkpoint_if_asked_for(how: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    flip_bit(path / DATA, (path / DATA).stat().st_size // 2)
+
+    def use() -> None:
+        if how == "consolidate":
+            consolidate_checkpoint(path, tmp_path / "out", verify=True)
+        elif how == "load":
+            load_from_checkpoint(CausalLM, path, verify=True)
+        else:
+            export_hf(path, tmp_path / "out", verify=True)
+
+    with pytest.raises(ValueError, match=f"{DATA} is not what was written"):
+        use()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", [DATA, "meta.pt", ".metadata", "meta.json"])

@@ -1,0 +1,124 @@
+"""Where a checkpoint is, and whether it is all there."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp2.checkpoint.distributed import FORMAT_VERSION, METADATA_FILE
+from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
+from lightning_fsdp2.checkpoint.storage import CheckpointReader, make_trust_error
+
+
+def find_checkpoint(path: str | Path, *, trust: bool = False) -> AnyPath:
+    """Return where a checkpoint really is (behind links, whose target may change), if it is complete.
+
+    Raises:
+        FileNotFoundError: When there is none.
+        ValueError: When it is incomplete, of a later version, or no checkpoint.
+    """
+    found = resolve_checkpoint(path)
+    if found.is_dir():
+        _check_complete(found, trust)
+    elif is_local(found) and not zipfile.is_zipfile(found):
+        raise ValueError(
+            f"{str(path)!r} is truncated, or no file that `torch.save` wrote; use an earlier checkpoint, or convert it."
+        )
+    return found
+
+
+def resolve_checkpoint(path: str | Path) -> AnyPath:
+    """Return where a checkpoint really is, complete or not.
+
+    Raises:
+        FileNotFoundError: When there is none.
+    """
+    found = get_path(path)
+    if is_local(found):
+        if not found.exists():
+            clean_folder(found.parent)  # a replacement that died half way has put it aside
+        found = found.resolve()
+    if not found.exists():
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
+    return found
+
+
+def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
+    """Size and checksum by name; empty for a checkpoint of something that keeps none."""
+    if not (path / SUMMARY_FILE).exists():
+        return {}
+    files: dict[str, dict[str, Any]] = _read_summary(path).get("files", {})
+    return files
+
+
+def _check_complete(path: AnyPath, trust: bool) -> None:
+    if any(path.glob("*.safetensors")) and not (path / ".metadata").exists():
+        raise ValueError(
+            f"{str(path)!r} is the directory of a Hugging Face model, which holds weights only: give it as"
+            " CausalLM(pretrained=...), or to `lightning_fsdp2.models.from_pretrained`."
+        )
+    _check_version(path)
+    sizes = {name: info["bytes"] for name, info in get_files(path).items()}
+    missing = _get_missing(path, {".metadata": 1, METADATA_FILE: 1, **sizes})
+    if not missing:
+        missing = _get_missing(path, _get_sizes(path, trust))
+    if missing:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only"
+            " in part, or written by something that died; use an earlier one."
+        )
+
+
+def _check_version(path: AnyPath) -> None:
+    if not (path / SUMMARY_FILE).exists():
+        if not is_local(path):
+            raise ValueError(
+                f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
+            )
+        return  # one of Lightning's or torch's
+    version = _read_summary(path)["format_version"]
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
+            f" {FORMAT_VERSION}; install a later one."
+        )
+
+
+def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
+    """The names of files that are not there or shorter than they should be."""
+    found = {name: (path / name).stat().st_size if (path / name).exists() else -1 for name in sizes}
+    return [name if found[name] < 0 else f"{name} (truncated)" for name in sizes if found[name] < sizes[name]]
+
+
+def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
+    """The least size of the files with tensors, by name, for what ``.metadata`` says of them."""
+    try:
+        metadata = CheckpointReader(path, trust=trust).read_metadata()
+    except pickle.UnpicklingError as error:
+        raise make_trust_error(path, error) from error
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: .metadata ({error}). Use an earlier one."
+        ) from error
+    if metadata.planner_data is None:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} does not say where its tensors belong (`planner_data`): it was not"
+            " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with what wrote"
+            " it and save it again."
+        )
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return ends
+
+
+def _read_summary(path: AnyPath) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
+        int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier one."
+        ) from error
+    return {**summary, "format_version": int(summary["format_version"])}
