@@ -31,7 +31,6 @@ from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
 
 BLOCK_SIZE = 16 << 20
-WRITEBACK_SIZE = 64 << 20
 
 CHECKSUM = "xxh3_128"
 """The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal."""
@@ -80,11 +79,15 @@ class HashedFile:
         return view.nbytes
 
     def _start_writeback(self) -> None:
-        """Let the disk begin: the system would collect gigabytes first, and the flush at the end wait for them all."""
-        if self.size - self._handed_over < WRITEBACK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
+        """Let the disk begin: the system would collect gigabytes first, and the flush at the end wait for them all.
+
+        What the disk has is given back to the system, which finds new memory for a whole checkpoint slowly, and would
+        take it from the files that training reads.
+        """
+        if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        os.posix_fadvise(self._file.fileno(), self._handed_over, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
     def tell(self) -> int:
