@@ -6,15 +6,18 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp2._torch_compat import StateDictStager
-from lightning_fsdp2.checkpoint.coordination import on_every_rank, raise_first
+from lightning_fsdp2.checkpoint.coordination import on_every_rank
 from lightning_fsdp2.checkpoint.nested import map_tensors
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class BackgroundWriter:
         self._copies: Future[dict[str, Any]] | None = None
         self._save: Future[None] | None = None
         self._then: list[Callable[[], None]] = []
+        self._hook: RemovableHandle | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -73,6 +77,7 @@ class BackgroundWriter:
             tensors = map_tensors(lambda t: t if isinstance(t, DTensor) else t.detach().to("cpu", copy=True), tensors)
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
+            self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
         # copies that a rank could not make are no checkpoint, and the others must not wait for its part
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
@@ -81,6 +86,9 @@ class BackgroundWriter:
         if self._copies is not None:
             self._copies.exception()  # waits; a failure is that of the save
             self._copies = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def then(self, action: Callable[[], None]) -> None:
         """Run ``action`` once what is being written is complete, or now; never if it fails."""
@@ -111,16 +119,15 @@ class BackgroundWriter:
         """
         if self._save is None:
             return
-        failure = _get_failure(self._save)
-        actions = self._forget()
-        raise_first(failure, self._group)
+        save, actions = self._save, self._forget()
+        on_every_rank(save.result, self._group)
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
         """Wait for the save in progress where other ranks may be gone: nothing is agreed on, a failure is logged."""
         if self._save is None:
             return
-        failure = _get_failure(self._save)
+        failure = self._save.exception()
         actions = self._forget()
         if failure is not None:
             log.error("A checkpoint could not be written: %s", failure)
@@ -129,9 +136,17 @@ class BackgroundWriter:
             action()
 
     def _forget(self) -> list[Callable[[], None]]:
+        self.wait_for_copies()
         actions = self._then
-        self._copies, self._save, self._then = None, None, []
+        self._save, self._then = None, []
         return actions
+
+    def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Hook of all optimizers, for those that are stepped by hand, behind Lightning's back."""
+        # Lightning's own steps compute forward and backward in a closure, beside the copies, and wait behind it
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer again
+        if not has_closure:
+            self.wait_for_copies()
 
     def _copy_beside(
         self, tensors: dict[str, Any], versions: list[tuple[Tensor, int]], stream: torch.Stream
@@ -151,7 +166,8 @@ class BackgroundWriter:
 def _yield_to_training() -> None:
     """Let this thread have the time that training leaves of the cores."""
     if sys.platform == "linux":  # elsewhere a priority is that of the process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with suppress(OSError):  # where a sandbox forbids it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
@@ -166,10 +182,3 @@ def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]
-
-
-def _get_failure(save: "Future[None]") -> Exception | None:
-    failure = save.exception()
-    if failure is None or isinstance(failure, Exception):
-        return failure
-    raise failure

@@ -1,11 +1,11 @@
 """What ranks do together around files: one rank acts, or all do, and every rank learns of a failure."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from lightning_fsdp2.parallel.failures import make_portable
+from lightning_fsdp2.parallel.failures import fail_together, make_portable
 
 T = TypeVar("T")
 
@@ -22,32 +22,29 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
         action: What it returns is pickled.
         group: Of all ranks; a CPU group spares the accelerator.
     """
-    outcome: tuple[Any, Exception | None] = (None, None)
+    result: Any = None
+    failure: Exception | None = None
     if get_rank() == 0:
-        outcome = _attempt(action)
-    result, failure = broadcast(outcome, group)
-    if failure is not None:
-        raise failure
-    return result
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    result, other = broadcast((result, make_portable(failure)), group)
+    if other is not None:
+        raise failure or other
+    return cast(T, result)
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on every rank and return its result; where it fails on any, raise that error on all.
+    """Run ``action`` on every rank and return its result; where it fails on any, raise an error on all.
 
     Args:
         action: Must not communicate, since it may fail on some ranks only.
         group: Of all ranks.
     """
-    result, failure = _attempt(action)
-    raise_first(failure, group)
-    return result
-
-
-def raise_first(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise, on every rank, the failure of the first rank that has one."""
-    for error in all_gather(make_portable(failure), group):
-        if error is not None:
-            raise error
+    groups = [cast(dist.ProcessGroup, group or dist.group.WORLD)] if dist.is_initialized() else []
+    with fail_together(groups):
+        return action()
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
@@ -66,10 +63,3 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _attempt(action: Callable[[], T]) -> tuple[Any, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return None, make_portable(error)

@@ -1,12 +1,14 @@
 """Lightning's seam for checkpoint files: how the mesh strategies write, read and remove them."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -41,8 +43,9 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._links: set[Path] = set()
+        self._link_names: list[re.Pattern[str]] = []
         self._linked: list[AnyPath] = []
+        self._pending: dict[AnyPath, bool] = {}
 
     def connect(
         self,
@@ -52,7 +55,9 @@ class MeshCheckpointIO(CheckpointIO):
         thread_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Tell the process groups: a CPU group for the main thread and, to save asynchronously, one for the other."""
-        if config.async_save and (self._writer is None or group is not self._group):
+        if not config.async_save:
+            self._writer = None
+        elif self._writer is None or group is not self._group:
             self._writer = BackgroundWriter(device, group, thread_group)
         self.config = config
         self._group = group
@@ -90,6 +95,7 @@ class MeshCheckpointIO(CheckpointIO):
         group = self._thread_group if self._writer is not None else self._group
         checkpoint, summary = dict(checkpoint), summary or {}
         self._linked = [other for other in self._linked if other != target]
+        self._pending = {target: True}
         if self.config.format == "full":
             whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])})
             self._run({}, lambda _: write_file(target, whole, group))
@@ -138,21 +144,36 @@ class MeshCheckpointIO(CheckpointIO):
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, once what is being written is complete and no link in its folder points to it."""
+        self._pending[get_path(path)] = False
         if get_rank() == 0:
             self._then(lambda: self._remove(get_path(path)))
+
+    def exists(self, path: str | Path) -> bool:
+        """Whether ``path`` is there, as it will be once what is being written is complete."""
+        target = get_path(path)
+        is_writing = self._writer is not None and self._writer.is_writing
+        return self._pending[target] if is_writing and target in self._pending else target.exists()
 
     def link(self, target: str | Path, link: str | Path) -> None:
         """Let ``link`` point to ``target`` at once, when that is complete; every rank must call it."""
         if os.path.abspath(target) == os.path.abspath(link):
             return
+        self._pending[Path(link)] = True
         if self._writer is None or not self._writer.is_writing:
             on_first_rank(lambda: self._link(Path(target), Path(link)), self._group)
         elif get_rank() == 0:
             self._writer.then(lambda: self._link(Path(target), Path(link)))
 
-    def clean(self, folder: str | Path) -> None:
-        """Remove what saves that died have left in ``folder``; what an earlier fit had put off is kept."""
+    def clean(self, folder: str | Path, last: str = ModelCheckpoint.CHECKPOINT_NAME_LAST) -> None:
+        """Remove what saves that died have left in ``folder``; what an earlier fit had put off is kept.
+
+        Args:
+            folder: Of a ``ModelCheckpoint``.
+            last: What that names its last checkpoint, with fields such as ``"{epoch}-last"``.
+        """
         self._linked.clear()
+        name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))
+        self._link_names.append(re.compile(rf"{name}(-v\d+)?{re.escape(ModelCheckpoint.FILE_EXTENSION)}"))
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
 
     def wait_for_copies(self) -> None:
@@ -194,7 +215,7 @@ class MeshCheckpointIO(CheckpointIO):
 
     def _remove(self, path: AnyPath) -> None:
         links = _get_links(path)
-        foreign = [link.name for link in links if link not in self._links and not link.name.startswith("last")]
+        foreign = [link.name for link in links if not self._is_lightnings(link)]
         if foreign:
             rank_zero_warn(f"{path} is kept, although it would be removed now: {', '.join(foreign)} points to it.")
         elif links:
@@ -205,16 +226,20 @@ class MeshCheckpointIO(CheckpointIO):
 
     def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
-        self._links.add(link)
         for path in self._linked:
             # of a run before this one, whose `last.ckpt` Lightning leaves beside its own `last-v1.ckpt`
-            for other in _get_links(path):
+            for other in filter(self._is_lightnings, _get_links(path)):
                 link_checkpoint(target, other)
         self._remove_linked()
 
+    def _is_lightnings(self, link: Path) -> bool:
+        """Whether Lightning moves the link along, in this run or one before."""
+        return any(name.fullmatch(link.name) for name in self._link_names)
+
     def _remove_linked(self) -> None:
         for path in self._linked:
-            _remove(path)
+            if not _get_links(path):
+                _remove(path)
         self._linked.clear()
 
 

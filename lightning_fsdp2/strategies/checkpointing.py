@@ -93,9 +93,12 @@ class CheckpointingStrategy(WorldStrategy):
             return
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                self.checkpoint_io.clean(callback.dirpath or trainer.default_root_dir)
+                self.checkpoint_io.clean(callback.dirpath or trainer.default_root_dir, callback.CHECKPOINT_NAME_LAST)
                 # Lightning's removes the old link before it makes the new one, and makes it before the target is there
                 callback.__dict__["_link_checkpoint"] = self._link
+                # Lightning's would not see what is being written, and choose its name again
+                callback.__dict__["file_exists"] = self._file_exists
+                self._warn_of_second_save(callback)
         if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
             self._requeue = Requeue(trainer, partial(self.reduce_boolean_decision, all=False))
             cast(Any, trainer).callbacks.append(self._requeue)
@@ -104,7 +107,8 @@ class CheckpointingStrategy(WorldStrategy):
         """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
         trainer = self.lightning_module.trainer
         for callback in trainer.checkpoint_callbacks:
-            callback.__dict__.pop("_link_checkpoint", None)
+            for name in ("_link_checkpoint", "file_exists"):
+                callback.__dict__.pop(name, None)
         if self._requeue is not None:
             self._requeue.disconnect()
             cast(Any, trainer).callbacks.remove(self._requeue)
@@ -193,6 +197,17 @@ class CheckpointingStrategy(WorldStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; with ``async_save``, once the one that is being written is complete."""
         self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _warn_of_second_save(self, callback: ModelCheckpoint) -> None:
+        if self.checkpoint_config.async_save and callback.save_last is True and callback.save_top_k != 0:
+            rank_zero_warn(
+                "ModelCheckpoint(save_last=True) writes every checkpoint twice, and training waits for the first before"
+                " the second, in spite of CheckpointConfig(async_save=True). Use save_last='link'."
+            )
+
+    def _file_exists(self, filepath: str | Path, trainer: "Trainer") -> bool:
+        exists = trainer.is_global_zero and self.checkpoint_io.exists(filepath)
+        return self.reduce_boolean_decision(exists, all=False)
 
     def _link(self, trainer: "Trainer", filepath: str, linkpath: str) -> None:
         self.checkpoint_io.link(filepath, linkpath)

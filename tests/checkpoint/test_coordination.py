@@ -26,8 +26,9 @@ def test_every_rank_learns_what_the_first_one_did() -> None:
         assert on_first_rank(lambda: rank + 10) == 10
         with pytest.raises(OSError, match="no room"):
             on_first_rank(lambda: fail(OSError(28, "no room")))
-        with pytest.raises(RuntimeError, match="StubbornError: 1 and 2"):
+        with pytest.raises(StubbornError if rank == 0 else RuntimeError, match="1 and 2") as caught:
             on_first_rank(lambda: fail(StubbornError(1, 2)))
+        assert (caught.traceback[-1].name == "fail") == (rank == 0), "where it failed is known"
 
     run_ranks(run, 2)
 
@@ -38,6 +39,9 @@ def test_every_rank_raises_where_any_failed() -> None:
         assert on_every_rank(lambda: rank) == rank
         with pytest.raises(ValueError, match="rank 1"):
             on_every_rank(lambda: fail(ValueError("rank 1")) if rank == 1 else rank)
+        with pytest.raises(ValueError, match=f"^rank {rank}$") as caught:
+            on_every_rank(lambda: fail(ValueError(f"rank {rank}")))
+        assert caught.traceback[-1].name == "fail"
         assert all_gather(rank) == [0, 1]
 
     run_ranks(run, 2)

@@ -288,6 +288,44 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
     run_ranks(run, WORLD)
 
 
+def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator; Lightning's own steps wait behind forward and backward, not before."""
+
+    def clone(state: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in whole(state).items()}
+
+    def run() -> None:
+        module = fit(make_trainer())
+        writer = asynchronous.BackgroundWriter(torch.device("cpu"))
+        writer._stream = SomeStream()
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
+        stage, asked = writer._stager.stage, threading.Event()
+
+        def stage_late(*args: Any, **options: Any) -> Any:
+            assert asked.wait(60)
+            return stage(*args, **options)
+
+        def wait_for_copies() -> None:
+            asked.set()
+            asynchronous.BackgroundWriter.wait_for_copies(writer)
+
+        monkeypatch.setattr(writer._stager, "stage", stage_late)
+        monkeypatch.setattr(writer, "wait_for_copies", wait_for_copies)
+        before, copied = clone(module.state_dict()), []
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1.0, foreach=True)
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(2):
+            writer.start({"state_dict": module.state_dict()}, lambda copies: copied.append(clone(copies["state_dict"])))
+            optimizer.step()
+            writer.wait()
+            asked.clear()
+        assert all(copied[0][name].equal(value) for name, value in before.items())
+        assert not all(copied[1][name].equal(value) for name, value in before.items())
+
+    run_ranks(run, 1)
+
+
 # ---------------------------------------------------------------------- Lightning's own machinery
 
 
@@ -454,6 +492,67 @@ def test_links_of_the_user_keep_what_they_point_to_and_names_that_are_written_ag
     assert names(tmp_path) == ["last.ckpt", "milestone.ckpt", "step=1.ckpt", "step=3.ckpt"]
     assert os.readlink(milestone) == "step=1.ckpt"
     verify_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_a_later_run_without_links_keeps_what_the_last_one_points_to(tmp_path: Path) -> None:
+    good = tmp_path / "last_good.ckpt"
+
+    def make(steps: int, **options: Any) -> pl.Trainer:
+        callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, monitor="step", mode="max", **options)
+        return make_trainer(enable_checkpointing=True, callbacks=[callback], max_steps=steps)
+
+    def run() -> None:
+        fit(make(2, save_last="link"))
+        fit(make(4), ckpt_path="last")
+        dist.barrier()
+        assert names(tmp_path) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            good.symlink_to("step=2.ckpt")
+        with pytest.warns(UserWarning, match="last_good.ckpt points to it") if dist.get_rank() == 0 else nullcontext():
+            fit(make(5, save_last="link"), ckpt_path="last")
+
+    run_ranks(run, WORLD)
+    verify_checkpoint(tmp_path / "last.ckpt")
+    assert os.readlink(tmp_path / "last.ckpt") == "step=5.ckpt"
+    assert os.readlink(good) == "step=2.ckpt"
+    verify_checkpoint(good)
+
+
+def test_links_of_another_name_are_moved_along_after_a_restart(tmp_path: Path) -> None:
+    class Checkpoint(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "newest"
+
+    def run() -> None:
+        for steps in (1, 2, 3):
+            options: dict[str, Any] = {"every_n_train_steps": 1, "monitor": "step", "mode": "max", "save_last": "link"}
+            callback = Checkpoint(tmp_path, "{step}", enable_version_counter=False, **options)
+            trainer = make_trainer(enable_checkpointing=True, callbacks=[callback], max_steps=steps)
+            fit(trainer, ckpt_path="last" if steps > 1 else None)
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == ["newest.ckpt", "step=3.ckpt"]
+
+
+def test_a_name_that_is_being_written_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        gate = Gate(monkeypatch)
+
+        class OpensAtSecondSave(MeshCheckpointIO):
+            saves = 0
+
+            def save_checkpoint(self, *args: Any, **options: Any) -> None:
+                self.saves += 1
+                if self.saves == 2:  # its name has been chosen
+                    gate.open()
+                super().save_checkpoint(*args, **options)
+
+        callback = ModelCheckpoint(tmp_path, "best", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [callback], "max_steps": 2}
+        fit(make_trainer(ASYNC, plugins=[OpensAtSecondSave()], **options))
+
+    run_ranks(run, WORLD)
+    assert names(tmp_path) == ["best-v1.ckpt", "best.ckpt"]
 
 
 # ---------------------------------------------------------------------- all ranks, or an explanation
