@@ -210,6 +210,7 @@ class CheckpointingStrategy(WorldStrategy):
         everyone = [own] * self.world_size
         dist.all_gather_object(everyone, own, group=self._control_group)
         return {
+            "mesh": self._get_mesh_sizes(),
             "random_states": [state for _, state, _ in everyone],
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
         }
@@ -218,11 +219,12 @@ class CheckpointingStrategy(WorldStrategy):
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
         random_states, loader_states = ranks["random_states"], ranks["loader_states"]
+        saved_mesh, mesh = ranks.get("mesh"), self._get_mesh_sizes()
         changed, lost = [], []
-        if len(random_states) == self.world_size:
+        if self._can_take_random_states(len(random_states), saved_mesh):
             self._random_state_to_restore = random_states[self.global_rank]
         else:
-            changed.append(f"the random states of {len(random_states)} ranks")
+            changed.append(f"the random states of {len(random_states)} ranks (mesh {saved_mesh or 'unknown'})")
             lost.append("random numbers (dropout)")
         if len(loader_states) == self.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[self.data_parallel_rank])
@@ -236,16 +238,26 @@ class CheckpointingStrategy(WorldStrategy):
         if changed:
             rank_zero_warn(
                 f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's {self.world_size}"
-                f" ranks ({self.data_parallel_size} data parallel); they are dropped: {' and '.join(lost)} start anew."
+                f" ranks (mesh {mesh}, {self.data_parallel_size} data parallel ranks); they are dropped:"
+                f" {' and '.join(lost)} start anew."
             )
 
-    def _get_summary(self) -> dict[str, Any]:
+    def _can_take_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
+        """Whether the ranks of one replica get the same: from another mesh they would drop different activations."""
+        if mesh is None:  # a checkpoint of an earlier version
+            return ranks == self.world_size and self._replica_group.size() == 1
+        return mesh == self._get_mesh_sizes()
+
+    def _get_mesh_sizes(self) -> dict[str, int]:
         mesh = self.full_device_mesh
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+    def _get_summary(self) -> dict[str, Any]:
         module = self.lightning_module
         tokenizer = getattr(getattr(module.trainer, "datamodule", None), "tokenizer", None)
         return {
             DESCRIPTIONS_KEY: describe_hf_models(module, tokenizer),
-            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "mesh": self._get_mesh_sizes(),
             "world_size": self.world_size,
             "strategy": type(self).__name__,
             "precision": str(self.precision_plugin.precision),
