@@ -213,6 +213,7 @@ class CheckpointingStrategy(WorldStrategy):
             "mesh": self._get_mesh_sizes(),
             "random_states": [state for _, state, _ in everyone],
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
+            "has_global_positions": _has_global_positions(self.lightning_module.trainer),
         }
 
     def _take_rank_states(self, checkpoint: dict[str, Any], ranks: dict[str, Any]) -> None:
@@ -228,11 +229,10 @@ class CheckpointingStrategy(WorldStrategy):
             lost.append("random numbers (dropout)")
         if len(loader_states) == self.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[self.data_parallel_rank])
-        elif loader_states and all(states == loader_states[0] for states in loader_states.values()):
-            # a position in the whole data set, the same on every rank, holds for any number of ranks
+        elif loader_states and ranks.get("has_global_positions"):
             _set_loader_states(checkpoint, loader_states[0])
         elif loader_states:
-            _set_loader_states(checkpoint, [])
+            _drop_loader_states(checkpoint)
             changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")
             lost.append("the data of the current epoch")
         if changed:
@@ -266,6 +266,13 @@ class CheckpointingStrategy(WorldStrategy):
         }
 
 
+def _has_global_positions(trainer: "Trainer") -> bool:
+    """Whether all data loaders say so: that the ranks' states are equal says nothing, counts of batches are too."""
+    loader = trainer.fit_loop._combined_loader
+    loaders = [] if loader is None else [part for part in loader.flattened if hasattr(part, "state_dict")]
+    return all(getattr(part, "has_global_position", False) for part in loaders)
+
+
 def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     return fit_loop.get("state_dict", {}).get("combined_loader", [])
@@ -273,3 +280,12 @@ def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
 
 def _set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+
+
+def _drop_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Begin the epoch anew, unless it had ended."""
+    _set_loader_states(checkpoint, [])
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if not progress["is_last_batch"]:
+        # else Lightning would end it after as many batches as it counts as left
+        progress["current"] = {key: count - progress["current"]["ready"] for key, count in progress["current"].items()}
