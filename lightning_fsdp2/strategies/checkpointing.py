@@ -48,6 +48,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     checkpoint_config: CheckpointConfig
     _random_state_to_restore: dict[str, Any] | None = None
+    _begins_epoch_anew = False
     _checkpoint_io: MeshCheckpointIO | None
     _requeue: Requeue | None = None
 
@@ -232,7 +233,8 @@ class CheckpointingStrategy(WorldStrategy):
         elif loader_states and ranks.get("has_global_positions"):
             _set_loader_states(checkpoint, loader_states[0])
         elif loader_states:
-            _drop_loader_states(checkpoint)
+            _set_loader_states(checkpoint, [])
+            self._begins_epoch_anew = True
             changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")
             lost.append("the data of the current epoch")
         if changed:
@@ -280,12 +282,3 @@ def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
 
 def _set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
-
-
-def _drop_loader_states(checkpoint: dict[str, Any]) -> None:
-    """Begin the epoch anew, unless it had ended."""
-    _set_loader_states(checkpoint, [])
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    if not progress["is_last_batch"]:
-        # else Lightning would end it after as many batches as it counts as left
-        progress["current"] = {key: count - progress["current"]["ready"] for key, count in progress["current"].items()}

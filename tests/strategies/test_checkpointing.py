@@ -551,7 +551,7 @@ class RankLoader:
         return SAMPLES // dist.get_world_size()
 
     def __iter__(self) -> Iterator[Tensor]:
-        for index in range(self.position, len(self)):
+        for index in range(self.position % len(self), len(self)):
             self.position = index + 1
             yield torch.tensor([index * dist.get_world_size() + dist.get_rank()])
 
@@ -588,20 +588,20 @@ class Reader(Regressor):
 
 @pytest.mark.parametrize("loader", [RankLoader, GlobalLoader])
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in ((1, 2), (2, 2)))],
+    ("before", "after", "samples"),
+    [(2, 1, 8), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2, 8), (2, 2, 8), (2, 1, SAMPLES)))],
 )
 def test_only_a_position_in_the_whole_data_set_comes_back_on_another_number_of_ranks(
-    loader: type[RankLoader], before: int, after: int, tmp_path: Path
+    loader: type[RankLoader], before: int, after: int, samples: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.ckpt"
 
     def start() -> None:
-        callbacks = [AtSteps({8 // before: lambda trainer: trainer.save_checkpoint(path)})]
-        make_trainer(devices=before, callbacks=callbacks, max_steps=10).fit(Reader(), loader())
+        callbacks = [AtSteps({samples // before: lambda trainer: trainer.save_checkpoint(path)})]
+        make_trainer(devices=before, callbacks=callbacks, max_steps=samples // before + 1).fit(Reader(), loader())
 
     def resume() -> tuple[list[int], list[str]]:
-        trainer = make_trainer(devices=after, max_steps=-1, max_epochs=1)
+        trainer = make_trainer(devices=after, max_steps=-1, max_epochs=1 if samples < SAMPLES else 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module := Reader(), loader(), ckpt_path=path)
@@ -610,7 +610,9 @@ def test_only_a_position_in_the_whole_data_set_comes_back_on_another_number_of_r
     run_ranks(start, before)
     runs = run_ranks(resume, after)
     is_dropped = loader is RankLoader and after != before
-    assert sorted(sample for seen, _ in runs for sample in seen) == [*range(0 if is_dropped else 8, SAMPLES)]
+    assert sorted(sample for seen, _ in runs for sample in seen) == [
+        *range(0 if is_dropped else samples % SAMPLES, SAMPLES)
+    ]
     warned = [message for message in runs[0][1] if f"data loader positions of {before} data parallel ranks" in message]
     assert len(warned) == is_dropped
 
