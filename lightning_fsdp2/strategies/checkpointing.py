@@ -121,16 +121,18 @@ class CheckpointingStrategy(WorldStrategy):
 
     def wait_for_all_ranks_to_save(self) -> None:
         """Explain a save that not every rank takes part in, where it would hang."""
+        self._wait_for_all_ranks(
+            "save a checkpoint",
+            "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
+            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
+        )
+
+    def _wait_for_all_ranks(self, purpose: str, remedy: str) -> None:
         # in any case before the collectives that some ranks are in give up
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
-        distributed.wait_for_all_ranks(
-            "save a checkpoint",
-            timeout,
-            "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
-            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
-        )
+        distributed.wait_for_all_ranks(purpose, timeout, remedy)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -147,6 +149,11 @@ class CheckpointingStrategy(WorldStrategy):
         With ``async_save``, one saved during a fit is complete when the next save begins or the fit ends, at the
         latest; others are when this returns.
         """
+        self._wait_for_all_ranks(
+            "write a checkpoint",
+            "What the Trainer asks while it saves may have failed there (`on_save_checkpoint`, `state_dict`): see the"
+            " error in the log of that rank.",
+        )
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
         is_requeued = self._requeue is not None and self._requeue.is_saving

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -470,9 +470,33 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
         trainer.strategy._timeout = timedelta(seconds=2)
         fit(trainer)
 
-    with pytest.raises(RankError, match=r"wants to save a checkpoint, but not every rank did.*on all ranks") as caught:
+    explained = rf"wants to save a checkpoint, but not every rank did.*ranks \[{1 - rank}\] did not.*on all ranks"
+    with pytest.raises(RankError, match=explained) as caught:
         run_ranks(run, WORLD)
     assert caught.value.rank == rank
+    assert names(tmp_path) == []
+
+
+def test_a_hook_that_fails_on_one_rank_is_explained_on_the_others(tmp_path: Path) -> None:
+    class Fails(Regressor):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.global_rank == 1:
+                raise ArithmeticError("in the hook")
+
+    def run() -> None:
+        def save(trainer: pl.Trainer) -> None:
+            with suppress(ArithmeticError):
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        trainer = make_trainer(callbacks=[AtSteps({1: save})])
+        trainer.strategy._timeout = timedelta(seconds=2)
+        trainer.fit(Fails(), make_loader())
+
+    with pytest.raises(
+        RankError, match=r"wants to write a checkpoint.*ranks \[1\] did not.*on_save_checkpoint"
+    ) as caught:
+        run_ranks(run, WORLD)
+    assert caught.value.rank == 0
     assert names(tmp_path) == []
 
 
