@@ -38,6 +38,9 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     ``num_workers``, ``batch_size`` or number of ranks.
     """
 
+    has_global_position = True
+    """Its position is one in the whole data set; without this the strategies take it for that of one rank."""
+
     # Lightning makes loaders again from the arguments of DataLoader, so there is no __init__ to set these in.
     _epoch = 0
     _samples = 0

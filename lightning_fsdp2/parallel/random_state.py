@@ -11,10 +11,11 @@ import torch.distributed as dist
 def get_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of torch (host and ``device``), numpy and Python."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
     return {
         **get_torch_random_state(device),
-        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
-        "python": random.getstate(),
+        "numpy": (name, _pack(keys), position, has_gauss, cached),
+        "python": (version, _pack(internal), gauss),
     }
 
 
@@ -22,9 +23,9 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put back what :func:`get_random_state` returned; a state of another device type is left out."""
     set_torch_random_state(state, device)
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, _unpack(keys), position, has_gauss, cached))
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(_unpack(internal).tolist()), gauss))
 
 
 def get_torch_random_state(device: torch.device) -> dict[str, Any]:
@@ -48,3 +49,13 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
         states = [get_random_state(device)]
         dist.broadcast_object_list(states, group=group, group_src=0)
         set_random_state(states[0], device)
+
+
+def _pack(words: Any) -> torch.Tensor:
+    # one object per state: checkpoints hold those of all ranks; torch cannot pickle its own uint32
+    return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
+
+
+def _unpack(words: Any) -> Any:
+    # checkpoints of earlier versions have int64 tensors and tuples
+    return np.asarray(words).astype(np.uint32)

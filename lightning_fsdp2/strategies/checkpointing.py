@@ -48,6 +48,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     checkpoint_config: CheckpointConfig
     _random_state_to_restore: dict[str, Any] | None = None
+    _begins_epoch_anew = False
     _checkpoint_io: MeshCheckpointIO | None
     _requeue: Requeue | None = None
 
@@ -124,16 +125,18 @@ class CheckpointingStrategy(WorldStrategy):
 
     def wait_for_all_ranks_to_save(self) -> None:
         """Explain a save that not every rank takes part in, where it would hang."""
+        self._wait_for_all_ranks(
+            "save a checkpoint",
+            "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
+            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
+        )
+
+    def _wait_for_all_ranks(self, purpose: str, remedy: str) -> None:
         # in any case before the collectives that some ranks are in give up
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
-        distributed.wait_for_all_ranks(
-            "save a checkpoint",
-            timeout,
-            "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
-            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
-        )
+        distributed.wait_for_all_ranks(purpose, timeout, remedy)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -150,6 +153,11 @@ class CheckpointingStrategy(WorldStrategy):
         With ``async_save``, one saved during a fit is complete when the next save begins or the fit ends, at the
         latest; others are when this returns.
         """
+        self._wait_for_all_ranks(
+            "write a checkpoint",
+            "What the Trainer asks while it saves may have failed there (`on_save_checkpoint`, `state_dict`): see the"
+            " error in the log of that rank.",
+        )
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
         is_requeued = self._requeue is not None and self._requeue.is_saving
@@ -225,48 +233,68 @@ class CheckpointingStrategy(WorldStrategy):
         everyone = [own] * self.world_size
         dist.all_gather_object(everyone, own, group=self._control_group)
         return {
+            "mesh": self._get_mesh_sizes(),
             "random_states": [state for _, state, _ in everyone],
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
+            "has_global_positions": _has_global_positions(self.lightning_module.trainer),
         }
 
     def _take_rank_states(self, checkpoint: dict[str, Any], ranks: dict[str, Any]) -> None:
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
         random_states, loader_states = ranks["random_states"], ranks["loader_states"]
+        saved_mesh, mesh = ranks.get("mesh"), self._get_mesh_sizes()
         changed, lost = [], []
-        if len(random_states) == self.world_size:
+        if self._can_take_random_states(len(random_states), saved_mesh):
             self._random_state_to_restore = random_states[self.global_rank]
         else:
-            changed.append(f"the random states of {len(random_states)} ranks")
+            changed.append(f"the random states of {len(random_states)} ranks (mesh {saved_mesh or 'unknown'})")
             lost.append("random numbers (dropout)")
         if len(loader_states) == self.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[self.data_parallel_rank])
-        elif loader_states and all(states == loader_states[0] for states in loader_states.values()):
-            # a position in the whole data set, the same on every rank, holds for any number of ranks
+        elif loader_states and ranks.get("has_global_positions"):
             _set_loader_states(checkpoint, loader_states[0])
         elif loader_states:
             _set_loader_states(checkpoint, [])
+            self._begins_epoch_anew = True
             changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")
             lost.append("the data of the current epoch")
         if changed:
             rank_zero_warn(
                 f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's {self.world_size}"
-                f" ranks ({self.data_parallel_size} data parallel); they are dropped: {' and '.join(lost)} start anew."
+                f" ranks (mesh {mesh}, {self.data_parallel_size} data parallel ranks); they are dropped:"
+                f" {' and '.join(lost)} start anew."
             )
 
-    def _get_summary(self) -> dict[str, Any]:
+    def _can_take_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
+        """Whether the ranks of one replica get the same: from another mesh they would drop different activations."""
+        if mesh is None:  # a checkpoint of an earlier version
+            return ranks == self.world_size and self._replica_group.size() == 1
+        return mesh == self._get_mesh_sizes()
+
+    def _get_mesh_sizes(self) -> dict[str, int]:
         mesh = self.full_device_mesh
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+    def _get_summary(self) -> dict[str, Any]:
         module = self.lightning_module
         tokenizer = getattr(getattr(module.trainer, "datamodule", None), "tokenizer", None)
         return {
             DESCRIPTIONS_KEY: describe_hf_models(module, tokenizer),
-            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "mesh": self._get_mesh_sizes(),
             "world_size": self.world_size,
             "strategy": type(self).__name__,
             "precision": str(self.precision_plugin.precision),
             "lightning": lightning.__version__,
             "python": platform.python_version(),
         }
+
+
+def _has_global_positions(trainer: "Trainer") -> bool:
+    """Whether all data loaders say so: that the ranks' states are equal says nothing, counts of batches are too."""
+    loader = trainer.fit_loop._combined_loader
+    loaders = [] if loader is None else [part for part in loader.flattened if hasattr(part, "state_dict")]
+    return all(getattr(part, "has_global_position", False) for part in loaders)
 
 
 def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:

@@ -81,6 +81,8 @@ class _ShortenedLoader(_LoaderWrapper):
 class _StatefulShortenedLoader(_ShortenedLoader):
     """Adds the loader's state; behind the last batch it is that of a new epoch, whatever the loader has left."""
 
+    has_global_position = False  # whatever the loader says: the batches are this rank's
+
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
         self._batches = 0

@@ -95,11 +95,16 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
-    message = f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}. {remedy}"
+    store, keys = group.get_group_store(), [f"{purpose} {rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], "")
     try:
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
     except RuntimeError as error:
-        raise RuntimeError(message) from error
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}"
+            f"{_name_missing_ranks(store, keys)}. {remedy}"
+        ) from error
+    store.delete_key(keys[group.rank()])
     if codes.tolist() != [code, -code]:
         raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
 
@@ -156,6 +161,15 @@ def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
         dist.broadcast(message, src=0)
         for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
+    try:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:  # the rank that holds the store has ended
+        return ""
+    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    return f": ranks {missing[:16]}{more} did not" if missing else ""
 
 
 @cache

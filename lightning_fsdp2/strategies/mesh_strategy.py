@@ -200,8 +200,12 @@ class MeshStrategy(CheckpointingStrategy):
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
         progress = fit_loop.epoch_loop.batch_progress
-        for loader in fit_loop._combined_loader.flattened:
-            count = getattr(loader, "get_optional_restored_batches", lambda: None)()
+        loaders = fit_loop._combined_loader.flattened
+        counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in loaders]
+        if self._begins_epoch_anew:
+            self._begins_epoch_anew = progress.is_last_batch = False
+            counts = [0]
+        for count in counts:
             if count is not None and count != progress.current.ready:
                 # Lightning counts the batches of the run before, which had another size or number of ranks
                 shift = count - progress.current.ready

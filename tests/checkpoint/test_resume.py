@@ -2,19 +2,23 @@
 
 import os
 import signal
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.models import GPT2
+from helpers.models import GPT2, make_token_batches
 from helpers.oracle import QUIET, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.checkpoint import distributed
+from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 
 STEPS = 8
 SAVE_EVERY = 2
@@ -121,3 +125,70 @@ def assert_same_end(folder: Path, expected: dict[str, Any]) -> None:
             name for name, weight in expected["weights"].items() if not torch.equal(actual["weights"][name], weight)
         ]
         assert different == []
+
+
+# ---------------------------------------------------------------------- other meshes
+
+
+class Look(pl.Callback):
+    """Keeps the random numbers that a rank draws next, where training begins."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if not hasattr(self, "numbers"):
+            with torch.random.fork_rng(devices=[]):
+                self.numbers = torch.rand(4).tolist()
+
+
+def train_on(tp_size: int, steps: int, *, ckpt_path: Path | None = None, save: Path | None = None) -> dict[str, Any]:
+    """Ranks begin with random states of their own; every batch is the same."""
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    look = Look()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=FSDP2Strategy(tp_size=tp_size),
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[look],
+        use_distributed_sampler=False,
+        **QUIET,
+    )
+    batches: Any = DataLoader(make_token_batches(1, ragged=False) * 8, batch_size=None)  # type: ignore[arg-type]
+    module = CausalLM(config=CONFIG)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, batches, ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    shards = {name: cast(DTensor, weight).to_local().detach() for name, weight in module.named_parameters()}
+    replicated = {name: shard for name, shard in shards.items() if shard.shape == module.get_parameter(name).shape}
+    dropped = [str(warning.message) for warning in caught if "random states" in str(warning.message)]
+    return {"numbers": look.numbers, "replicated": replicated, "dropped": dropped}
+
+
+@pytest.mark.parametrize("says_mesh", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["now", "before"])
+def test_ranks_of_one_replica_drop_the_same_activations_behind_a_checkpoint_of_another_mesh(
+    says_mesh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = CheckpointingStrategy._gather_rank_states
+    if not says_mesh:  # as they were written before meshes were compared
+
+        def gather_without_mesh(*args: Any) -> dict[str, Any]:
+            return {key: value for key, value in gather(*args).items() if key != "mesh"}
+
+        monkeypatch.setattr(CheckpointingStrategy, "_gather_rank_states", gather_without_mesh)
+    path = tmp_path / "a.ckpt"
+    run_ranks(lambda: train_on(1, 1, save=path), 2)
+    first, second = run_ranks(lambda: train_on(2, 4, ckpt_path=path), 2)
+    assert first["numbers"] == second["numbers"]
+    assert len(first["replicated"]) > 5
+    different = [name for name, weight in first["replicated"].items() if not weight.equal(second["replicated"][name])]
+    assert different == []
+    assert len(first["dropped"]) == 1
+    saved_on = (
+        "{'dp_replicate': 1, 'dp_shard': 2, 'context_parallel': 1, 'tensor_parallel': 1}" if says_mesh else "unknown"
+    )
+    assert f"random states of 2 ranks (mesh {saved_on})" in first["dropped"][0]
+    first, second = run_ranks(lambda: train_on(1, 2, ckpt_path=path), 2)
+    assert first["numbers"] != second["numbers"], "the states of the ranks come back on the same mesh"
+    assert first["dropped"] == []

@@ -5,8 +5,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Regressor(pl.LightningModule):
 def make_trainer(config: CheckpointConfig | None = None, **options: Any) -> pl.Trainer:
     strategy = FSDP2Strategy(checkpoint=config, timeout=timedelta(seconds=60))
     settings = {**QUIET, "max_steps": 4, "max_epochs": -1, "use_distributed_sampler": False, **options}
-    return pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, **settings)
+    return pl.Trainer(accelerator="cpu", **{"devices": WORLD, "strategy": strategy, **settings})
 
 
 def make_loader() -> DataLoader[Tensor]:
@@ -569,9 +569,33 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
         trainer.strategy._timeout = timedelta(seconds=2)
         fit(trainer)
 
-    with pytest.raises(RankError, match=r"wants to save a checkpoint, but not every rank did.*on all ranks") as caught:
+    explained = rf"wants to save a checkpoint, but not every rank did.*ranks \[{1 - rank}\] did not.*on all ranks"
+    with pytest.raises(RankError, match=explained) as caught:
         run_ranks(run, WORLD)
     assert caught.value.rank == rank
+    assert names(tmp_path) == []
+
+
+def test_a_hook_that_fails_on_one_rank_is_explained_on_the_others(tmp_path: Path) -> None:
+    class Fails(Regressor):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.global_rank == 1:
+                raise ArithmeticError("in the hook")
+
+    def run() -> None:
+        def save(trainer: pl.Trainer) -> None:
+            with suppress(ArithmeticError):
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        trainer = make_trainer(callbacks=[AtSteps({1: save})])
+        trainer.strategy._timeout = timedelta(seconds=2)
+        trainer.fit(Fails(), make_loader())
+
+    with pytest.raises(
+        RankError, match=r"wants to write a checkpoint.*ranks \[1\] did not.*on_save_checkpoint"
+    ) as caught:
+        run_ranks(run, WORLD)
+    assert caught.value.rank == 0
     assert names(tmp_path) == []
 
 
@@ -633,6 +657,87 @@ def test_a_signal_saves_and_requeues_at_the_end_of_the_step(tmp_path: Path, monk
     run_ranks(run, WORLD)
     assert queued.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "77"]
     assert load_checkpoint(tmp_path / "run" / "hpc_ckpt_1.ckpt", Regressor()) is None
+
+
+# ---------------------------------------------------------------------- positions of data loaders
+
+SAMPLES = 24
+
+
+class RankLoader:
+    """Samples that the ranks take in turn, and a position in this rank's, which is the same on every rank."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return SAMPLES // dist.get_world_size()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.position % len(self), len(self)):
+            self.position = index + 1
+            yield torch.tensor([index * dist.get_world_size() + dist.get_rank()])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class GlobalLoader(RankLoader):
+    """Its position is one in all samples."""
+
+    has_global_position = True
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position * dist.get_world_size()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"] // dist.get_world_size()
+
+    def get_optional_restored_batches(self) -> int:
+        return self.position
+
+
+class Reader(Regressor):
+    def on_fit_start(self) -> None:
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch.tolist()
+        return super().training_step(INPUTS[:8], batch_idx)
+
+
+@pytest.mark.parametrize("loader", [RankLoader, GlobalLoader])
+@pytest.mark.parametrize(
+    ("before", "after", "samples"),
+    [(2, 1, 8), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2, 8), (2, 2, 8), (2, 1, SAMPLES)))],
+)
+def test_only_a_position_in_the_whole_data_set_comes_back_on_another_number_of_ranks(
+    loader: type[RankLoader], before: int, after: int, samples: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def start() -> None:
+        callbacks = [AtSteps({samples // before: lambda trainer: trainer.save_checkpoint(path)})]
+        make_trainer(devices=before, callbacks=callbacks, max_steps=samples // before + 1).fit(Reader(), loader())
+
+    def resume() -> tuple[list[int], list[str]]:
+        trainer = make_trainer(devices=after, max_steps=-1, max_epochs=1 if samples < SAMPLES else 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module := Reader(), loader(), ckpt_path=path)
+        return module.seen, [str(warning.message) for warning in caught]
+
+    run_ranks(start, before)
+    runs = run_ranks(resume, after)
+    is_dropped = loader is RankLoader and after != before
+    assert sorted(sample for seen, _ in runs for sample in seen) == [
+        *range(0 if is_dropped else samples % SAMPLES, SAMPLES)
+    ]
+    warned = [message for message in runs[0][1] if f"data loader positions of {before} data parallel ranks" in message]
+    assert len(warned) == is_dropped
 
 
 # ---------------------------------------------------------------------- what is saved, and where
