@@ -35,6 +35,12 @@ _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = "replaced"
 
+_PARTS = (".metadata", "meta.pt", SUMMARY_FILE)
+_PART_SUFFIX = ".distcp"
+_ARCHIVE = b"PK\x03\x04"
+_FIRST_RECORD = b"/data.pkl"
+_HEAD_SIZE = 512
+
 
 def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
     """Return a local path, or one in whatever store fsspec knows (``s3://bucket/run/last.ckpt``)."""
@@ -111,7 +117,13 @@ class StoreDraft:
 
 
 def start_draft(target: AnyPath) -> Draft | StoreDraft:
-    """Make the draft that fits where ``target`` is."""
+    """Make the draft that fits where ``target`` is.
+
+    Raises:
+        FileExistsError: When ``target`` is something that is no checkpoint, and would be lost.
+        OSError: When the folder of ``target`` cannot be made or written to.
+    """
+    _check_replaceable(target)
     return Draft(target) if is_local(target) else StoreDraft(target)
 
 
@@ -153,8 +165,12 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
     Args:
         target: A checkpoint.
         link: Replaced, whether it is a link or a checkpoint.
+
+    Raises:
+        FileExistsError: When it is neither.
     """
     target, link = Path(target), Path(link)
+    _check_replaceable(link)
     draft = Draft(link)
     draft.path.symlink_to(os.path.relpath(target, link.parent))
     draft.publish()
@@ -191,6 +207,33 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_replaceable(target: AnyPath) -> None:
+    """Refuse to replace what is neither a checkpoint, whoever wrote it and however much of it, nor empty."""
+    if is_local(target) and target.is_symlink():
+        return
+    if target.is_dir():
+        kind, names = "directory", [entry.name for entry in target.iterdir()]
+        is_expendable = not names or any(name in _PARTS or name.endswith(_PART_SUFFIX) for name in names)
+    elif target.exists():
+        kind, is_expendable = "file", _is_file_expendable(target)
+    else:
+        return
+    if not is_expendable:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"There is a {kind} of the name of the checkpoint that is none, and saving would replace it; save under"
+            " another name, or move it away",
+            str(target),
+        )
+
+
+def _is_file_expendable(path: AnyPath) -> bool:
+    """Whether a file is empty, or begins as those of ``torch.save`` do: other archives are no checkpoints."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_SIZE)
+    return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
 
 
 def _remove_from_store(path: UPath) -> None:

@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.ranks import RankError, run_ranks
 from torch import nn
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
 from lightning_fsdp2.checkpoint import distributed, folder, storage
+from lightning_fsdp2.checkpoint.single_file import write_file
 
 
 class Usage(NamedTuple):
@@ -77,6 +80,68 @@ def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch:
         run_ranks(lambda: [monkeypatch.setattr(distributed, "_finish", fail_with_full_disk), save(4)], 1)
     assert names(tmp_path) == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+@pytest.mark.parametrize("place", ["directory", "file", "archive", "store", "file in store"])
+def test_what_is_no_checkpoint_is_not_replaced(place: str, tmp_path: Path) -> None:
+    def save() -> None:
+        target: Any = tmp_path / "thesis"
+        precious = target / "thesis.txt" if place in ("directory", "store") else target
+        if "store" in place:  # of this process alone
+            target = folder.get_path("memory://bucket/thesis")
+            precious = target / "thesis.txt" if place == "store" else target
+        if dist.get_rank() == 0 or "store" in place:
+            precious.parent.mkdir(parents=True, exist_ok=True)
+            if place == "archive":
+                with zipfile.ZipFile(precious, "w") as archive:
+                    archive.writestr("thesis.txt", "precious")
+            else:
+                precious.write_bytes(b"precious")
+        dist.barrier()
+        content = precious.read_bytes()
+        kind = "directory" if precious != target else "file"
+        for write in (
+            lambda: save_checkpoint(target, nn.Linear(2, 2)),
+            lambda: write_file(target, {"state_dict": {}}),
+            *([] if "store" in place else [lambda: folder.link_checkpoint(tmp_path / "a.ckpt", target)]),
+        ):
+            with pytest.raises(FileExistsError, match=rf"There is a {kind} of the name .*another name.*thesis'"):
+                write()
+        assert precious.read_bytes() == content
+
+    run_ranks(save, 2)
+    assert "store" in place or names(tmp_path) == ["thesis"]
+
+
+def test_checkpoints_of_others_and_parts_of_them_are_replaced(tmp_path: Path) -> None:
+    """Whatever the format, and what is empty too."""
+    model = nn.Linear(2, 2)
+
+    def write(kind: str, path: Any) -> None:
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "file":
+            path.touch()
+        elif kind == "torch.save":
+            torch.save(model.state_dict(), path)
+        elif kind == "torch.distributed.checkpoint":
+            torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path, no_dist=True)
+        else:
+            save_checkpoint(path, model)
+            for name in (".metadata", "meta.pt", "meta.json"):
+                (path / name).unlink()
+
+    for kind in ("directory", "file", "torch.save", "torch.distributed.checkpoint", "part"):
+        for save in (save_checkpoint, lambda path, model: write_file(path, {"state_dict": model.state_dict()})):
+            path = tmp_path / kind / save.__name__
+            path.parent.mkdir(exist_ok=True)
+            write(kind, path)
+            save(path, model)
+            load_checkpoint(path, nn.Linear(2, 2))
+    path = folder.get_path("memory://runs/part.ckpt")
+    write("part", path)
+    save_checkpoint(path, model)
+    load_checkpoint(path, nn.Linear(2, 2))
 
 
 def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Path) -> None:
