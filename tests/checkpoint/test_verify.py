@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -18,6 +19,7 @@ from lightning_fsdp2 import (
     save_checkpoint,
     verify_checkpoint,
 )
+from lightning_fsdp2.checkpoint import verify as verify_module
 
 DATA = "__0_0.distcp"
 
@@ -57,6 +59,19 @@ def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(t
             load_checkpoint(path, nn.Linear(64, 64), verify=True)
 
     run_ranks(load, 2)
+
+
+def test_a_folder_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+
+    def verify(monkeypatch: pytest.MonkeyPatch) -> None:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(verify_module, "get_files", lambda path: (path / "other mount").read_bytes())
+        with pytest.raises(FileNotFoundError, match="other mount"):
+            verify_module.verify_together(path)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_ranks(verify, 2, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["consolidate", "load", "export"])
@@ -136,3 +151,22 @@ def test_a_single_file_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(ValueError, match="truncated"):
         load_checkpoint(path, nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize(("field", "bit"), [("flags", 1 << 0), ("compression", 1 << 5), ("name", 1 << 7)])
+def test_a_damaged_list_of_a_single_file_is_named_on_every_rank(field: str, bit: int, tmp_path: Path) -> None:
+    """Where `zipfile` takes a record for encrypted, compressed in a way of its own, or named in no known letters."""
+    path = tmp_path / "file.ckpt"
+    torch.save({"state_dict": nn.Linear(64, 64).state_dict()}, path)
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + {"flags": 8, "compression": 10, "name": 46}[field]] ^= bit
+    path.write_bytes(data)
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+            load_checkpoint(path, nn.Linear(64, 64), verify=True)
+
+    run_ranks(load, 2)
+    with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+        verify_checkpoint(path)
