@@ -39,9 +39,10 @@ from lightning_fsdp2.checkpoint.storage import (
     HashedFile,
     describe_file,
     get_digest,
+    get_reason,
+    load_archive,
     load_pickled,
     save_plain,
-    with_trust,
 )
 
 FORMAT_VERSION = 2
@@ -222,9 +223,10 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
                 raise cause from error  # says all there is to say
+        reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} could not be written or read: {'; '.join(map(str, causes)) or error}. If it"
-            f" was being read, `lightning-fsdp2 verify {path}` names the damaged files."
+            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
+            f" `lightning-fsdp2 verify {path}` names the damaged files."
         ) from error
 
 
@@ -237,11 +239,12 @@ class LoadPlanner(DefaultLoadPlanner):
         self._trust = trust
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        def load_value(**options: Any) -> Any:
+        def open_archive() -> Any:
             value.seek(0)
-            return torch.load(value, **options)
+            return value
 
-        self.original_state_dict[read_item.dest_index.fqn] = with_trust(load_value, self._path, self._trust)
+        loaded = load_archive(open_archive, self._path, trust=self._trust)
+        self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
 def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]) -> None:

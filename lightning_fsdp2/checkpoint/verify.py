@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank, on_every_rank
-from lightning_fsdp2.checkpoint.find import find_checkpoint, get_files, resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, raise_damaged, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import AnyPath
-from lightning_fsdp2.checkpoint.storage import describe_file
 
 
 def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> list[str]:
@@ -30,10 +29,10 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
     # before anything is read that might be damaged
-    _raise_damaged(found, [name for name, info in files.items() if not _is_intact(found / name, info)])
+    raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
     if not found.is_dir():
-        _raise_damaged(found, _find_damaged_record(found))
+        raise_damaged(found, _find_damaged_record(found))
         return [f"{found.name}: the CRC-32 of each of its records"]
     if not files:
         return [f"{found.name}: sizes only, since what wrote it kept no checksums"]
@@ -47,24 +46,17 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
         ValueError: On every rank, naming the damaged files.
     """
 
-    def find_damaged() -> list[str]:
+    def find_own() -> list[str]:
         if not path.is_dir():
             return [] if get_rank() else _find_damaged_record(path)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         files = list(get_files(path).items())
         if not files and get_rank() == 0:
             warnings.warn(f"verify=True: {str(path)!r} holds no checksums to compare with.", stacklevel=2)
-        return [name for name, info in files[get_rank() :: world_size] if not _is_intact(path / name, info)]
+        return find_damaged(path, dict(files[get_rank() :: world_size]))
 
-    damaged = all_gather(on_every_rank(find_damaged, group), group)
-    _raise_damaged(path, [name for names in damaged for name in names])
-
-
-def _is_intact(path: AnyPath, expected: dict[str, Any]) -> bool:
-    try:
-        return describe_file(path) == expected
-    except OSError:
-        return False
+    damaged = all_gather(on_every_rank(find_own, group), group)
+    raise_damaged(path, [name for names in damaged for name in names])
 
 
 def _find_damaged_record(path: AnyPath) -> list[str]:
@@ -75,10 +67,3 @@ def _find_damaged_record(path: AnyPath) -> list[str]:
     except Exception as error:  # whatever a damaged archive leads to
         damaged = str(error)
     return [] if damaged is None else [f"{path.name} ({damaged})"]
-
-
-def _raise_damaged(path: AnyPath, names: list[str]) -> None:
-    if names:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
-        )

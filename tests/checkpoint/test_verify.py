@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ def make_checkpoint(folder: Path) -> Path:
     return path
 
 
-def flip_bit(path: Path, position: int) -> None:
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
-    data[position] ^= 1
+    data[position] ^= 1 << bit
     path.write_bytes(data)
 
 
@@ -59,6 +60,43 @@ def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(t
             load_checkpoint(path, nn.Linear(64, 64), verify=True)
 
     run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "meta.json", DATA, "file.ckpt"])
+def test_a_flipped_bit_anywhere_is_no_reason_to_trust_the_file(name: str, tmp_path: Path) -> None:
+    """It loads, or the error names the file; only other checkpoints than ours, without checksums, may ask for trust."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, model, optimizer, extra={"step": 3, "lr": 0.1, "names": ["a", "b"]})
+    file = path / name
+    if name == "file.ckpt":
+        file = path = tmp_path / name
+        torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "step": 3}, path)
+    content = file.read_bytes()
+    chance = random.Random(name)
+    errors = []
+    for number, position in enumerate(chance.sample(range(len(content)), 60)):
+        flip_bit(file, position, chance.randrange(8))
+        try:
+            load_checkpoint(path, model, optimizer, verify=number % 2 == 0)
+        except (ValueError, RuntimeError) as error:
+            errors.append(str(error))
+        file.write_bytes(content)
+    assert all(path.name in error and "trust" not in error for error in errors)
+    if name in (".metadata", "meta.pt"):
+        assert len(errors) == 60
+        assert all(f"damaged: {name} is" in error for error in errors)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_damage_is_named_without_checksums_too(name: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    (path / "meta.json").unlink()  # as in a directory of Lightning's
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:5] + b"?" * (len(content) - 5))
+    with pytest.raises(ValueError, match=rf"a\.ckpt/{name}' is damaged".replace(".m", r"\.m")):
+        load_checkpoint(path, nn.Linear(64, 64))
 
 
 def test_a_folder_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
