@@ -13,8 +13,10 @@ import errno
 import io
 import json
 import re
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,9 +216,7 @@ def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
     """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
     try:
-        with warnings.catch_warnings():
-            # one process without a process group is as good a use as any
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with _without_warning():
             action()
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
@@ -228,6 +228,21 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
             f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
             f" `lightning-fsdp2 verify {path}` names the damaged files."
         ) from error
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """One process without a process group is as good a use as any.
+
+    The filters are the process's, and a thread that writes beside training would change them under whoever else does.
+    It has a process group, with which DCP does not warn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class LoadPlanner(DefaultLoadPlanner):

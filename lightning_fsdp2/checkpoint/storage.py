@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -88,7 +89,8 @@ class HashedFile:
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # it is only advice, and some file systems take none
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
     def tell(self) -> int:
@@ -357,7 +359,13 @@ def _is_metadata(module: str, name: str) -> bool:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared."""
+    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared.
+
+    In torch 2.11 the switch is one for the process: beside training it stays, for what the user saves at the same time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     computes = get_crc32_options()
     set_crc32_options(False)
     try:
