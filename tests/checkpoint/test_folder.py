@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, whatever their name and whenever a writer dies."""
 
+import errno
 import json
 import os
 import shutil
@@ -144,6 +145,52 @@ def test_checkpoints_of_others_and_parts_of_them_are_replaced(tmp_path: Path) ->
     load_checkpoint(path, nn.Linear(2, 2))
 
 
+def test_a_replacement_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2), extra=1)
+    rename = Path.rename
+
+    def fail_with_the_old_one_away(self: Path, target: Path) -> Path:
+        return fail_with_full_disk() if target == path and self.parent.parent == tmp_path else rename(self, target)
+
+    monkeypatch.setattr(folder, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(Path, "rename", fail_with_the_old_one_away)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, nn.Linear(2, 2), extra=2)
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 1
+    assert names(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_a_checkpoint_may_be_called_replaced(
+    has_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "replaced"
+    if not has_exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda first, second: False)
+
+    def save_and_die() -> None:
+        monkeypatch.setattr(distributed, "_finish", lambda *args: os._exit(1))
+        save_checkpoint(path, nn.Linear(2, 2))
+
+    for value in (1, 2):
+        save_checkpoint(path, nn.Linear(2, 2), extra=value)
+    with pytest.raises(RankError, match="died"):
+        run_ranks(save_and_die, 1)
+    folder.clean_folder(tmp_path)
+    assert names(tmp_path) == ["replaced"]
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+def test_what_an_earlier_version_has_put_aside_comes_back(tmp_path: Path) -> None:
+    container = tmp_path / ".saving-1f2e3d4c"
+    save_checkpoint(container / "replaced" / "last.ckpt", nn.Linear(2, 2), extra=1)
+    (container / "last.ckpt").mkdir()
+    container.with_name(f"{container.name}.lock").touch()
+    assert load_checkpoint(tmp_path / "last.ckpt", nn.Linear(2, 2)) == 1
+    assert names(tmp_path) == ["last.ckpt"]
+
+
 def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Path) -> None:
     def start_and_die(name: str) -> None:
         folder.Draft(tmp_path / name).path.mkdir()
@@ -185,6 +232,52 @@ def test_names_and_data_are_on_the_disk_before_the_checkpoint_has_its_name(
     assert before.index("meta.json") > max(before.index(name) for name in ("__0_0.distcp", ".metadata.tmp", "meta.pt"))
     assert "a.ckpt" in before[before.index("meta.json") :], "the draft's names"
     assert after == [tmp_path.name]
+
+
+def test_all_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    sync = folder.sync_folder
+    monkeypatch.setattr(folder, "sync_folder", lambda path: [flushed.append(path), sync(path)])
+    save_checkpoint(tmp_path / "a" / "b" / "c" / "x.ckpt", nn.Linear(2, 2))
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"} <= set(flushed)
+    assert tmp_path.parent not in flushed
+
+
+def test_a_folder_that_takes_no_files_is_named_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path.name.startswith(".saving-"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    descriptors = os.listdir("/proc/self/fd")
+    message = (
+        rf"folder '{tmp_path}' of the checkpoint cannot be written to \(Read-only file system\); choose another one"
+    )
+    with pytest.raises(OSError, match=message) as caught:
+        save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))
+    assert caught.value.errno == errno.EROFS
+    assert ".saving" not in str(caught.value)
+    assert names(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_checkpoint_may_be_removed_from_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2))
+    monkeypatch.setattr(Path, "mkdir", fail_with_full_disk)
+    folder.remove_checkpoint(path)
+    assert names(tmp_path) == []
+    monkeypatch.undo()
+
+    save_checkpoint(path, nn.Linear(2, 2))
+    monkeypatch.setattr(folder, "_lock", fail_with_full_disk)
+    monkeypatch.setattr(shutil, "rmtree", fail_with_full_disk)  # as if it died
+    with pytest.raises(OSError, match="No space left"):
+        folder.remove_checkpoint(path)
+    with pytest.raises(ValueError, match=r"incomplete: \.metadata"):
+        load_checkpoint(path, nn.Linear(2, 2))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
