@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp2.checkpoint.distributed import FORMAT_VERSION, METADATA_FILE
+from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
@@ -115,17 +115,23 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
 
 def _check_version(path: AnyPath) -> None:
     if not (path / SUMMARY_FILE).exists():
-        if not is_local(path):
+        if not is_local(path) and _is_ours(path):
             raise ValueError(
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
-        return  # one of Lightning's or torch's
+        return  # one of Lightning's or torch's, or of ours without its checksums
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
             f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
             f" {FORMAT_VERSION}; install a later one."
         )
+
+
+def _is_ours(path: AnyPath) -> bool:
+    """Whether this package wrote a directory, as far as there is a sign of it: a key in ``meta.pt``, not compressed."""
+    file = path / METADATA_FILE
+    return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 
 
 def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:

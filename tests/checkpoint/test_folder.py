@@ -429,3 +429,23 @@ def test_a_store_of_fsspec_holds_checkpoints(tmp_path: Path) -> None:
     folder.remove_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_checkpoint(path, other)
+
+
+def test_a_store_holds_checkpoints_of_others(tmp_path: Path) -> None:
+    """A directory as Lightning writes it: without the summary, which is the last file of ours."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.distributed.checkpoint.save({"state_dict": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"extra": 3}, tmp_path / "meta.pt")
+    path = folder.get_path("memory://runs/lightning.ckpt")
+    path.mkdir(parents=True)
+    for file in tmp_path.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    assert load_checkpoint(path, other) == 3
+    assert other.weight.equal(model.weight)
+    (path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"incomplete: __0_0\.distcp \(truncated\)"):
+        load_checkpoint(path, other)
+    for name in ("__0_0.distcp", "meta.pt"):
+        (path / name).unlink()
+        with pytest.raises(ValueError, match=rf"incomplete: {name}".replace(".", r"\.")):
+            load_checkpoint(path, other)
