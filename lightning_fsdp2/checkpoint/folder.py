@@ -230,8 +230,8 @@ def _check_replaceable(target: AnyPath) -> None:
     if not is_expendable:
         raise FileExistsError(
             errno.EEXIST,
-            f"There is a {kind} of the name of the checkpoint that is none, and saving would replace it; save under"
-            " another name, or move it away",
+            f"There is a {kind} of that name which is no checkpoint, and saving would replace it; save under another"
+            " name, or move it away",
             str(target),
         )
 
