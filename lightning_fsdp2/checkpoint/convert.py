@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp2.checkpoint.distributed import read_directory
-from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import get_path
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file
@@ -37,7 +37,7 @@ def consolidate_checkpoint(
         FileNotFoundError: When there is no checkpoint.
         ValueError: When it is incomplete, damaged, a file already, or holds objects and is not trusted.
     """
-    found = find_checkpoint(path, trust=trust_checkpoint)
+    found = resolve_checkpoint(path)
     if not found.is_dir():
         raise ValueError(f"{str(path)!r} is a single file already.")
     target = get_path(output)

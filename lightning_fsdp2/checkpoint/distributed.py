@@ -13,8 +13,10 @@ import errno
 import io
 import json
 import re
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,9 +41,10 @@ from lightning_fsdp2.checkpoint.storage import (
     HashedFile,
     describe_file,
     get_digest,
+    get_reason,
+    load_archive,
     load_pickled,
     save_plain,
-    with_trust,
 )
 
 FORMAT_VERSION = 2
@@ -213,19 +216,33 @@ def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
     """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
     try:
-        with warnings.catch_warnings():
-            # one process without a process group is as good a use as any
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with _without_warning():
             action()
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
                 raise cause from error  # says all there is to say
+        reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} could not be written or read: {'; '.join(map(str, causes)) or error}. If it"
-            f" was being read, `lightning-fsdp2 verify {path}` names the damaged files."
+            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
+            f" `lightning-fsdp2 verify {path}` names the damaged files."
         ) from error
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """One process without a process group is as good a use as any.
+
+    The filters are the process's, and a thread that writes beside training would change them under whoever else does.
+    It has a process group, with which DCP does not warn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -237,11 +254,12 @@ class LoadPlanner(DefaultLoadPlanner):
         self._trust = trust
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        def load_value(**options: Any) -> Any:
+        def open_archive() -> Any:
             value.seek(0)
-            return torch.load(value, **options)
+            return value
 
-        self.original_state_dict[read_item.dest_index.fqn] = with_trust(load_value, self._path, self._trust)
+        loaded = load_archive(open_archive, self._path, trust=self._trust)
+        self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
 def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]) -> None:

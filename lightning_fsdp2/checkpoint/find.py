@@ -1,34 +1,42 @@
 """Where a checkpoint is, and whether it is all there."""
 
 import json
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp2.checkpoint.distributed import FORMAT_VERSION, METADATA_FILE
+from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
-from lightning_fsdp2.checkpoint.storage import CheckpointReader, make_trust_error
+from lightning_fsdp2.checkpoint.storage import (
+    CheckpointReader,
+    RefusedError,
+    describe_file,
+    make_damage_error,
+    make_trust_error,
+)
+
+_SMALL_FILES = (".metadata", METADATA_FILE)
 
 
-def find_checkpoint(path: str | Path, *, trust: bool = False) -> AnyPath:
+def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
     """Return where a checkpoint really is (behind links, whose target may change), if it is complete.
 
     Raises:
         FileNotFoundError: When there is none.
-        ValueError: When it is incomplete, of a later version, or no checkpoint.
+        ValueError: When it is incomplete, of a later version, no checkpoint, or its small files, on which all else
+            depends, are damaged.
     """
     found = resolve_checkpoint(path)
     if found.is_dir():
         _check_complete(found, trust)
-    elif is_local(found) and not zipfile.is_zipfile(found):
+    elif is_local(found) and not _is_archive(found):
         raise ValueError(
             f"{str(path)!r} is truncated, or no file that `torch.save` wrote; use an earlier checkpoint, or convert it."
         )
     return found
 
 
-def resolve_checkpoint(path: str | Path) -> AnyPath:
+def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     """Return where a checkpoint really is, complete or not.
 
     Raises:
@@ -52,6 +60,39 @@ def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
     return files
 
 
+def find_damaged(path: AnyPath, files: dict[str, dict[str, Any]]) -> list[str]:
+    """The names of files that are not what :func:`get_files` says of them, or cannot be read."""
+    return [name for name, info in files.items() if not _is_intact(path / name, info)]
+
+
+def raise_damaged(path: AnyPath, names: list[str]) -> None:
+    """Raise if there are names of damaged files.
+
+    Raises:
+        ValueError: With them.
+    """
+    if names:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
+        )
+
+
+def _is_intact(path: AnyPath, expected: dict[str, Any]) -> bool:
+    try:
+        return describe_file(path) == expected
+    except PermissionError:
+        raise
+    except OSError:
+        return False
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one in several parts, it says
+        return False
+
+
 def _check_complete(path: AnyPath, trust: bool) -> None:
     if any(path.glob("*.safetensors")) and not (path / ".metadata").exists():
         raise ValueError(
@@ -59,9 +100,11 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
             " CausalLM(pretrained=...), or to `lightning_fsdp2.models.from_pretrained`."
         )
     _check_version(path)
-    sizes = {name: info["bytes"] for name, info in get_files(path).items()}
-    missing = _get_missing(path, {".metadata": 1, METADATA_FILE: 1, **sizes})
+    files = get_files(path)
+    sizes = {name: info["bytes"] for name, info in files.items()}
+    missing = _get_missing(path, {**dict.fromkeys(_SMALL_FILES, 1), **sizes})
     if not missing:
+        raise_damaged(path, find_damaged(path, {name: files[name] for name in _SMALL_FILES if name in files}))
         missing = _get_missing(path, _get_sizes(path, trust))
     if missing:
         raise ValueError(
@@ -72,17 +115,23 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
 
 def _check_version(path: AnyPath) -> None:
     if not (path / SUMMARY_FILE).exists():
-        if not is_local(path):
+        if not is_local(path) and _is_ours(path):
             raise ValueError(
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
-        return  # one of Lightning's or torch's
+        return  # one of Lightning's or torch's, or of ours without its checksums
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
             f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
             f" {FORMAT_VERSION}; install a later one."
         )
+
+
+def _is_ours(path: AnyPath) -> bool:
+    """Whether this package wrote a directory, as far as there is a sign of it: a key in ``meta.pt``, not compressed."""
+    file = path / METADATA_FILE
+    return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 
 
 def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
@@ -95,12 +144,11 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
     """The least size of the files with tensors, by name, for what ``.metadata`` says of them."""
     try:
         metadata = CheckpointReader(path, trust=trust).read_metadata()
-    except pickle.UnpicklingError as error:
+        places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]
+    except RefusedError as error:
         raise make_trust_error(path, error) from error
     except Exception as error:  # whatever a damaged pickle leads to
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: .metadata ({error}). Use an earlier one."
-        ) from error
+        raise make_damage_error(path / ".metadata", error) from error
     if metadata.planner_data is None:
         raise ValueError(
             f"The checkpoint {str(path)!r} does not say where its tensors belong (`planner_data`): it was not"
@@ -108,8 +156,8 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
             " it and save it again."
         )
     ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in places:
+        ends[name] = max(ends.get(name, 0), end)
     return ends
 
 

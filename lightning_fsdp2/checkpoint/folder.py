@@ -4,7 +4,8 @@ While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
 
     .saving-1f2e3d4c.lock            locked by the process that saves, for as long as it lives
     .saving-1f2e3d4c/step=100.ckpt   the draft
-    .saving-1f2e3d4c/replaced/       what had that name before, where the system cannot exchange two directories
+    .saving-1f2e3d4c/.saving-replaced/
+                                     what had that name before, where the system cannot exchange two directories
 
 and while it is being removed, it is in such a folder too, so that no part of it is left under its name.
 
@@ -33,7 +34,16 @@ SUMMARY_FILE = "meta.json"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
-_REPLACED = "replaced"
+_REPLACED = f"{_PREFIX}replaced"
+_OLD_REPLACED = "replaced"  # which is as good a name for a checkpoint as any
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+_PARTS = (".metadata", "meta.pt", SUMMARY_FILE)
+_PART_SUFFIX = ".distcp"
+_ARCHIVE = b"PK\x03\x04"
+_FIRST_RECORD = b"/data.pkl"
+_HEAD_SIZE = 512
 
 
 def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
@@ -66,18 +76,15 @@ class Draft:
         folder = target.parent
         self._target = target
         try:
-            if not folder.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(folder.parent)
+            _make_folder(folder)
             clean_folder(folder)
             self._container = _Container(folder)
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            reason = "may not be written to" if isinstance(error, PermissionError) else "is a file"
-            raise type(error)(
+        except OSError as error:
+            raise OSError(
                 error.errno,
-                f"The folder {str(folder)!r} of the checkpoint {reason}; choose another one"
+                f"The folder {str(folder)!r} of the checkpoint {_get_reason(error)}; choose another one"
                 " (ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...))",
-                error.filename,
+                str(folder),
             ) from error
         self.path = self._container.path / target.name
 
@@ -111,7 +118,13 @@ class StoreDraft:
 
 
 def start_draft(target: AnyPath) -> Draft | StoreDraft:
-    """Make the draft that fits where ``target`` is."""
+    """Make the draft that fits where ``target`` is.
+
+    Raises:
+        FileExistsError: When ``target`` is something that is no checkpoint, and would be lost.
+        OSError: When the folder of ``target`` cannot be made or written to.
+    """
+    _check_replaceable(target)
     return Draft(target) if is_local(target) else StoreDraft(target)
 
 
@@ -139,7 +152,13 @@ def remove_checkpoint(path: str | AnyPath) -> None:
     elif found.is_symlink() or found.is_file():
         found.unlink()
     elif found.is_dir():
-        container = _Container(found.parent)
+        try:
+            container = _Container(found.parent)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            _remove_in_place(found)
+            return
         try:
             found.rename(container.path / found.name)
             sync_folder(found.parent)
@@ -153,8 +172,12 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
     Args:
         target: A checkpoint.
         link: Replaced, whether it is a link or a checkpoint.
+
+    Raises:
+        FileExistsError: When it is neither.
     """
     target, link = Path(target), Path(link)
+    _check_replaceable(link)
     draft = Draft(link)
     draft.path.symlink_to(os.path.relpath(target, link.parent))
     draft.publish()
@@ -193,6 +216,56 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _check_replaceable(target: AnyPath) -> None:
+    """Refuse to replace what is neither a checkpoint, whoever wrote it and however much of it, nor empty."""
+    if is_local(target) and target.is_symlink():
+        return
+    if target.is_dir():
+        kind, names = "directory", [entry.name for entry in target.iterdir()]
+        is_expendable = not names or any(name in _PARTS or name.endswith(_PART_SUFFIX) for name in names)
+    elif target.exists():
+        kind, is_expendable = "file", _is_file_expendable(target)
+    else:
+        return
+    if not is_expendable:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"There is a {kind} of that name which is no checkpoint, and saving would replace it; save under another"
+            " name, or move it away",
+            str(target),
+        )
+
+
+def _is_file_expendable(path: AnyPath) -> bool:
+    """Whether a file is empty, or begins as those of ``torch.save`` do: other archives are no checkpoints."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_SIZE)
+    return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
+
+
+def _remove_in_place(path: Path) -> None:
+    """Remove a directory where there is no room for a container: first what no reader goes without."""
+    for name in (".metadata", SUMMARY_FILE):
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those that it lies in, and put their names on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def _get_reason(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "may not be written to"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return "is a file"
+    return f"cannot be written to ({error.strerror})"
+
+
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
         (path / SUMMARY_FILE).unlink()  # so that what is left, if this fails half way, is no checkpoint
@@ -207,7 +280,11 @@ class _Container:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
         # locked before it exists, or another process could take it for one whose process has died
         self._lock = _lock(_get_lock_file(self.path))
-        self.path.mkdir()
+        try:
+            self.path.mkdir()
+        except OSError:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Remove it with all that is in it; what resists is left to the next :func:`clean_folder`."""
@@ -218,8 +295,9 @@ class _Container:
 
 
 def _clean(container: Path) -> None:
-    for old in container.glob(f"{_REPLACED}/*"):
-        if not _exists(container.parent / old.name):
+    for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
+        # without a draft of its name it is a part of a checkpoint, whose name is that of this folder
+        if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
     if not container.exists():
@@ -234,7 +312,11 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
         # a kill between the two renames leaves the old checkpoint in the container: see `clean_folder`
         replaced.mkdir()
         target.rename(replaced / target.name)
-        draft.rename(target)
+        try:
+            draft.rename(target)
+        except OSError:
+            (replaced / target.name).rename(target)
+            raise
 
 
 def _exchange(first: Path, second: Path) -> bool:

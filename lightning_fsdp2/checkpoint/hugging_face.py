@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
-from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft
 from lightning_fsdp2.checkpoint.hf_description import (
     Description,
@@ -92,7 +92,7 @@ def export_hf(
     out = Path(out)
     on_first_rank(lambda: check_free(out, overwrite))
     if verify and not isinstance(source, nn.Module):
-        verify_together(on_first_rank(lambda: find_checkpoint(source, trust=trust_checkpoint)))
+        verify_together(on_first_rank(lambda: resolve_checkpoint(source)))
     with fail_together(_get_groups()):
         if isinstance(source, nn.Module):
             weights = _open_module(source, model)

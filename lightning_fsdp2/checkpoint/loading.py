@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
-from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
@@ -45,9 +45,10 @@ def read_checkpoint(
         FileNotFoundError: When there is none.
         ValueError: When it is incomplete, damaged, of a later version, or holds objects and is not trusted.
     """
-    found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
-    if verify:
+    found = on_first_rank(lambda: resolve_checkpoint(path), group)
+    if verify:  # before anything is read that might be damaged
         verify_together(found, group)
+    on_first_rank(lambda: find_checkpoint(found, trust=trust), group)
     if on_first_rank(found.is_dir, group):
         options: dict[str, Any] = {"with_optimizers": with_optimizers, "in_place": in_place, "trust": trust}
         return read_directory(found, model, group=group, **options)

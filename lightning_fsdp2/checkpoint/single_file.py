@@ -62,10 +62,7 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
     Raises:
         ValueError: When it is something else, damaged, or holds objects and is not trusted.
     """
-    try:
-        content = load_pickled(path, trust=trust, mmap=True)
-    except (RuntimeError, EOFError, KeyError) as error:
-        raise ValueError(f"The checkpoint {str(path)!r} is damaged ({error}); use an earlier one.") from error
+    content = load_pickled(path, trust=trust, mmap=True)
     if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
         content = {"state_dict": content}
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):

@@ -3,10 +3,12 @@
 import io
 import os
 import pickle
+import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,8 +49,6 @@ _METADATA_GLOBALS = {
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
 
-T = TypeVar("T")
-
 
 class HashedFile:
     """A file that is written from start to end, with a checksum of what went into it.
@@ -87,7 +87,8 @@ class HashedFile:
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # it is only advice, and some file systems take none
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
     def tell(self) -> int:
@@ -145,12 +146,13 @@ class CheckpointWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
         if plan.items:
-            with HashedFile(cast(AnyPath, self.path) / name) as file, _without_crc32():
+            with HashedFile(cast(AnyPath, self.path) / name) as file:
                 for item in plan.items:
                     offset = file.tell()
                     data = planner.resolve_data(item)
                     if isinstance(data, Tensor):
-                        torch.save(_to_host(data), cast(Any, file))
+                        with _without_crc32():
+                            torch.save(_to_host(data), cast(Any, file))
                     else:
                         file.write(data.getbuffer())
                     info = StorageInfo(name, offset, file.tell() - offset)
@@ -216,23 +218,47 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
         ValueError: When it holds more than tensors and plain types, and is not trusted.
     """
     if mmap and is_local(path):
-        return with_trust(lambda **options: torch.load(path, map_location="cpu", mmap=True, **options), path, trust)
+        return load_archive(lambda: path, path, trust=trust, mmap=True)
     data = path.read_bytes()
-    return with_trust(lambda **options: torch.load(io.BytesIO(data), map_location="cpu", **options), path, trust)
+    return load_archive(lambda: io.BytesIO(data), path, trust=trust)
 
 
-def with_trust(load: Callable[..., T], path: Any, trust: bool) -> T:
-    """Call ``load(weights_only=True)``, and where that refuses, ``load(weights_only=False)`` or raise.
+def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
+    """Return, on the host, what ``torch.load`` takes for weights and, if it is trusted, what it does not.
+
+    Args:
+        open_archive: Returns the path of what ``torch.save`` wrote, or a file at its beginning.
+        path: For errors.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+        mmap: Whether tensors stay in the file until they are read.
 
     Raises:
-        ValueError: When the checkpoint holds more than tensors and plain types, and is not trusted.
+        ValueError: When it is damaged, or holds more than tensors and plain types and is not trusted.
     """
+    _check_pickle(open_archive(), path)
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
     try:
-        return load(weights_only=True)
-    except pickle.UnpicklingError as error:
-        if trust:
-            return load(weights_only=False)
-        raise make_trust_error(path, error) from error
+        return torch.load(open_archive(), weights_only=True, **options)
+    except pickle.UnpicklingError as error:  # intact, so that it is refused
+        if not trust:
+            raise make_trust_error(path, error) from error
+    except (RuntimeError, ValueError) as error:
+        raise make_damage_error(path, error) from error
+    try:
+        return torch.load(open_archive(), weights_only=False, **options)
+    except RuntimeError as error:  # torch's, where the objects may raise anything
+        raise make_damage_error(path, error) from error
+
+
+def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
+    """What to say about a file that cannot be parsed."""
+    return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier one.")
+
+
+def get_reason(error: Exception) -> str:
+    """What to say of an error that is another one's cause; torch answers a damaged pickle with advice to trust it."""
+    is_advice = isinstance(error, pickle.UnpicklingError)
+    return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def make_trust_error(path: Any, error: Exception) -> ValueError:
@@ -294,13 +320,33 @@ class _Store(FileSystem):
         path.unlink()
 
 
+class RefusedError(pickle.UnpicklingError):
+    """``.metadata`` names what it does not consist of."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes the classes that ``.metadata`` consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}.")
+            raise RefusedError(f".metadata names {module}.{name}.")
         return super().find_class(module, name)
+
+
+def _check_pickle(archive: Any, path: AnyPath) -> None:
+    """Raise where the part of an archive that says what it holds differs from its CRC-32, if it was written with one.
+
+    It is small, and damage to it looks like objects that need trust, or like another checkpoint.
+    """
+    try:
+        with zipfile.ZipFile(archive) as file:
+            (record,) = (info for info in file.infolist() if info.filename.endswith("/data.pkl"))
+            if record.CRC != 0:
+                file.read(record)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # whatever a damaged archive leads to
+        raise make_damage_error(path, error) from error
 
 
 def _is_metadata(module: str, name: str) -> bool:
@@ -311,7 +357,13 @@ def _is_metadata(module: str, name: str) -> bool:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared."""
+    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared.
+
+    In torch 2.11 the switch is one for the process: beside training it stays, for what the user saves at the same time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     computes = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank
-from lightning_fsdp2.checkpoint.find import find_checkpoint, get_files, resolve_checkpoint
+from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank, on_every_rank
+from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, raise_damaged, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import AnyPath
-from lightning_fsdp2.checkpoint.storage import describe_file
 
 
 def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> list[str]:
@@ -30,10 +29,10 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
     # before anything is read that might be damaged
-    _raise_damaged(found, [name for name, info in files.items() if not _is_intact(found / name, info)])
+    raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
     if not found.is_dir():
-        _verify_file(found)
+        raise_damaged(found, _find_damaged_record(found))
         return [f"{found.name}: the CRC-32 of each of its records"]
     if not files:
         return [f"{found.name}: sizes only, since what wrote it kept no checksums"]
@@ -46,46 +45,25 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
     Raises:
         ValueError: On every rank, naming the damaged files.
     """
-    if not path.is_dir():
-        damaged = [] if get_rank() or _is_readable(path) else [path.name]
-    else:
+
+    def find_own() -> list[str]:
+        if not path.is_dir():
+            return [] if get_rank() else _find_damaged_record(path)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         files = list(get_files(path).items())
         if not files and get_rank() == 0:
             warnings.warn(f"verify=True: {str(path)!r} holds no checksums to compare with.", stacklevel=2)
-        own = files[get_rank() :: world_size]
-        damaged = [name for name, info in own if not _is_intact(path / name, info)]
-    _raise_damaged(path, [name for names in all_gather(damaged, group) for name in names])
+        return find_damaged(path, dict(files[get_rank() :: world_size]))
+
+    damaged = all_gather(on_every_rank(find_own, group), group)
+    raise_damaged(path, [name for names in damaged for name in names])
 
 
-def _is_intact(path: AnyPath, expected: dict[str, Any]) -> bool:
-    try:
-        return describe_file(path) == expected
-    except OSError:
-        return False
-
-
-def _is_readable(path: AnyPath) -> bool:
-    try:
-        _verify_file(path)
-    except ValueError:
-        return False
-    return True
-
-
-def _verify_file(path: AnyPath) -> None:
+def _find_damaged_record(path: AnyPath) -> list[str]:
     """A single file has no checksum beside it, but each record of the archive that it is has one."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except Exception as error:  # whatever a damaged archive leads to
         damaged = str(error)
-    if damaged is not None:
-        _raise_damaged(path, [f"{path.name} ({damaged})"])
-
-
-def _raise_damaged(path: AnyPath, names: list[str]) -> None:
-    if names:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
-        )
+    return [] if damaged is None else [f"{path.name} ({damaged})"]

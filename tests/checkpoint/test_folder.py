@@ -1,18 +1,22 @@
 """Checkpoints are complete or absent, whatever their name and whenever a writer dies."""
 
+import errno
 import json
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.ranks import RankError, run_ranks
 from torch import nn
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
 from lightning_fsdp2.checkpoint import distributed, folder, storage
+from lightning_fsdp2.checkpoint.single_file import write_file
 
 
 class Usage(NamedTuple):
@@ -79,6 +83,116 @@ def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch:
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
 
 
+@pytest.mark.parametrize("place", ["directory", "file", "archive", "store", "file in store"])
+def test_what_is_no_checkpoint_is_not_replaced(place: str, tmp_path: Path) -> None:
+    def save() -> None:
+        target: Any = tmp_path / "thesis"
+        precious = target / "thesis.txt" if place in ("directory", "store") else target
+        if "store" in place:  # of this process alone
+            target = folder.get_path("memory://bucket/thesis")
+            precious = target / "thesis.txt" if place == "store" else target
+        if dist.get_rank() == 0 or "store" in place:
+            precious.parent.mkdir(parents=True, exist_ok=True)
+            if place == "archive":
+                with zipfile.ZipFile(precious, "w") as archive:
+                    archive.writestr("thesis.txt", "precious")
+            else:
+                precious.write_bytes(b"precious")
+        dist.barrier()
+        content = precious.read_bytes()
+        kind = "directory" if precious != target else "file"
+        for write in (
+            lambda: save_checkpoint(target, nn.Linear(2, 2)),
+            lambda: write_file(target, {"state_dict": {}}),
+            *([] if "store" in place else [lambda: folder.link_checkpoint(tmp_path / "a.ckpt", target)]),
+        ):
+            with pytest.raises(
+                FileExistsError, match=rf"There is a {kind} of that name which is no.*another name.*thesis'"
+            ):
+                write()
+        assert precious.read_bytes() == content
+
+    run_ranks(save, 2)
+    assert "store" in place or names(tmp_path) == ["thesis"]
+
+
+def test_checkpoints_of_others_and_parts_of_them_are_replaced(tmp_path: Path) -> None:
+    """Whatever the format, and what is empty too."""
+    model = nn.Linear(2, 2)
+
+    def write(kind: str, path: Any) -> None:
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "file":
+            path.touch()
+        elif kind == "torch.save":
+            torch.save(model.state_dict(), path)
+        elif kind == "torch.distributed.checkpoint":
+            torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path, no_dist=True)
+        else:
+            save_checkpoint(path, model)
+            for name in (".metadata", "meta.pt", "meta.json"):
+                (path / name).unlink()
+
+    for kind in ("directory", "file", "torch.save", "torch.distributed.checkpoint", "part"):
+        for save in (save_checkpoint, lambda path, model: write_file(path, {"state_dict": model.state_dict()})):
+            path = tmp_path / kind / save.__name__
+            path.parent.mkdir(exist_ok=True)
+            write(kind, path)
+            save(path, model)
+            load_checkpoint(path, nn.Linear(2, 2))
+    path = folder.get_path("memory://runs/part.ckpt")
+    write("part", path)
+    save_checkpoint(path, model)
+    load_checkpoint(path, nn.Linear(2, 2))
+
+
+def test_a_replacement_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2), extra=1)
+    rename = Path.rename
+
+    def fail_with_the_old_one_away(self: Path, target: Path) -> Path:
+        return fail_with_full_disk() if target == path and self.parent.parent == tmp_path else rename(self, target)
+
+    monkeypatch.setattr(folder, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(Path, "rename", fail_with_the_old_one_away)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, nn.Linear(2, 2), extra=2)
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 1
+    assert names(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_a_checkpoint_may_be_called_replaced(
+    has_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "replaced"
+    if not has_exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda first, second: False)
+
+    def save_and_die() -> None:
+        monkeypatch.setattr(distributed, "_finish", lambda *args: os._exit(1))
+        save_checkpoint(path, nn.Linear(2, 2))
+
+    for value in (1, 2):
+        save_checkpoint(path, nn.Linear(2, 2), extra=value)
+    with pytest.raises(RankError, match="died"):
+        run_ranks(save_and_die, 1)
+    folder.clean_folder(tmp_path)
+    assert names(tmp_path) == ["replaced"]
+    assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+def test_what_an_earlier_version_has_put_aside_comes_back(tmp_path: Path) -> None:
+    container = tmp_path / ".saving-1f2e3d4c"
+    save_checkpoint(container / "replaced" / "last.ckpt", nn.Linear(2, 2), extra=1)
+    (container / "last.ckpt").mkdir()
+    container.with_name(f"{container.name}.lock").touch()
+    assert load_checkpoint(tmp_path / "last.ckpt", nn.Linear(2, 2)) == 1
+    assert names(tmp_path) == ["last.ckpt"]
+
+
 def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Path) -> None:
     def start_and_die(name: str) -> None:
         folder.Draft(tmp_path / name).path.mkdir()
@@ -120,6 +234,52 @@ def test_names_and_data_are_on_the_disk_before_the_checkpoint_has_its_name(
     assert before.index("meta.json") > max(before.index(name) for name in ("__0_0.distcp", ".metadata.tmp", "meta.pt"))
     assert "a.ckpt" in before[before.index("meta.json") :], "the draft's names"
     assert after == [tmp_path.name]
+
+
+def test_all_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    sync = folder.sync_folder
+    monkeypatch.setattr(folder, "sync_folder", lambda path: [flushed.append(path), sync(path)])
+    save_checkpoint(tmp_path / "a" / "b" / "c" / "x.ckpt", nn.Linear(2, 2))
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"} <= set(flushed)
+    assert tmp_path.parent not in flushed
+
+
+def test_a_folder_that_takes_no_files_is_named_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path.name.startswith(".saving-"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    descriptors = os.listdir("/proc/self/fd")
+    message = (
+        rf"folder '{tmp_path}' of the checkpoint cannot be written to \(Read-only file system\); choose another one"
+    )
+    with pytest.raises(OSError, match=message) as caught:
+        save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))
+    assert caught.value.errno == errno.EROFS
+    assert ".saving" not in str(caught.value)
+    assert names(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_checkpoint_may_be_removed_from_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, nn.Linear(2, 2))
+    monkeypatch.setattr(Path, "mkdir", fail_with_full_disk)
+    folder.remove_checkpoint(path)
+    assert names(tmp_path) == []
+    monkeypatch.undo()
+
+    save_checkpoint(path, nn.Linear(2, 2))
+    monkeypatch.setattr(folder, "_lock", fail_with_full_disk)
+    monkeypatch.setattr(shutil, "rmtree", fail_with_full_disk)  # as if it died
+    with pytest.raises(OSError, match="No space left"):
+        folder.remove_checkpoint(path)
+    with pytest.raises(ValueError, match=r"incomplete: \.metadata"):
+        load_checkpoint(path, nn.Linear(2, 2))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(
@@ -271,3 +431,23 @@ def test_a_store_of_fsspec_holds_checkpoints(tmp_path: Path) -> None:
     folder.remove_checkpoint(path)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_checkpoint(path, other)
+
+
+def test_a_store_holds_checkpoints_of_others(tmp_path: Path) -> None:
+    """A directory as Lightning writes it: without the summary, which is the last file of ours."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    torch.distributed.checkpoint.save({"state_dict": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"extra": 3}, tmp_path / "meta.pt")
+    path = folder.get_path("memory://runs/lightning.ckpt")
+    path.mkdir(parents=True)
+    for file in tmp_path.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    assert load_checkpoint(path, other) == 3
+    assert other.weight.equal(model.weight)
+    (path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"incomplete: __0_0\.distcp \(truncated\)"):
+        load_checkpoint(path, other)
+    for name in ("__0_0.distcp", "meta.pt"):
+        (path / name).unlink()
+        with pytest.raises(ValueError, match=rf"incomplete: {name}".replace(".", r"\.")):
+            load_checkpoint(path, other)

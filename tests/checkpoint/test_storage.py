@@ -2,6 +2,9 @@
 
 import os
 import pickle
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,11 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_fsdp2 import load_checkpoint, save_checkpoint
+from lightning_fsdp2 import load_checkpoint, save_checkpoint, verify_checkpoint
+from lightning_fsdp2.checkpoint import storage
+from lightning_fsdp2.checkpoint.distributed import call_dcp
 from lightning_fsdp2.checkpoint.storage import CheckpointReader, HashedFile
 
 
@@ -40,9 +46,10 @@ def test_a_pickle_bomb_goes_off_only_in_a_trusted_checkpoint(place: str, tmp_pat
         metadata = FileSystemReader(path).read_metadata()
         metadata.planner_data["state_dict.bomb"] = Bomb(proof)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        (path / "meta.json").unlink()  # which knows its checksum
     elif place == "meta.pt":
         torch.save({"extra": Bomb(proof)}, path / "meta.pt")
-        (path / "meta.json").unlink()  # which knows its size
+        (path / "meta.json").unlink()  # which knows its checksum
     elif place == "small-object":
         optimizer.param_groups[0]["bomb"] = Bomb(proof)
         save_checkpoint(path, model, optimizer)
@@ -77,6 +84,49 @@ def test_a_file_is_described_by_what_was_written(tmp_path: Path) -> None:
     data = (tmp_path / "file").read_bytes()
     assert data == b"one" + parts[1].tobytes() + b"two"
     assert file.summary == {"bytes": len(data), "xxh3_128": xxhash.xxh3_128(data).hexdigest()}
+
+
+def test_what_is_saved_beside_a_checkpoint_keeps_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_middle, go_on = threading.Event(), threading.Event()
+    to_host = storage._to_host
+
+    def wait_in_the_middle(tensor: torch.Tensor) -> torch.Tensor:
+        in_the_middle.set()
+        assert go_on.wait(60)
+        return to_host(tensor)
+
+    monkeypatch.setattr(storage, "_to_host", wait_in_the_middle)
+    writer = storage.CheckpointWriter(tmp_path / "a.ckpt")
+    tensors = {"weight": torch.ones(2)}
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, tensors, storage_writer=writer, no_dist=True)
+        assert in_the_middle.wait(60)
+        torch.save({"state_dict": tensors}, tmp_path / "mine.ckpt")
+        go_on.set()
+        saving.result()
+    verify_checkpoint(tmp_path / "mine.ckpt")
+
+
+def test_a_save_in_a_thread_leaves_the_filters_of_warnings_alone(tmp_path: Path) -> None:
+    in_the_middle, go_on = threading.Event(), threading.Event()
+    filters = list(warnings.filters)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(call_dcp, lambda: [in_the_middle.set(), go_on.wait(60)], tmp_path)
+        assert in_the_middle.wait(60)
+        with warnings.catch_warnings():
+            go_on.set()
+            saving.result()
+    assert warnings.filters == filters
+
+
+def test_advice_that_a_file_system_does_not_take_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    with HashedFile(tmp_path / "file") as file:
+        file.write(bytes(storage.BLOCK_SIZE))
+    assert (tmp_path / "file").stat().st_size == storage.BLOCK_SIZE
 
 
 def test_torch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -18,6 +20,7 @@ from lightning_fsdp2 import (
     save_checkpoint,
     verify_checkpoint,
 )
+from lightning_fsdp2.checkpoint import verify as verify_module
 
 DATA = "__0_0.distcp"
 
@@ -28,9 +31,9 @@ def make_checkpoint(folder: Path) -> Path:
     return path
 
 
-def flip_bit(path: Path, position: int) -> None:
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
-    data[position] ^= 1
+    data[position] ^= 1 << bit
     path.write_bytes(data)
 
 
@@ -57,6 +60,56 @@ def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(t
             load_checkpoint(path, nn.Linear(64, 64), verify=True)
 
     run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "meta.json", DATA, "file.ckpt"])
+def test_a_flipped_bit_anywhere_is_no_reason_to_trust_the_file(name: str, tmp_path: Path) -> None:
+    """It loads, or the error names the file; only other checkpoints than ours, without checksums, may ask for trust."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, model, optimizer, extra={"step": 3, "lr": 0.1, "names": ["a", "b"]})
+    file = path / name
+    if name == "file.ckpt":
+        file = path = tmp_path / name
+        torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "step": 3}, path)
+    content = file.read_bytes()
+    chance = random.Random(name)
+    errors = []
+    for number, position in enumerate(chance.sample(range(len(content)), 60)):
+        flip_bit(file, position, chance.randrange(8))
+        try:
+            load_checkpoint(path, model, optimizer, verify=number % 2 == 0)
+        except (ValueError, RuntimeError) as error:
+            errors.append(str(error))
+        file.write_bytes(content)
+    assert all(path.name in error and "trust" not in error for error in errors)
+    if name in (".metadata", "meta.pt"):
+        assert len(errors) == 60
+        assert all(f"damaged: {name} is" in error for error in errors)
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_damage_is_named_without_checksums_too(name: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    (path / "meta.json").unlink()  # as in a directory of Lightning's
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:5] + b"?" * (len(content) - 5))
+    with pytest.raises(ValueError, match=rf"a\.ckpt/{name}' is damaged".replace(".m", r"\.m")):
+        load_checkpoint(path, nn.Linear(64, 64))
+
+
+def test_a_folder_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+
+    def verify(monkeypatch: pytest.MonkeyPatch) -> None:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(verify_module, "get_files", lambda path: (path / "other mount").read_bytes())
+        with pytest.raises(FileNotFoundError, match="other mount"):
+            verify_module.verify_together(path)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_ranks(verify, 2, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["consolidate", "load", "export"])
@@ -136,3 +189,22 @@ def test_a_single_file_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(ValueError, match="truncated"):
         load_checkpoint(path, nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize(("field", "bit"), [("flags", 1 << 0), ("compression", 1 << 5), ("name", 1 << 7)])
+def test_a_damaged_list_of_a_single_file_is_named_on_every_rank(field: str, bit: int, tmp_path: Path) -> None:
+    """Where `zipfile` takes a record for encrypted, compressed in a way of its own, or named in no known letters."""
+    path = tmp_path / "file.ckpt"
+    torch.save({"state_dict": nn.Linear(64, 64).state_dict()}, path)
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + {"flags": 8, "compression": 10, "name": 46}[field]] ^= bit
+    path.write_bytes(data)
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+            load_checkpoint(path, nn.Linear(64, 64), verify=True)
+
+    run_ranks(load, 2)
+    with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+        verify_checkpoint(path)
