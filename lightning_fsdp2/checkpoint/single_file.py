@@ -24,8 +24,11 @@ def gather_whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
     keep = get_rank() == 0
 
     def gather(tensor: Tensor) -> Tensor | None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-        return whole.detach().cpu() if keep else None
+        tensor = tensor.detach()
+        whole, local = (tensor.full_tensor(), tensor.to_local()) if isinstance(tensor, DTensor) else (tensor, tensor)
+        # what this rank holds whole is not gathered: without a copy it would change while it is being written
+        is_own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return whole.to("cpu", copy=is_own) if keep else None
 
     gathered: dict[str, Any] = map_tensors(gather, checkpoint)
     if not keep:
