@@ -14,7 +14,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,10 @@ SHARDED_KEY = "metadata"
 """Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
 
 EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
-"""Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
+"""Where ``meta.pt`` keeps dicts and lists in the state dict, and what ``Module.get_extra_state`` returned, by name."""
+
+PLAIN_KEY = "lightning_fsdp2.plain_tensors"
+"""Where ``meta.pt`` keeps the names of the tensors in the state dict that were no DTensors."""
 
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
@@ -95,9 +98,10 @@ def take_snapshot(
         ValueError: When an optimizer's state differs by rank and no DTensor says how.
         Exception: On every rank, what ``torch.save`` raises for a ``metadata`` that cannot be pickled.
     """
-    # what `Module.get_extra_state` returned, and dicts and lists in optimizer states, may be anything; DCP would take
-    # them apart and lose number keys and what is empty
-    weights, extra = _partition(tensors["state_dict"], lambda name, _: name.rpartition(".")[2] == "_extra_state")
+    # what `Module.get_extra_state` returned, and dicts and lists in state dicts (a metric's values) and optimizer
+    # states, may be anything; DCP would take them apart and lose number keys and what is empty
+    weights, extra = _partition(tensors["state_dict"], _is_extra_state)
+    plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
     containers: dict[str, Any] = {}
     for name, state in optimizers.items():
@@ -107,7 +111,8 @@ def take_snapshot(
         parted = {key: _partition(value, _is_container) for key, value in values.items()}
         optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
         containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **others}
-    rest, sharded = pop_sharded({**metadata, EXTRA_STATES_KEY: extra, CONTAINERS_KEY: containers})
+    added = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers}
+    rest, sharded = pop_sharded({**metadata, **added})
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
     on_first_rank(lambda: save_plain(rest, buffer), group)
@@ -178,7 +183,8 @@ def read_directory(
     metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
-    flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
+    plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
+    flat = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
     call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
     flat_values = {
@@ -267,6 +273,10 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
     return {key: value for key, value in values.items() if key not in second}, second
 
 
+def _is_extra_state(name: str, value: Any) -> bool:
+    return name.rpartition(".")[2] == "_extra_state" or _is_container(name, value)
+
+
 def _is_container(key: str, value: Any) -> bool:
     return isinstance(value, dict | list | tuple)
 
@@ -333,7 +343,9 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
     return like if like is not None and like.shape == entry.size else None
 
 
-def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool) -> Any:
+def _make_target(
+    metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
+) -> Any:
     """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
@@ -348,7 +360,8 @@ def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place:
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
-    if not _is_of_optimizer(metadata, key) and mesh is not None and len(entry.size) > 0:
+    is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
+    if not is_plain and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)

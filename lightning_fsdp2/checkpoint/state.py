@@ -80,8 +80,10 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 def shard_like(value: Any, own: Any) -> Any:
     """A tensor that was not read with the sharding of what takes it: whole, or under another name."""
-    if not (isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape):
+    if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
+    if not isinstance(own, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value

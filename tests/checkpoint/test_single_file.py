@@ -67,4 +67,3 @@ def test_an_asynchronous_save_has_the_weights_of_its_step(tmp_path: Path, monkey
         assert {state["step"].item() for state in written["optimizer_states"][0]["state"].values()} == {1}
 
     run_ranks(run, 1)
-

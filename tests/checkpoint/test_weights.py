@@ -1,0 +1,110 @@
+"""Weights and buffers reach a model that has them under other names, in other shapes, or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.oracle import QUIET, whole
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
+
+from lightning_fsdp2 import (
+    CheckpointConfig,
+    FSDP2Config,
+    FSDP2Manager,
+    FSDP2Strategy,
+    create_device_mesh,
+)
+from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
+from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
+
+WIDTH = 8
+
+
+class Named(pl.LightningModule):
+    """Sharded weights, plain buffers, and a metric with a list in its state dict, in an attribute of any name."""
+
+    def __init__(self, name: str = "net", width: int = WIDTH) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Sequential(nn.Linear(width, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)))
+        self.seen = CatMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        # as under DDP, a checkpoint keeps the values of rank 0
+        for _ in range(1 + self.global_rank):
+            self.seen.update(torch.tensor([1.0 + self.global_rank, batch_idx]))
+        return getattr(self, self.name)(batch).square().mean()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Renames(Named):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = {key.replace("net.", "other."): value for key, value in checkpoint["state_dict"].items()}
+        # buffers were no DTensors when they were saved
+        assert not any(isinstance(value, DTensor) for key, value in state.items() if "running" in key)
+        checkpoint["state_dict"] = state
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    devices = torch.distributed.get_world_size()
+    return pl.Trainer(accelerator="cpu", devices=devices, strategy=FSDP2Strategy(**options), max_steps=2, **QUIET)
+
+
+def make_loader() -> DataLoader[Tensor]:
+    return DataLoader(torch.rand(16, WIDTH), batch_size=4)  # type: ignore[arg-type]
+
+
+def test(module: pl.LightningModule, path: Path, **options: Any) -> dict[str, Tensor]:
+    make_trainer(**options).test(module, make_loader(), ckpt_path=path, verbose=False)
+    return whole({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
+
+
+test.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_hook_may_rename_weights_and_buffers_and_lists_come_back_as_they_were(format_: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def run() -> None:
+        trainer = make_trainer(checkpoint=CheckpointConfig(format=format_))
+        trainer.fit(module := Named(), make_loader())
+        trainer.save_checkpoint(path)
+        expected = whole({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
+        actual = test(renamed := Renames("other"), path)
+        assert actual.keys() == {name.replace("net.", "other.") for name in expected}
+        assert all(actual[name.replace("net.", "other.")].equal(value) for name, value in expected.items())
+        assert [value.tolist() for value in renamed.seen.value] == [[1, 0], [1, 1]]
+
+    run_ranks(run, 2)
+    assert [value.tolist() for value in read_whole_checkpoint(path)["state_dict"]["seen.value"]] == [[1, 0], [1, 1]]
+
+
+def test_buffers_in_a_directory_of_others_may_be_renamed_too(tmp_path: Path) -> None:
+    """Only our directories say which tensors were plain."""
+
+    def run() -> None:
+        state = nn.BatchNorm1d(WIDTH).state_dict()
+        state["running_mean"] += torch.arange(WIDTH)
+        torch.distributed.checkpoint.save({"state_dict": state}, checkpoint_id=tmp_path / "a.ckpt")
+        if torch.distributed.get_rank() == 0:
+            torch.save({}, tmp_path / "a.ckpt" / "meta.pt")
+        torch.distributed.barrier()
+        model = FSDP2Manager(FSDP2Config(), create_device_mesh()).parallelize(nn.Sequential(nn.BatchNorm1d(WIDTH)))
+        read = read_checkpoint(tmp_path / "a.ckpt", model)["state_dict"]
+        load_model_state("a.ckpt", model, {"0." + name: value for name, value in read.items()})
+        assert model[0].running_mean.tolist() == list(range(WIDTH))
+
+    run_ranks(run, 2)
