@@ -61,6 +61,9 @@ PLAIN_KEY = "lightning_fsdp2.plain_tensors"
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
 
+ADDED_KEY = "lightning_fsdp2.optimizer_added"
+"""Where ``meta.pt`` keeps what optimizers save beside states and parameter groups, by optimizer and key."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -104,15 +107,17 @@ def take_snapshot(
     plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
     containers: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     for name, state in optimizers.items():
         _check_same_on_all_ranks(name, state, group)
+        state, added[name] = _partition(state, lambda key, _: key not in ("state", "param_groups"))
         # what is not the state of a parameter need not be a dict
-        values, others = _partition(state["state"], lambda _, value: not isinstance(value, dict))
+        values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
         parted = {key: _partition(value, _is_container) for key, value in values.items()}
         optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
-        containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **others}
-    added = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers}
-    rest, sharded = pop_sharded({**metadata, **added})
+        containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}
+    others = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers, ADDED_KEY: added}
+    rest, sharded = pop_sharded({**metadata, **others})
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
     on_first_rank(lambda: save_plain(rest, buffer), group)
@@ -200,6 +205,8 @@ def read_directory(
         for key, moved in states.items() if with_optimizers else ():
             values = loaded[name].setdefault("state", {})
             values[key] = {**values.get(key, {}), **moved} if isinstance(moved, dict) else moved
+    for name, values in checkpoint.pop(ADDED_KEY, {}).items():
+        loaded.get(name, {}).update(values)
     if states := get_optimizer_states(loaded):
         checkpoint["optimizer_states"] = states
     return checkpoint
@@ -277,8 +284,9 @@ def _is_extra_state(name: str, value: Any) -> bool:
     return name.rpartition(".")[2] == "_extra_state" or _is_container(name, value)
 
 
-def _is_container(key: str, value: Any) -> bool:
-    return isinstance(value, dict | list | tuple)
+def _is_container(key: Any, value: Any) -> bool:
+    # numbers for keys would come back as text too
+    return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:

@@ -31,7 +31,8 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         for group in state["param_groups"]
     ]
     # what is not the state of a parameter has a key of the optimizer's own
-    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
+    values = {names.get(key, key): value for key, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         if name in saved_state
     }
     values |= {key: value for key, value in saved_state.items() if key not in parameters}
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
+    optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
         numbers.update({name: len(numbers) + index for index, name in enumerate(group["params"])})
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
-    return {"state": values, "param_groups": groups}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def shard_like(value: Any, own: Any) -> Any:
@@ -129,10 +130,8 @@ def _name_parameters(state: dict[str, Any], current: list[dict[str, Any]], names
         }
         for group in state["param_groups"]
     ]
-    return {
-        "state": {by_number.get(n, n): value for n, value in state.get("state", {}).items()},
-        "param_groups": groups,
-    }
+    values = {by_number.get(number, number): value for number, value in state.get("state", {}).items()}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
