@@ -1,6 +1,6 @@
 """Model and optimizer states under the names that a checkpoint uses: those of the parameters, on any mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         ValueError: When the state was saved for other parameters or parameter groups.
     """
     names = _names_by_number(model, optimizer)
+    parameters = dict(model.named_parameters())
     current = optimizer.state_dict()["param_groups"]
-    state = _name_parameters(state, current, names)
+    state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
         {names[number] for number in group["params"]} != set(other["params"])
@@ -56,8 +57,9 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
             f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
             " checkpoint, or start from its weights alone."
         )
-    groups = [{**other, "params": group["params"]} for group, other in zip(current, saved, strict=True)]
-    parameters = dict(model.named_parameters())
+    # torch puts the optimizer's own `param_names`, which may be in another order
+    hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
+    groups = [{**own, "params": group["params"]} for group, own in zip(current, hyper_parameters, strict=True)]
     saved_state = dict(state.get("state", {}))
     values: dict[Any, Any] = {
         number: {key: shard_like(value, parameters[name]) for key, value in saved_state.pop(name).items()}
@@ -112,22 +114,20 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _name_parameters(state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str]) -> dict[str, Any]:
+def _name_parameters(
+    state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
+) -> dict[str, Any]:
     """Replace the numbers of a single file's optimizer state by names: those it holds, or ours in the same order."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
-    saved = [group.get("param_names") for group in state["param_groups"]]
-    if all(saved):
-        ordered: Iterable[str] = (name for group in saved for name in group)
-    else:
-        ordered = (names[number] for group in current for number in group["params"])
+    ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    # those of `module.part.named_parameters()` are no names of the module's
+    if len(ordered) != len(numbers) or not known >= set(ordered):
+        ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != "param_names"},
-            "params": [by_number.get(number, number) for number in group["params"]],
-        }
+        {**group, "params": [by_number.get(number, number) for number in group["params"]]}
         for group in state["param_groups"]
     ]
     values = {by_number.get(number, number): value for number, value in state.get("state", {}).items()}

@@ -100,3 +100,25 @@ def copy_as(form: str, folder: Path) -> None:
         (folder / "b.ckpt").symlink_to("a.ckpt")
     else:
         consolidate_checkpoint(folder / "a.ckpt", folder / "b.ckpt")
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_an_optimizer_may_name_its_parameters_as_a_part_of_the_model_does(form: str, tmp_path: Path) -> None:
+    def make(model: Any) -> Optimizer:
+        return torch.optim.AdamW(model.net.named_parameters(), lr=0.1)
+
+    def save() -> list[torch.Tensor]:
+        model, optimizer = train(make, 1)
+        save_checkpoint(tmp_path / "a.ckpt", model, optimizer)
+        return whole([optimizer.state[parameter]["exp_avg"] for parameter in model.net.parameters()])
+
+    def load() -> None:
+        model, optimizer = train(make, 0)
+        load_checkpoint(tmp_path / "b.ckpt", model, optimizer)
+        actual = whole([optimizer.state[parameter]["exp_avg"] for parameter in model.net.parameters()])
+        assert all(map(torch.equal, actual, expected))
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+    expected = run_ranks(save, 2)[0]
+    copy_as(form, tmp_path)
+    run_ranks(load, 2)
