@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fsdp2._torch_compat import has_own_loading, is_of_torch
 from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
+from lightning_fsdp2.parallel.structure import get_modules
 
 
 def read_checkpoint(
@@ -32,7 +34,7 @@ def read_checkpoint(
         path: Also of Lightning's ``ModelParallelStrategy``, of its other strategies, or of a plain ``state_dict``.
         model: Tensors of a directory are sharded like its parameters of the same name and shape.
         with_optimizers: Whether to read optimizer states.
-        in_place: Read the model's own keys straight from a directory into its tensors.
+        in_place: Read the model's own keys straight from a directory into its tensors, if it takes all of them.
         verify: Whether to compare the files with their checksums first.
         trust: Whether it may hold any object, which can run code when it is loaded.
         group: For coordination; a CPU group spares the accelerator.
@@ -49,6 +51,7 @@ def read_checkpoint(
     if verify:
         verify_together(found, group)
     if on_first_rank(found.is_dir, group):
+        in_place = in_place and not _may_leave_out(model)
         options: dict[str, Any] = {"with_optimizers": with_optimizers, "in_place": in_place, "trust": trust}
         return read_directory(found, model, group=group, **options)
     return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
@@ -69,6 +72,11 @@ def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], 
             f"The checkpoint {str(path)!r} is not one of this {type(model).__name__}; build the model it was saved"
             f" from, or set `strict_loading = False` to load what fits. {error}"
         ) from error
+
+
+def _may_leave_out(model: nn.Module) -> bool:
+    """Whether ``model`` decides itself what it loads: read in place, weights that it leaves out would be lost."""
+    return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
 
 
 def load_optimizer_states(

@@ -108,3 +108,62 @@ def test_buffers_in_a_directory_of_others_may_be_renamed_too(tmp_path: Path) -> 
         assert model[0].running_mean.tolist() == list(range(WIDTH))
 
     run_ranks(run, 2)
+
+
+class KeepsItsHead(Named):
+    """A new head on old weights: what is in the checkpoint for it is left out."""
+
+    strict_loading = False  # type: ignore[assignment]
+
+
+class DropsInHook(KeepsItsHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_load_state_dict_pre_hook(lambda module, state, *args: state.pop("net.2.weight"))
+
+
+class DropsInMethod(KeepsItsHead):
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict({k: v for k, v in state_dict.items() if k != "net.2.weight"}, *args, **options)
+
+
+class Head(nn.Linear):
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict({k: v for k, v in state.items() if k != prefix + "weight"}, prefix, *args)
+
+
+class DropsInPart(KeepsItsHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = Head(WIDTH, 1)
+
+
+def test_weights_that_a_module_leaves_out_keep_their_values(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer()
+        trainer.fit(module := Named(), make_loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        for kind in (DropsInHook, DropsInMethod, DropsInPart):
+            own = kind()
+            before = own.net[2].weight.detach().clone()
+            actual = test(own, tmp_path / "a.ckpt")
+            assert torch.equal(actual["net.2.weight"], before), kind
+            assert torch.equal(actual["net.0.weight"], module.net[0].weight.full_tensor()), kind
+
+    run_ranks(run, 2)
+
+
+def test_a_module_that_takes_all_its_weights_is_read_in_place(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer()
+        trainer.fit(module := Named(), make_loader())
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        own = dict(module.named_parameters())
+        with torch.no_grad():
+            expected = {name: value.full_tensor() for name, value in own.items()}
+            for value in own.values():
+                value.zero_()
+        read_checkpoint(tmp_path / "a.ckpt", module, in_place=True)
+        assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in own.items())
+
+    run_ranks(run, 2)
