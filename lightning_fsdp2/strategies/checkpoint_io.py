@@ -91,7 +91,7 @@ class MeshCheckpointIO(CheckpointIO):
         checkpoint, summary = dict(checkpoint), summary or {}
         self._linked = [other for other in self._linked if other != target]
         if self.config.format == "full":
-            whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])})
+            whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])}, self._group)
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}

@@ -67,3 +67,22 @@ def test_an_asynchronous_save_has_the_weights_of_its_step(tmp_path: Path, monkey
         assert {state["step"].item() for state in written["optimizer_states"][0]["state"].values()} == {1}
 
     run_ranks(run, 1)
+
+
+class CannotBeCopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("this cannot be copied")
+
+
+def test_what_cannot_be_copied_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    class Holds(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"object": CannotBeCopied()}
+
+    def run() -> None:
+        trainer = fit(CheckpointConfig(format="full"), Holds())
+        with pytest.raises(TypeError, match="this cannot be copied"):
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    run_ranks(run, 2)
+    assert not (tmp_path / "a.ckpt").exists()
