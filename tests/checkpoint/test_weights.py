@@ -1,5 +1,6 @@
 """Weights and buffers reach a model that has them under other names, in other shapes, or not at all."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_fsdp2 import (
     FSDP2Manager,
     FSDP2Strategy,
     create_device_mesh,
+    load_checkpoint,
+    save_checkpoint,
 )
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
@@ -167,3 +170,40 @@ def test_a_module_that_takes_all_its_weights_is_read_in_place(tmp_path: Path) ->
         assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in own.items())
 
     run_ranks(run, 2)
+
+
+class Loose(Named):
+    strict_loading = False  # type: ignore[assignment]
+
+
+def test_without_strict_loading_weights_of_another_shape_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer()
+        trainer.fit(module := Named(width=WIDTH - 2), DataLoader(torch.rand(8, WIDTH - 2), batch_size=4))
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        own = Loose()
+        before = own.net[0].weight.detach().clone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            actual = test(own, tmp_path / "a.ckpt")
+        messages = [str(warning.message) for warning in caught if "another shape" in str(warning.message)]
+        assert len(messages) == (torch.distributed.get_rank() == 0)
+        assert all("net.0.weight (8, 6), here (8, 8)" in message for message in messages)
+        assert torch.equal(actual["net.0.weight"], before)
+        assert torch.equal(actual["net.2.weight"], module.net[2].weight.full_tensor())
+        with pytest.raises(ValueError, match=r"(?s)one of this Named; .*`strict=False`.* for Named:.*size mismatch"):
+            test(Named(), tmp_path / "a.ckpt")
+
+    run_ranks(run, 2)
+
+
+def test_the_error_of_a_hook_is_its_own(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "a.ckpt", model)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("my own")
+
+    model.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(RuntimeError, match=r"^my own$"):
+        load_checkpoint(tmp_path / "a.ckpt", model)
