@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2._torch_compat import tree_map_only
 from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like
+from lightning_fsdp2.parallel.failures import list_names
+
+_NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""
 
 
 def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -21,15 +26,9 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         ValueError: When the optimizer holds parameters that ``model`` does not have.
     """
     names = _names_by_number(model, optimizer)
-    state = optimizer.state_dict()
-    groups = [
-        # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
-        {
-            **{key: value.item() if isinstance(value, np.generic) else value for key, value in group.items()},
-            "params": [names[number] for number in group["params"]],
-        }
-        for group in state["param_groups"]
-    ]
+    # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
+    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), optimizer.state_dict())
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     # what is not the state of a parameter has a key of the optimizer's own
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
@@ -41,22 +40,15 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     With names the optimizer may order its parameters differently; whole tensors are sharded like their parameters.
 
     Raises:
-        ValueError: When the state was saved for other parameters or parameter groups.
+        ValueError: When the state was saved for other parameters or parameter groups, or by an optimizer of another
+            kind.
     """
     names = _names_by_number(model, optimizer)
     parameters = dict(model.named_parameters())
     current = optimizer.state_dict()["param_groups"]
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
-    if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
-        {names[number] for number in group["params"]} != set(other["params"])
-        for group, other in zip(current, saved, strict=True)
-    ):
-        raise ValueError(
-            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {_sizes(saved)} parameters, the"
-            f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
-            " checkpoint, or start from its weights alone."
-        )
+    _check_groups(optimizer, current, saved, names)
     # torch puts the optimizer's own `param_names`, which may be in another order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [{**own, "params": group["params"]} for group, own in zip(current, hyper_parameters, strict=True)]
@@ -132,6 +124,30 @@ def _name_parameters(
     ]
     values = {by_number.get(number, number): value for number, value in state.get("state", {}).items()}
     return {**state, "state": values, "param_groups": groups}
+
+
+def _check_groups(
+    optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]], names: Mapping[int, str]
+) -> None:
+    if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
+        {names[number] for number in group["params"]} != set(other["params"])
+        for group, other in zip(current, saved, strict=True)
+    ):
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {_sizes(saved)} parameters, the"
+            f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
+            " checkpoint, or start from its weights alone."
+        )
+    for group, other in zip(current, saved, strict=True):
+        # either alone may be that of another version of torch
+        unknown = other.keys() - group.keys() - _NO_OPTIONS
+        missing = optimizer.defaults.keys() - other.keys()
+        if unknown and missing:
+            raise ValueError(
+                f"The checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has"
+                f" {list_names(unknown)}, where {type(optimizer).__name__} has {list_names(missing)}. Resume with the"
+                " optimizer of the checkpoint, or start from its weights alone."
+            )
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.ranks import run_ranks
@@ -122,3 +123,43 @@ def test_an_optimizer_may_name_its_parameters_as_a_part_of_the_model_does(form: 
     expected = run_ranks(save, 2)[0]
     copy_as(form, tmp_path)
     run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_the_state_of_an_optimizer_of_another_kind_is_refused(form: str, tmp_path: Path) -> None:
+    def save() -> None:
+        save_checkpoint(tmp_path / "a.ckpt", *train(make_momentum, 1))
+
+    def load() -> None:
+        model, _ = train(make_averages, 0)
+        with pytest.raises(ValueError, match=r"has dampening, momentum, nesterov.*AdamW.* has amsgrad, betas, "):
+            load_checkpoint(tmp_path / "b.ckpt", model, torch.optim.AdamW(model.net.parameters()))
+        # a later version of torch may add an option, and a schedule its own numbers
+        group = torch.optim.SGD(model.net.parameters(), momentum=0.9)
+        group.defaults["added"] = group.param_groups[0]["added"] = True
+        load_checkpoint(tmp_path / "b.ckpt", model, group)
+        assert group.param_groups[0]["max_lr"] == 2
+
+    run_ranks(save, 2)
+    copy_as(form, tmp_path)
+    run_ranks(load, 2)
+
+
+def make_momentum(model: Any) -> Optimizer:
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 2, total_steps=9)
+    return optimizer
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones_wherever_they_are(tmp_path: Path) -> None:
+    """Schedules and sweeps leave them, and `weights_only=True` would refuse them."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(np.float64(0.5), 0.75))  # type: ignore[arg-type]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["count"] = np.int64(3)
+    save_checkpoint(tmp_path / "a.ckpt", model, optimizer)
+    other = torch.optim.AdamW(model.parameters())
+    load_checkpoint(tmp_path / "a.ckpt", model, other)
+    assert other.param_groups[0]["betas"] == (0.5, 0.75)
+    assert other.state[model.weight]["count"] == 3
