@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
@@ -371,8 +371,7 @@ def _make_target(
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
 
 

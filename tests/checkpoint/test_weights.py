@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import QUIET, whole
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -207,3 +208,21 @@ def test_the_error_of_a_hook_is_its_own(tmp_path: Path) -> None:
     model.register_load_state_dict_pre_hook(fail)
     with pytest.raises(RuntimeError, match=r"^my own$"):
         load_checkpoint(tmp_path / "a.ckpt", model)
+
+
+def test_averaged_weights_come_back_sharded_over_the_whole_mesh(tmp_path: Path) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        model = make_causal_lm({**LLAMA, "num_hidden_layers": 1})
+        model = FSDP2Manager(FSDP2Config(), create_device_mesh(tp_size=2)).parallelize(model)
+        average = {"ema." + name: value.detach() * 2 for name, value in model.state_dict().items()}
+        save_checkpoint(tmp_path / "a.ckpt", model, extra=average)
+        for name, value in load_checkpoint(tmp_path / "a.ckpt", model).items():
+            own = model.get_parameter(name.removeprefix("ema."))
+            # some of the ranks have a row more than others of what does not divide
+            assert value.to_local().numel() <= -(-len(value) // 4) * value[0].numel(), name
+            with torch.no_grad():
+                own.copy_(value)
+            assert torch.equal(own.full_tensor(), average[name].full_tensor()), name
+
+    run_ranks(run, 4)
