@@ -41,6 +41,7 @@ from lightning_fsdp2.checkpoint.storage import (
     get_digest,
     load_pickled,
     save_plain,
+    warn_of_objects,
     with_trust,
 )
 
@@ -88,6 +89,8 @@ def take_snapshot(
     metadata: dict[str, Any],
     summary: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    trust: bool = False,
 ) -> Snapshot:
     """Prepare what a directory will hold, without copying the tensors; every rank must call it.
 
@@ -96,6 +99,7 @@ def take_snapshot(
         metadata: The rest; rank 0's is saved, but of the DTensors in its containers every rank's part.
         summary: For ``meta.json``.
         group: For coordination; a CPU group spares the accelerator.
+        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
 
     Raises:
         ValueError: When an optimizer's state differs by rank and no DTensor says how.
@@ -110,17 +114,18 @@ def take_snapshot(
     added: dict[str, Any] = {}
     for name, state in optimizers.items():
         _check_same_on_all_ranks(name, state, group)
-        state, added[name] = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-        # what is not the state of a parameter need not be a dict
-        values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
-        parted = {key: _partition(value, _is_container) for key, value in values.items()}
-        optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
-        containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}
+        optimizers[name], containers[name], added[name] = _part_optimizer(state)
     others = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers, ADDED_KEY: added}
     rest, sharded = pop_sharded({**metadata, **others})
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
-    on_first_rank(lambda: save_plain(rest, buffer), group)
+
+    def save_rest() -> None:
+        save_plain(rest, buffer)
+        if not trust:
+            warn_of_objects((tensors, rest))
+
+    on_first_rank(save_rest, group)
     return Snapshot(unpack_all(tensors), buffer.getvalue(), summary or {})
 
 
@@ -278,6 +283,16 @@ def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]
 def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     second = {key: value for key, value in values.items() if is_second(key, value)}
     return {key: value for key, value in values.items() if key not in second}, second
+
+
+def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Part what DCP keeps of an optimizer from what may be anything: in its states, and beside them."""
+    state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
+    # what is not the state of a parameter need not be a dict
+    values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
+    parted = {key: _partition(value, _is_container) for key, value in values.items()}
+    kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
+    return kept, {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}, added
 
 
 def _is_extra_state(name: str, value: Any) -> bool:

@@ -12,15 +12,18 @@ from lightning_fsdp2.checkpoint.distributed import get_optimizer_keys, get_optim
 from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain
+from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain, warn_of_objects
 
 
-def gather_whole(checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def gather_whole(
+    checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, trust: bool = False
+) -> dict[str, Any]:
     """Copy a checkpoint with sharded tensors to rank 0's host, one tensor at a time; every rank must call it.
 
     Args:
         checkpoint: The Trainer's.
         group: For coordination; a CPU group spares the accelerator.
+        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
 
     Returns:
         On rank 0 the checkpoint with whole tensors and numbered optimizer states, on the others an empty one.
@@ -38,7 +41,7 @@ def gather_whole(checkpoint: dict[str, Any], group: dist.ProcessGroup | None = N
         return whole.to("cpu", copy=is_own) if keep else None
 
     gathered: dict[str, Any] = map_tensors(gather, checkpoint)
-    return on_every_rank(lambda: _detach(gathered) if keep else {}, group)
+    return on_every_rank(lambda: _detach(gathered, trust) if keep else {}, group)
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -83,8 +86,10 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
     return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
 
 
-def _detach(gathered: dict[str, Any]) -> dict[str, Any]:
+def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
     """Number the optimizer states, and copy the rest, which may be changed while it is being written."""
+    if not trust:
+        warn_of_objects(gathered)
     if "optimizer_states" in gathered:
         gathered["optimizer_states"] = [number_parameters(state) for state in gathered["optimizer_states"]]
     tensors = ("state_dict", "optimizer_states")
