@@ -37,7 +37,7 @@ def fit(config: CheckpointConfig, **options: Any) -> pl.Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("format_", ["sharded", "full"])
+@pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_objects_are_warned_of_once_unless_they_are_trusted(format_: Any, tmp_path: Path) -> None:
     def run() -> list[str]:
         objects = {"data": Path("data"), "counts": defaultdict(int)}

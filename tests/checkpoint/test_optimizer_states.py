@@ -103,7 +103,7 @@ def copy_as(form: str, folder: Path) -> None:
         consolidate_checkpoint(folder / "a.ckpt", folder / "b.ckpt")
 
 
-@pytest.mark.parametrize("form", ["directory", "file"])
+@pytest.mark.parametrize("form", [pytest.param("directory", marks=pytest.mark.slow), "file"])
 def test_an_optimizer_may_name_its_parameters_as_a_part_of_the_model_does(form: str, tmp_path: Path) -> None:
     def make(model: Any) -> Optimizer:
         return torch.optim.AdamW(model.net.named_parameters(), lr=0.1)
@@ -125,7 +125,7 @@ def test_an_optimizer_may_name_its_parameters_as_a_part_of_the_model_does(form: 
     run_ranks(load, 2)
 
 
-@pytest.mark.parametrize("form", ["directory", "file"])
+@pytest.mark.parametrize("form", ["directory", pytest.param("file", marks=pytest.mark.slow)])
 def test_the_state_of_an_optimizer_of_another_kind_is_refused(form: str, tmp_path: Path) -> None:
     def save() -> None:
         save_checkpoint(tmp_path / "a.ckpt", *train(make_momentum, 1))

@@ -80,7 +80,7 @@ def test_what_cannot_be_copied_is_an_error_on_every_rank(tmp_path: Path) -> None
             return {"object": CannotBeCopied()}
 
     def run() -> None:
-        trainer = fit(CheckpointConfig(format="full"), Holds())
+        trainer = fit(CheckpointConfig(format="full", trust_checkpoint=True), Holds())
         with pytest.raises(TypeError, match="this cannot be copied"):
             trainer.save_checkpoint(tmp_path / "a.ckpt")
 
