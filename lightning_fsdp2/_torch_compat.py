@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import _state_dict_stager, filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -34,6 +34,20 @@ tree_map_only: Any = _pytree.tree_map_only
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
 """The same for everything, with the keys on the way to it."""
+
+
+def has_own_loading(module: nn.Module) -> bool:
+    """Whether other code than torch's decides what ``module`` itself takes from a state dict: a hook, or its method.
+
+    Hooks can be added and removed in public, but not listed. FSDP2 adds one to each module with parameters.
+    """
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return any(not is_of_torch(function) for function in (module._load_from_state_dict, *hooks))
+
+
+def is_of_torch(function: Callable[..., Any]) -> bool:
+    """Whether torch defines ``function``."""
+    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def has_packed_shards() -> bool:

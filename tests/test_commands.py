@@ -51,6 +51,7 @@ def test_consolidate_writes_a_file(path: Path, tmp_path: Path, capsys: pytest.Ca
     assert "optimizer_states" not in torch.load(tmp_path / "b.ckpt", weights_only=True)
 
 
+@pytest.mark.filterwarnings("ignore:This run's checkpoints hold objects")
 def test_objects_need_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2), extra=Path("an object"))
     assert run("consolidate", tmp_path / "a.ckpt", tmp_path / "b.ckpt") == 2

@@ -15,7 +15,7 @@ import json
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
@@ -45,6 +45,7 @@ from lightning_fsdp2.checkpoint.storage import (
     load_archive,
     load_pickled,
     save_plain,
+    warn_of_objects,
 )
 
 FORMAT_VERSION = 2
@@ -56,10 +57,16 @@ SHARDED_KEY = "metadata"
 """Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
 
 EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
-"""Where ``meta.pt`` keeps what ``Module.get_extra_state`` returned, by its key in the state dict."""
+"""Where ``meta.pt`` keeps dicts and lists in the state dict, and what ``Module.get_extra_state`` returned, by name."""
+
+PLAIN_KEY = "lightning_fsdp2.plain_tensors"
+"""Where ``meta.pt`` keeps the names of the tensors in the state dict that were no DTensors."""
 
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
+
+ADDED_KEY = "lightning_fsdp2.optimizer_added"
+"""Where ``meta.pt`` keeps what optimizers save beside states and parameter groups, by optimizer and key."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ def take_snapshot(
     metadata: dict[str, Any],
     summary: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    trust: bool = False,
 ) -> Snapshot:
     """Prepare what a directory will hold, without copying the tensors; every rank must call it.
 
@@ -93,27 +102,33 @@ def take_snapshot(
         metadata: The rest; rank 0's is saved, but of the DTensors in its containers every rank's part.
         summary: For ``meta.json``.
         group: For coordination; a CPU group spares the accelerator.
+        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
 
     Raises:
         ValueError: When an optimizer's state differs by rank and no DTensor says how.
         Exception: On every rank, what ``torch.save`` raises for a ``metadata`` that cannot be pickled.
     """
-    # what `Module.get_extra_state` returned, and dicts and lists in optimizer states, may be anything; DCP would take
-    # them apart and lose number keys and what is empty
-    weights, extra = _partition(tensors["state_dict"], lambda name, _: name.rpartition(".")[2] == "_extra_state")
+    # what `Module.get_extra_state` returned, and dicts and lists in state dicts (a metric's values) and optimizer
+    # states, may be anything; DCP would take them apart and lose number keys and what is empty
+    weights, extra = _partition(tensors["state_dict"], _is_extra_state)
+    plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
     containers: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     for name, state in optimizers.items():
         _check_same_on_all_ranks(name, state, group)
-        # what is not the state of a parameter need not be a dict
-        values, others = _partition(state["state"], lambda _, value: not isinstance(value, dict))
-        parted = {key: _partition(value, _is_container) for key, value in values.items()}
-        optimizers[name] = {**state, "state": {key: kept for key, (kept, _) in parted.items()}}
-        containers[name] = {**{key: moved for key, (_, moved) in parted.items() if moved}, **others}
-    rest, sharded = pop_sharded({**metadata, EXTRA_STATES_KEY: extra, CONTAINERS_KEY: containers})
+        optimizers[name], containers[name], added[name] = _part_optimizer(state)
+    others = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers, ADDED_KEY: added}
+    rest, sharded = pop_sharded({**metadata, **others})
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
-    on_first_rank(lambda: save_plain(rest, buffer), group)
+
+    def save_rest() -> None:
+        save_plain(rest, buffer)
+        if not trust:
+            warn_of_objects((tensors, rest))
+
+    on_first_rank(save_rest, group)
     return Snapshot(unpack_all(tensors), buffer.getvalue(), summary or {})
 
 
@@ -181,7 +196,8 @@ def read_directory(
     metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
-    flat = {key: _make_target(metadata, key, own, in_place) for key in keys}
+    plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
+    flat = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
     call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
     flat_values = {
@@ -197,6 +213,8 @@ def read_directory(
         for key, moved in states.items() if with_optimizers else ():
             values = loaded[name].setdefault("state", {})
             values[key] = {**values.get(key, {}), **moved} if isinstance(moved, dict) else moved
+    for name, values in checkpoint.pop(ADDED_KEY, {}).items():
+        loaded.get(name, {}).update(values)
     if states := get_optimizer_states(loaded):
         checkpoint["optimizer_states"] = states
     return checkpoint
@@ -285,8 +303,23 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
     return {key: value for key, value in values.items() if key not in second}, second
 
 
-def _is_container(key: str, value: Any) -> bool:
-    return isinstance(value, dict | list | tuple)
+def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Part what DCP keeps of an optimizer from what may be anything: in its states, and beside them."""
+    state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
+    # what is not the state of a parameter need not be a dict
+    values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
+    parted = {key: _partition(value, _is_container) for key, value in values.items()}
+    kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
+    return kept, {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}, added
+
+
+def _is_extra_state(name: str, value: Any) -> bool:
+    return name.rpartition(".")[2] == "_extra_state" or _is_container(name, value)
+
+
+def _is_container(key: Any, value: Any) -> bool:
+    # numbers for keys would come back as text too
+    return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -351,7 +384,9 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
     return like if like is not None and like.shape == entry.size else None
 
 
-def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool) -> Any:
+def _make_target(
+    metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
+) -> Any:
     """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
@@ -366,10 +401,10 @@ def _make_target(metadata: Metadata, key: str, own: dict[str, Tensor], in_place:
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
-    if not _is_of_optimizer(metadata, key) and mesh is not None and len(entry.size) > 0:
+    is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
+    if not is_plain and mesh is not None and len(entry.size) > 0:
         # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=placements)
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
 
 

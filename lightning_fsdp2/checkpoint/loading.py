@@ -1,19 +1,23 @@
 """Read a checkpoint of any kind into a sharded or whole model."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fsdp2.checkpoint.coordination import on_every_rank, on_first_rank
+from lightning_fsdp2._torch_compat import has_own_loading, is_of_torch
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
+from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.parallel.structure import get_class_name, get_modules
 
 
 def read_checkpoint(
@@ -32,7 +36,7 @@ def read_checkpoint(
         path: Also of Lightning's ``ModelParallelStrategy``, of its other strategies, or of a plain ``state_dict``.
         model: Tensors of a directory are sharded like its parameters of the same name and shape.
         with_optimizers: Whether to read optimizer states.
-        in_place: Read the model's own keys straight from a directory into its tensors.
+        in_place: Read the model's own keys straight from a directory into its tensors, if it takes all of them.
         verify: Whether to compare the files with their checksums first.
         trust: Whether it may hold any object, which can run code when it is loaded.
         group: For coordination; a CPU group spares the accelerator.
@@ -50,6 +54,7 @@ def read_checkpoint(
         verify_together(found, group)
     on_first_rank(lambda: find_checkpoint(found, trust=trust), group)
     if on_first_rank(found.is_dir, group):
+        in_place = in_place and not _may_leave_out(model)
         options: dict[str, Any] = {"with_optimizers": with_optimizers, "in_place": in_place, "trust": trust}
         return read_directory(found, model, group=group, **options)
     return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
@@ -58,17 +63,30 @@ def read_checkpoint(
 def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
     """Load ``state`` into ``model``; whole tensors are sharded on the way.
 
+    Without ``strict``, tensors of another shape are left out with a warning that names them; what a module with a
+    loading of its own takes is left to that.
+
     Raises:
         ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model.
     """
     own = model.state_dict()
+    if not strict and not _may_leave_out(model):
+        state = _take_what_fits(path, own, state)
     sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
     try:
         model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):  # that of a hook
+            raise
+        name = get_class_name(model)
+        remedy = (
+            "set `strict_loading = False` in the LightningModule (`strict=False` in a plain loop) to load what fits"
+            if strict
+            else "let its own `load_state_dict` or hook leave out what does not fit"
+        )
         raise ValueError(
-            f"The checkpoint {str(path)!r} is not one of this {type(model).__name__}; build the model it was saved"
-            f" from, or set `strict_loading = False` to load what fits. {error}"
+            f"The checkpoint {str(path)!r} is not one of this {name}; build the model it was saved from, or {remedy}."
+            f" {str(error).replace(type(model).__name__, name)}"
         ) from error
 
 
@@ -87,3 +105,23 @@ def load_optimizer_states(
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         set_optimizer_state(model, optimizer, state)
+
+
+def _may_leave_out(model: nn.Module) -> bool:
+    """Whether ``model`` decides itself what it loads: read in place, weights that it leaves out would be lost."""
+    return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
+
+
+def _take_what_fits(path: str | Path, own: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    other = {
+        name: f"{name} {tuple(value.shape)}, here {tuple(own[name].shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and value.shape != own[name].shape
+    }
+    if other and get_rank() == 0:
+        warnings.warn(
+            f"Tensors of the checkpoint {str(path)!r} have another shape than the model's and are not loaded:"
+            f" {list_names(other.values())}.",
+            stacklevel=3,
+        )
+    return {name: value for name, value in state.items() if name not in other}

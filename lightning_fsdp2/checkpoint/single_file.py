@@ -7,35 +7,41 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain
+from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain, warn_of_objects
 
 
-def gather_whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def gather_whole(
+    checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, trust: bool = False
+) -> dict[str, Any]:
     """Copy a checkpoint with sharded tensors to rank 0's host, one tensor at a time; every rank must call it.
+
+    Args:
+        checkpoint: The Trainer's.
+        group: For coordination; a CPU group spares the accelerator.
+        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
 
     Returns:
         On rank 0 the checkpoint with whole tensors and numbered optimizer states, on the others an empty one.
+
+    Raises:
+        Exception: On every rank, when rank 0 could not copy the rest.
     """
     keep = get_rank() == 0
 
     def gather(tensor: Tensor) -> Tensor | None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-        return whole.detach().cpu() if keep else None
+        tensor = tensor.detach()
+        whole, local = (tensor.full_tensor(), tensor.to_local()) if isinstance(tensor, DTensor) else (tensor, tensor)
+        # what this rank holds whole is not gathered: without a copy it would change while it is being written
+        is_own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return whole.to("cpu", copy=is_own) if keep else None
 
     gathered: dict[str, Any] = map_tensors(gather, checkpoint)
-    if not keep:
-        return {}
-    if "optimizer_states" in gathered:
-        gathered["optimizer_states"] = [number_parameters(state) for state in gathered["optimizer_states"]]
-    tensors = ("state_dict", "optimizer_states")
-    # the rest may be changed while it is being written
-    rest = copy.deepcopy({key: value for key, value in gathered.items() if key not in tensors})
-    return {**gathered, **rest}
+    return on_every_rank(lambda: _detach(gathered, trust) if keep else {}, group)
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -75,6 +81,17 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
         states = get_optimizer_states(content)  # as Lightning's `consolidate_checkpoint` leaves them
     rest = {key: value for key, value in content.items() if key not in get_optimizer_keys(content)}
     return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
+
+
+def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
+    """Number the optimizer states, and copy the rest, which may be changed while it is being written."""
+    if not trust:
+        warn_of_objects(gathered)
+    if "optimizer_states" in gathered:
+        gathered["optimizer_states"] = [number_parameters(state) for state in gathered["optimizer_states"]]
+    tensors = ("state_dict", "optimizer_states")
+    rest = copy.deepcopy({key: value for key, value in gathered.items() if key not in tensors})
+    return {**gathered, **rest}
 
 
 def _write(path: AnyPath, checkpoint: dict[str, Any]) -> None:

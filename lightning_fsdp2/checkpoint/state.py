@@ -1,6 +1,6 @@
 """Model and optimizer states under the names that a checkpoint uses: those of the parameters, on any mesh."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2._torch_compat import tree_map_only
 from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like
+from lightning_fsdp2.parallel.failures import list_names
+
+_NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""
 
 
 def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -21,17 +26,12 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         ValueError: When the optimizer holds parameters that ``model`` does not have.
     """
     names = _names_by_number(model, optimizer)
-    state = optimizer.state_dict()
-    groups = [
-        # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
-        {
-            **{key: value.item() if isinstance(value, np.generic) else value for key, value in group.items()},
-            "params": [names[number] for number in group["params"]],
-        }
-        for group in state["param_groups"]
-    ]
+    # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
+    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), optimizer.state_dict())
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     # what is not the state of a parameter has a key of the optimizer's own
-    return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}
+    values = {names.get(key, key): value for key, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -40,23 +40,18 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     With names the optimizer may order its parameters differently; whole tensors are sharded like their parameters.
 
     Raises:
-        ValueError: When the state was saved for other parameters or parameter groups.
+        ValueError: When the state was saved for other parameters or parameter groups, or by an optimizer of another
+            kind.
     """
     names = _names_by_number(model, optimizer)
-    current = optimizer.state_dict()["param_groups"]
-    state = _name_parameters(state, current, names)
-    saved = state["param_groups"]
-    if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
-        {names[number] for number in group["params"]} != set(other["params"])
-        for group, other in zip(current, saved, strict=True)
-    ):
-        raise ValueError(
-            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {_sizes(saved)} parameters, the"
-            f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
-            " checkpoint, or start from its weights alone."
-        )
-    groups = [{**other, "params": group["params"]} for group, other in zip(current, saved, strict=True)]
     parameters = dict(model.named_parameters())
+    current = optimizer.state_dict()["param_groups"]
+    state = _name_parameters(state, current, names, parameters.keys())
+    saved = state["param_groups"]
+    _check_groups(optimizer, current, saved, names)
+    # torch puts the optimizer's own `param_names`, which may be in another order
+    hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
+    groups = [{**own, "params": group["params"]} for group, own in zip(current, hyper_parameters, strict=True)]
     saved_state = dict(state.get("state", {}))
     values: dict[Any, Any] = {
         number: {key: shard_like(value, parameters[name]) for key, value in saved_state.pop(name).items()}
@@ -64,7 +59,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         if name in saved_state
     }
     values |= {key: value for key, value in saved_state.items() if key not in parameters}
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
+    optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +70,15 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
         numbers.update({name: len(numbers) + index for index, name in enumerate(group["params"])})
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
-    return {"state": values, "param_groups": groups}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def shard_like(value: Any, own: Any) -> Any:
     """A tensor that was not read with the sharding of what takes it: whole, or under another name."""
-    if not (isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape):
+    if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
+    if not isinstance(own, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
@@ -109,28 +106,48 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _name_parameters(state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str]) -> dict[str, Any]:
+def _name_parameters(
+    state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
+) -> dict[str, Any]:
     """Replace the numbers of a single file's optimizer state by names: those it holds, or ours in the same order."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
-    saved = [group.get("param_names") for group in state["param_groups"]]
-    if all(saved):
-        ordered: Iterable[str] = (name for group in saved for name in group)
-    else:
-        ordered = (names[number] for group in current for number in group["params"])
+    ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    # those of `module.part.named_parameters()` are no names of the module's
+    if len(ordered) != len(numbers) or not known >= set(ordered):
+        ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != "param_names"},
-            "params": [by_number.get(number, number) for number in group["params"]],
-        }
+        {**group, "params": [by_number.get(number, number) for number in group["params"]]}
         for group in state["param_groups"]
     ]
-    return {
-        "state": {by_number.get(n, n): value for n, value in state.get("state", {}).items()},
-        "param_groups": groups,
-    }
+    values = {by_number.get(number, number): value for number, value in state.get("state", {}).items()}
+    return {**state, "state": values, "param_groups": groups}
+
+
+def _check_groups(
+    optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]], names: Mapping[int, str]
+) -> None:
+    if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
+        {names[number] for number in group["params"]} != set(other["params"])
+        for group, other in zip(current, saved, strict=True)
+    ):
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {_sizes(saved)} parameters, the"
+            f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
+            " checkpoint, or start from its weights alone."
+        )
+    for group, other in zip(current, saved, strict=True):
+        # either alone may be that of another version of torch
+        unknown = other.keys() - group.keys() - _NO_OPTIONS
+        missing = optimizer.defaults.keys() - other.keys()
+        if unknown and missing:
+            raise ValueError(
+                f"The checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has"
+                f" {list_names(unknown)}, where {type(optimizer).__name__} has {list_names(missing)}. Resume with the"
+                " optimizer of the checkpoint, or start from its weights alone."
+            )
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

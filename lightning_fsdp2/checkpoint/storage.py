@@ -4,9 +4,11 @@ import io
 import os
 import pickle
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +29,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint, set_crc32_options
 
 from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
+from lightning_fsdp2.parallel.failures import list_names
 
 BLOCK_SIZE = 16 << 20
 
@@ -206,6 +209,19 @@ def save_plain(value: Any, file: Any) -> None:
     torch.save(plain, file, pickle_module=_PlainPickle)
 
 
+def warn_of_objects(value: Any) -> None:
+    """Say while a checkpoint is saved, and once per process, that it will be refused unless it is trusted.
+
+    Args:
+        value: What it will hold; tensors are left out.
+    """
+    buffer = io.BytesIO()
+    save_plain(tree_map_only(Tensor, lambda _: None, value), buffer)
+    buffer.seek(0)
+    if unsafe := get_unsafe_globals_in_checkpoint(cast(Any, buffer)):
+        _warn_of_types(list_names(unsafe))
+
+
 def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
     """Return what ``torch.save`` wrote to a file, on the host.
 
@@ -269,6 +285,16 @@ def make_trust_error(path: Any, error: Exception) -> ValueError:
         " method or to `load_checkpoint`, or CheckpointConfig(trust_checkpoint=True) to the strategy, or"
         " `trust_checkpoint=True` to any other function, or `--trust_checkpoint=true` on the command line."
         f" {str(error).splitlines()[0]}"
+    )
+
+
+@cache
+def _warn_of_types(names: str) -> None:
+    warnings.warn(
+        f"This run's checkpoints hold objects beyond tensors and plain types ({names}), and will not be loaded unless"
+        " they are trusted. Save plain types in hyper-parameters, callbacks and hooks (`str(path)`, `dict(values)`), or"
+        " set CheckpointConfig(trust_checkpoint=True); in a plain loop load with `weights_only=False`.",
+        stacklevel=2,
     )
 
 

@@ -94,17 +94,19 @@ class MeshCheckpointIO(CheckpointIO):
         target = get_path(path)
         group = self._thread_group if self._writer is not None else self._group
         checkpoint, summary = dict(checkpoint), summary or {}
+        trust = self._get_trust(None)
         self._linked = [other for other in self._linked if other != target]
         self._pending = {target: True}
         if self.config.format == "full":
-            whole = gather_whole({**checkpoint, DESCRIPTIONS_KEY: summary.get(DESCRIPTIONS_KEY, [])})
+            checkpoint[DESCRIPTIONS_KEY] = summary.get(DESCRIPTIONS_KEY, [])
+            whole = gather_whole(checkpoint, self._group, trust=trust)
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
             if states := checkpoint.get("optimizer_states"):  # Lightning asks for an empty list too
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
-            snapshot = take_snapshot(tensors, checkpoint, summary, self._group)
+            snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
             bare = snapshot.with_tensors({})  # what was made for the save may go once it is copied
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
@@ -130,14 +132,13 @@ class MeshCheckpointIO(CheckpointIO):
             weights_only: The call's choice counts before the config's.
         """
         self.wait()
-        choice = weights_only if weights_only is not None else self.config.weights_only
         return read_checkpoint(
             path,
             model,
             with_optimizers=with_optimizers,
             in_place=in_place,
             verify=self.config.verify,
-            trust=self.config.trust_checkpoint if choice is None else not choice,
+            trust=self._get_trust(weights_only),
             group=self._group,
         )
 
@@ -212,6 +213,11 @@ class MeshCheckpointIO(CheckpointIO):
             action()
         else:
             self._writer.then(action)
+
+    def _get_trust(self, weights_only: bool | None) -> bool:
+        """Whether checkpoints may hold any object, where a call says ``weights_only``."""
+        choice = weights_only if weights_only is not None else self.config.weights_only
+        return self.config.trust_checkpoint if choice is None else not choice
 
     def _remove(self, path: AnyPath) -> None:
         links = _get_links(path)

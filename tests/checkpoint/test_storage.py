@@ -37,6 +37,7 @@ def make_checkpoint(folder: Path) -> tuple[Path, nn.Module]:
     return path, model
 
 
+@pytest.mark.filterwarnings("ignore:This run's checkpoints hold objects")
 @pytest.mark.parametrize("place", ["metadata", "meta.pt", "small-object", "single-file"])
 def test_a_pickle_bomb_goes_off_only_in_a_trusted_checkpoint(place: str, tmp_path: Path) -> None:
     proof = tmp_path / "exploded"

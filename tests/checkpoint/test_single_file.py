@@ -1,0 +1,88 @@
+"""What rank 0 gathers for a single file: of the moment of the save, or an error on every rank."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.oracle import QUIET, whole
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
+from lightning_fsdp2.strategies import checkpoint_io
+
+
+class Linear(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def fit(config: CheckpointConfig, *callbacks: pl.Callback) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=FSDP2Strategy(checkpoint=config),
+        max_steps=3,
+        callbacks=list(callbacks),
+        **QUIET,
+    )
+    trainer.fit(Linear(), DataLoader(torch.ones(32, 4), batch_size=4))  # type: ignore[arg-type]
+    return trainer
+
+
+def test_an_asynchronous_save_has_the_weights_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is gathered: on a single rank a sharded tensor's whole is its own memory."""
+    opened, saved = threading.Event(), {}
+    write = checkpoint_io.write_file
+
+    def write_behind_event(*args: Any) -> None:
+        assert opened.wait(60)
+        write(*args)
+
+    class SavesFirst(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                saved.update({name: value.clone() for name, value in whole(module.state_dict()).items()})
+            elif trainer.global_step == 3:
+                assert not torch.equal(whole(module.state_dict())["net.weight"], saved["net.weight"])
+                opened.set()
+
+    def run() -> None:
+        monkeypatch.setattr(checkpoint_io, "write_file", write_behind_event)
+        fit(CheckpointConfig(format="full", async_save=True), SavesFirst())
+        written = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        assert all(torch.equal(written["state_dict"][name], value) for name, value in saved.items())
+        assert {state["step"].item() for state in written["optimizer_states"][0]["state"].values()} == {1}
+
+    run_ranks(run, 1)
+
+
+class CannotBeCopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("this cannot be copied")
+
+
+def test_what_cannot_be_copied_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    class Holds(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"object": CannotBeCopied()}
+
+    def run() -> None:
+        trainer = fit(CheckpointConfig(format="full", trust_checkpoint=True), Holds())
+        with pytest.raises(TypeError, match="this cannot be copied"):
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    run_ranks(run, 2)
+    assert not (tmp_path / "a.ckpt").exists()
