@@ -79,6 +79,7 @@ def train(make_module: Any, strategy: Any, epochs: int, ckpt_path: Path | None =
     return [metrics["train/loss"] for metrics in logger.history], whole(dict(module.named_parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
 @pytest.mark.parametrize("name", ["scheduled", pytest.param("two-optimizers", marks=pytest.mark.slow)])
 def test_a_consolidated_checkpoint_resumes_in_one_process_and_on_shards(name: str, tmp_path: Path) -> None:
     make_module = MODULES[name]

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -166,7 +167,9 @@ def _train(folder: Path, checkpoints: Path, settings: Settings) -> None:
         callbacks=[_Log(folder / f"log-{rank}"), saver],
         **{**QUIET, "enable_checkpointing": True},
     )
-    trainer.fit(_Model(), ckpt_path="last")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"ModelCheckpoint\(save_last=True\) writes every checkpoint twice")
+        trainer.fit(_Model(), ckpt_path="last")
 
 
 def _detach() -> None:
