@@ -100,9 +100,17 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
         "config": _to_json(model.config),
         "generation_config": None if generation_config is None else _to_json(generation_config),
         "tokenizer": tokenizer or model.name_or_path,
-        "tied": sorted(model.all_tied_weights_keys),
+        "tied": _list_tied(model),
         "weight_conversions": None if used is None else [_identify(transform) for transform in used],
     }
+
+
+def _list_tied(model: Any) -> list[str]:
+    """Names whose tensors are stored under another one: tied when the model was built, and not untied since."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = dict(named)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return sorted(name for name, source in tied.items() if tensors.get(name) is tensors.get(source))
 
 
 def _to_json(config: Any) -> dict[str, Any]:

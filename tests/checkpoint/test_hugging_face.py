@@ -174,6 +174,26 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
     assert not list((tmp_path / "without").glob("tokenizer*"))
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["config-told", "config-not-told"])
+def test_a_head_that_was_untied_is_written_too(is_told: bool, tmp_path: Path) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        model: Any = make_causal_lm({**LLAMA, "tie_word_embeddings": True})
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.config.tie_word_embeddings = not is_told
+        expected = compute_logits(model)
+        model.save_pretrained(tmp_path / "vanilla")
+        model = shard(model)
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        export_hf(model, tmp_path / "live")
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
+        for name in ("live", "offline"):
+            assert_same_folders(tmp_path / name, tmp_path / "vanilla")
+            assert torch.equal(compute_logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), expected)
+
+    run_ranks(run, 1)
+
+
 class Distillation(nn.Module):
     def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
         super().__init__()
