@@ -3,7 +3,8 @@
 A description is made of plain JSON types::
 
     {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
-     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None}
+     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None,
+     "has_adapters": False}
 """
 
 import copy
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_peft_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,12 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    return [_describe(model, names[model], tokenizer_name) for model in get_hf_models(module)]
+    # prompts and prefixes are trained beside the model, which looks like any other
+    adapted = {model for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
+    return [
+        {**_describe(model, names[model], tokenizer_name), "has_adapters": model in adapted}
+        for model in get_hf_models(module)
+    ]
 
 
 def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":

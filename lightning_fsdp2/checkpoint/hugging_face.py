@@ -174,7 +174,7 @@ def _open_module(module: nn.Module, path: str | None) -> _Weights:
     skeleton = build_skeleton(get_model_class(model), type(model.config), description)
     state = model.state_dict()
     specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    _check_readable(specs, skeleton)
+    _check_readable(specs, skeleton, description)
     return _Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state))
 
 
@@ -194,7 +194,7 @@ def _open_checkpoint(path: str | Path, model: str | None, trust: bool) -> _Weigh
         if name.startswith(prefix)
     }
     skeleton = build_hf_skeleton(description)
-    _check_readable(specs, skeleton)
+    _check_readable(specs, skeleton, description)
 
     def read(names: Sequence[str], rank: int) -> dict[str, Tensor]:
         if rank != get_rank():
@@ -247,13 +247,15 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
     return descriptions[paths.index(path)]
 
 
-def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") -> None:
+def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
     """Refuse weights that nobody could read with the model's config."""
     expected = skeleton.state_dict()
-    if any(".base_layer." in name for name in specs):
+    # checkpoints of earlier versions do not say
+    if description.get("has_adapters") or any(".base_layer." in name for name in specs):
         raise ValueError(
             f"The {type(skeleton).__name__} has adapters of peft, which its own format cannot hold. Save them with"
-            " their `save_pretrained`, or merge them (`merge_and_unload`) on one process and export the result."
+            " their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning lacks) on one process and"
+            " export the result."
         )
     problems = {
         "missing": expected.keys() - specs.keys(),
