@@ -151,6 +151,10 @@ def check_exportable(
     on_first_rank(lambda: bool(_load_tokenizer(tokenizer, weights.description["tokenizer"])))
 
 
+_Wanted = Mapping[str, torch.dtype]
+"""The names of tensors, and the dtypes to give them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
     """Where the tensors of a model are, and how to get some of them."""
@@ -163,8 +167,8 @@ class _Weights:
     specs: dict[str, Tensor]
     """Meta tensors, by their names in the model."""
 
-    read: Callable[[Sequence[str], int], dict[str, Tensor]]
-    """(names, rank) -> whole tensors in host memory on that rank, nothing on others; every rank must call it."""
+    read: Callable[[Sequence[_Wanted]], dict[str, Tensor]]
+    """What each rank wants -> whole tensors in host memory, this rank's; every rank must call it."""
 
 
 def _open_module(module: nn.Module, path: str | None) -> _Weights:
@@ -196,26 +200,26 @@ def _open_checkpoint(path: str | Path, model: str | None, trust: bool) -> _Weigh
     skeleton = build_hf_skeleton(description)
     _check_readable(specs, skeleton, description)
 
-    def read(names: Sequence[str], rank: int) -> dict[str, Tensor]:
-        if rank != get_rank():
-            return {}
-        tensors = read_whole_tensors(path, [prefix + name for name in names], trust=trust)
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    def read(wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
+        own = wanted[get_rank()] if get_rank() < len(wanted) else {}
+        tensors = read_whole_tensors(path, [prefix + name for name in own], trust=trust) if own else {}
+        # taken out one by one, so that of each one copy is held
+        return {name: tensors.pop(prefix + name).to(dtype) for name, dtype in own.items()}
 
     return _Weights(skeleton=skeleton, description=description, specs=specs, read=read)
 
 
 class _Gather:
-    """Gathers the tensors of a state dict, one after the other, for one rank."""
+    """Gathers the tensors of a state dict, one after the other, each for one rank."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
 
     @torch.no_grad()
-    def __call__(self, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+    def __call__(self, wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
         failure: Exception | None = None
-        for name in names:
+        for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
                 # offloaded shards are gathered where the mesh communicates
@@ -223,12 +227,16 @@ class _Gather:
                 tensor = sharded.full_tensor()
             if rank == get_rank() and failure is None:
                 try:
-                    gathered[name] = tensor.detach().cpu()
+                    gathered[name] = _copy_to_host(tensor, wanted[rank][name])
                 except Exception as error:  # later: the others are waiting in the next gather
-                    failure = error
+                    gathered, failure = {}, error
         if failure is not None:
             raise failure
         return gathered
+
+
+def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype)
 
 
 def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
@@ -304,9 +312,7 @@ def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
 
 def _write_round(folder: Path, weights: _Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
     """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
-    own: dict[str, Tensor] = {}
-    for rank, (_, names) in enumerate(files):
-        own.update(weights.read(layout.get_sources(names), rank))
+    own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
         _write_file(folder / file, convert(weights.skeleton, layout, own, names))

@@ -262,6 +262,26 @@ def test_what_stands_there_is_replaced_only_if_that_is_wanted_and_only_by_a_comp
     assert_same_tensors(read_weights(out), make_llama().state_dict())
 
 
+def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = hugging_face._copy_to_host
+
+    def fail_on_rank_0(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if dist.get_rank() == 0:
+            raise RuntimeError("can't allocate memory")
+        return copy(tensor, dtype)
+
+    def run() -> None:
+        model = shard(make_llama())
+        with monkeypatch.context() as patch:
+            patch.setattr(hugging_face, "_copy_to_host", fail_on_rank_0)
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
+        export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
+
+    run_ranks(run, 2)
+    assert_same_tensors(read_weights(tmp_path / "out"), make_llama().state_dict())
+
+
 # ---------------------------------------------------------------------- what cannot be exported
 
 
