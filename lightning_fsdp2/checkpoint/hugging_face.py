@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft
@@ -35,6 +36,7 @@ from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, re
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.strategies.distributed import wait_for_all_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +60,9 @@ def export_hf(
 ) -> Path:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
 
-    In a process group every rank must call it: each writes its share of the files, for which tensor after tensor is
-    gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint one process is enough::
+    In a process group every rank must call it, also for a checkpoint: each writes its share of the files, for which
+    tensor after tensor is gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint
+    one process, without a group, is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
@@ -85,8 +88,10 @@ def export_hf(
             its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote.
         FileExistsError: When ``out`` has something in it, and not ``overwrite``.
         FileNotFoundError: When there is no such checkpoint.
-        RuntimeError: When a file cannot be written. All are raised on every rank; what stood at ``out`` still does.
+        RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
+            group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
     """
+    _wait_for_all_ranks()
     if "://" in str(out):
         raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
     out = Path(out)
@@ -237,6 +242,17 @@ class _Gather:
 
 def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to("cpu", dtype)
+
+
+def _wait_for_all_ranks() -> None:
+    if dist.is_initialized():
+        wait_for_all_ranks(
+            "export a model",
+            # in any case before the collectives that other ranks are in give up
+            get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
+            "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
+            " also be exported by one process without a process group.",
+        )
 
 
 def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:

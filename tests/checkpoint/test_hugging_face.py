@@ -1,8 +1,10 @@
 """Hugging Face models out of shards and out of checkpoints: what vanilla transformers writes, and reads again."""
 
 import json
+import multiprocessing
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, export_hf, save_checkpoint
+from lightning_fsdp2._torch_compat import set_group_timeout
 from lightning_fsdp2.checkpoint import hugging_face
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
 from lightning_fsdp2.models import from_pretrained
@@ -280,6 +283,27 @@ def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, mo
 
     run_ranks(run, 2)
     assert_same_tensors(read_weights(tmp_path / "out"), make_llama().state_dict())
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["live", "offline"])
+def test_a_call_on_one_rank_is_explained(offline: bool, tmp_path: Path) -> None:
+    """Before the other ranks' collectives give up, and whether the ranks have come together before or not."""
+    save_checkpoint(tmp_path / "run.ckpt", make_llama())
+    explained = multiprocessing.get_context("fork").Event()
+
+    def run() -> None:
+        source = tmp_path / "run.ckpt" if offline else shard(make_llama())
+        if offline:
+            export_hf(source, tmp_path / "out")
+        set_group_timeout(dist.group.WORLD, timedelta(seconds=2))
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"Rank 0 wants to export a model, .* not under `if rank == 0`"):
+                export_hf(source, tmp_path / "out", overwrite=True)
+            explained.set()
+        else:
+            explained.wait(30)  # a rank that ends would be an error of another kind
+
+    run_ranks(run, 2)
 
 
 # ---------------------------------------------------------------------- what cannot be exported
