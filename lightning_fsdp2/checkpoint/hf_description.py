@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_peft_model
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,7 +70,6 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
     """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
-    from transformers import GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:
@@ -80,7 +79,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
         skeleton = model_class._from_config(build_config())
     skeleton.config = build_config()  # without what building the model has added
     if description["generation_config"] is not None:
-        skeleton.generation_config = GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
+        skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
         # `revert_weight_conversion` of transformers looks for them here
         skeleton._weight_conversions = [
@@ -89,10 +88,25 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
     return skeleton
 
 
+def restore_generation_configs(module: nn.Module, descriptions: Sequence[Description]) -> None:
+    """Give the Hugging Face models in ``module`` the generation configs they were saved with."""
+    models = {name: model for name, model in module.named_modules() if is_hf_model(model)}
+    for description in descriptions:
+        model: Any = models.get(description["path"])
+        if model is not None and description["generation_config"] is not None:
+            model.generation_config = _build_generation_config(description)
+
+
 def get_model_class(model: nn.Module) -> Any:
     """The class of a model before ``fully_shard`` and tensor parallelism gave it others of the same name."""
     name = get_class_name(model)
     return [base for base in type(model).__mro__ if base.__name__ == name][-1]
+
+
+def _build_generation_config(description: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
 
 
 def _describe(model: Any, path: str, tokenizer: str) -> Description:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
 from lightning_fsdp2.checkpoint.find import find_checkpoint
-from lightning_fsdp2.checkpoint.folder import Draft
+from lightning_fsdp2.checkpoint.folder import Draft, check_free_space
 from lightning_fsdp2.checkpoint.hf_description import (
     Description,
     build_hf_skeleton,
@@ -80,13 +80,15 @@ def export_hf(
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
 
     Returns:
-        ``out``.
+        ``out``, behind links.
 
     Raises:
-        TypeError: When ``source`` holds no Hugging Face model.
+        TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
         ValueError: When it holds several and ``model`` names none of them, the model has adapters or other weights than
-            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote.
+            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote, or
+            is or holds the working directory or the checkpoint.
         FileExistsError: When ``out`` has something in it, and not ``overwrite``.
+        OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
         FileNotFoundError: When there is no such checkpoint.
         RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
             group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
@@ -94,8 +96,8 @@ def export_hf(
     _wait_for_all_ranks()
     if "://" in str(out):
         raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
-    out = Path(out)
-    on_first_rank(lambda: check_free(out, overwrite))
+    out = Path(out).resolve()
+    on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
     if verify and not isinstance(source, nn.Module):
         verify_together(on_first_rank(lambda: find_checkpoint(source, trust=trust_checkpoint)))
     with fail_together(_get_groups()):
@@ -107,13 +109,16 @@ def export_hf(
     drafts: list[Draft] = []  # on rank 0
 
     def start() -> Path:
-        drafts.append(Draft(out))
+        check_free_space(out, layout.total_size)
+        drafts.append(start_draft(out))
         drafts[0].path.mkdir()
+        # first: nobody wants to learn of a wrong tokenizer when the weights are written
+        _write_descriptions(drafts[0].path, weights, layout, tokenizer)
         return drafts[0].path
 
     try:
         _write_files(on_first_rank(start), weights, layout)
-        on_first_rank(lambda: _finish_folder(drafts[0], weights, layout, tokenizer))
+        on_first_rank(lambda: _publish(drafts[0]))
     except BaseException:
         for draft in drafts:
             draft.discard()
@@ -121,19 +126,42 @@ def export_hf(
     return out
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
     """Refuse to write to ``out`` what would replace something, unless that is wanted.
+
+    Args:
+        out: Absolute, behind links.
+        overwrite: Whether to replace a directory that is not empty.
+        source: Path of the checkpoint that is to be exported.
 
     Raises:
         FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
+        ValueError: When it is or holds the working directory, or ``source``, which are never replaced.
     """
     if out.is_file():
         raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
+    kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
+    for what, path in kept.items():
+        if path.resolve().is_relative_to(out):
+            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
             f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"
             " is in it."
         )
+
+
+def start_draft(out: Path) -> Draft:
+    """Make the draft of ``out``.
+
+    Raises:
+        OSError: When its folder cannot be made or written to.
+    """
+    try:
+        return Draft(out)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"out={str(out)!r} cannot be made ({reason}); name another directory") from error
 
 
 def check_exportable(
@@ -311,9 +339,10 @@ def _build_layout(weights: _Weights, dtype: ExportDtype | torch.dtype | None, ma
 
 
 def _is_size(value: int | str) -> bool:
-    """Whether huggingface_hub takes it for the size of a file."""
+    """Whether huggingface_hub takes it for the size of a file, and one is above 0."""
     if isinstance(value, str):
-        return re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", value, re.IGNORECASE) is not None
+        number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
+        return number is not None and float(number[1]) > 0
     return value > 0
 
 
@@ -345,14 +374,19 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{path} could not be written: {error}") from error
 
 
-def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
-    folder = draft.path
+def _write_descriptions(folder: Path, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
+    """Write all that is not weights."""
+    from transformers.dynamic_module_utils import custom_object_save
+
     skeleton = weights.skeleton
     _set_dtype(skeleton.config, layout.dtype)
     skeleton.config.architectures = [type(skeleton).__name__]
+    if skeleton.is_remote_code():
+        custom_object_save(skeleton, folder, config=skeleton.config)  # type: ignore[arg-type]
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
-        skeleton.generation_config.save_pretrained(folder)
+        # `save_pretrained` refuses what is published too, such as a temperature without sampling
+        skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
             "metadata": {"total_parameters": skeleton.num_parameters(), "total_size": layout.total_size},
@@ -360,8 +394,12 @@ def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: A
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
-    for file in folder.iterdir():
-        _sync(file)
+
+
+def _publish(draft: Draft) -> None:
+    for path in draft.path.rglob("*"):
+        if path.is_file():
+            _sync(path)
     draft.publish()
 
 
@@ -383,6 +421,11 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
         return AutoTokenizer.from_pretrained(tokenizer)
     if tokenizer is None and _has_tokenizer(default):
         return AutoTokenizer.from_pretrained(default, local_files_only=True)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a tokenizer of transformers: it has no"
+            " `save_pretrained`. Pass one that has, its directory or its hub id, or save yours beside the model."
+        )
     return tokenizer
 
 

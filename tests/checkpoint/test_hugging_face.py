@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, dynamic_module_utils
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, export_hf, save_checkpoint
 from lightning_fsdp2._torch_compat import set_group_timeout
@@ -178,6 +179,71 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
     assert not list((tmp_path / "without").glob("tokenizer*"))
 
 
+def test_a_published_generation_config_is_written_back_though_it_is_invalid(tmp_path: Path) -> None:
+    """A temperature without sampling, as on the hub; vanilla writes back what it has read."""
+    make_llama().save_pretrained(tmp_path / "published")
+    (tmp_path / "published" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    AutoModelForCausalLM.from_pretrained(tmp_path / "published").save_pretrained(tmp_path / "vanilla")
+
+    def run() -> None:
+        model = from_pretrained(tmp_path / "published", on_meta=False)
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        export_hf(model, tmp_path / "live")
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
+
+    run_ranks(run, 1, group=False)
+    for name in ("live", "offline"):
+        assert_same_folders(tmp_path / name, tmp_path / "vanilla")
+
+
+def test_a_wrong_tokenizer_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("written")
+
+    monkeypatch.setattr(hugging_face, "_write_file", fail)
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        export_hf(make_llama(), tmp_path / "out", tokenizer=tmp_path)
+    with pytest.raises(TypeError, match=r"tokenizer=<object>\) is not a tokenizer of transformers"):
+        export_hf(make_llama(), tmp_path / "out", tokenizer=object())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_with_several_chat_templates(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    export_hf(make_llama(), tmp_path / "out", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+def test_the_code_of_a_model_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    make_llama().save_pretrained(source)
+    fields = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"},
+    }
+    (source / "config.json").write_text(json.dumps({**read_json(source)["config.json"], **fields}))
+    (source / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (source / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def run() -> None:
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        model.save_pretrained(tmp_path / "vanilla")
+        export_hf(shard(model), tmp_path / "live")
+        assert_same_folders(tmp_path / "live", tmp_path / "vanilla")
+        assert (tmp_path / "live" / "modeling_own.py").exists()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "live", trust_remote_code=True)
+        assert type(again).__name__ == "OwnModel"
+
+    run_ranks(run, 1)
+
+
 @pytest.mark.parametrize("is_told", [True, False], ids=["config-told", "config-not-told"])
 def test_a_head_that_was_untied_is_written_too(is_told: bool, tmp_path: Path) -> None:
     def run() -> None:
@@ -263,6 +329,27 @@ def test_what_stands_there_is_replaced_only_if_that_is_wanted_and_only_by_a_comp
     assert not (out / "notes.txt").exists()
     assert len(list(out.glob("*.safetensors"))) == 3
     assert_same_tensors(read_weights(out), make_llama().state_dict())
+
+
+def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    save_checkpoint(tmp_path / "runs" / "last.ckpt", make_llama())
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "..", tmp_path / "here"):
+        with pytest.raises(ValueError, match=r"would replace the working directory .*; name a directory of its own"):
+            export_hf(make_llama(), out, overwrite=True)
+    for out in (tmp_path / "runs", tmp_path / "runs" / "last.ckpt"):
+        with pytest.raises(ValueError, match=r"would replace the checkpoint '.*last\.ckpt'"):
+            export_hf(tmp_path / "runs" / "last.ckpt", out, overwrite=True)
+    with pytest.raises(OSError, match=r"file/out' cannot be made \(Not a directory\); name another"):
+        export_hf(make_llama(), tmp_path / "file" / "out")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"0\.1 MB"):
+        export_hf(make_llama(), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "here", "runs"}
 
 
 def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
