@@ -244,6 +244,11 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     set_timeout(timeout, group)
 
 
+def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """After which time a hang of ``group`` becomes an error, on the device that waits least; nothing public tells."""
+    return min(group._get_backend(device).options._timeout for device in group._device_types)
+
+
 def initialize_root(module: FSDPModule) -> None:
     """Make ``module`` the root of its FSDP2 units now, as its first forward would.
 

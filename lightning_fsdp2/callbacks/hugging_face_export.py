@@ -4,35 +4,43 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fsdp2.checkpoint.coordination import on_first_rank
-from lightning_fsdp2.checkpoint.hugging_face import ExportDtype, check_exportable, check_free, export_hf
+from lightning_fsdp2.checkpoint.hugging_face import (
+    ExportDtype,
+    check_exportable,
+    check_free,
+    export_hf,
+    start_draft,
+)
 
 
 class HuggingFaceExport(Callback):
     """Writes the model at the end of ``fit`` with :func:`~lightning_fsdp2.export_hf`: all ranks, from their shards.
 
-    Nothing is written with ``fast_dev_run``, or when training ends with an error: export a checkpoint then.
+    Nothing is written with ``fast_dev_run``, or when training ends with an error: export a checkpoint then. A job that
+    continues another (``ckpt_path``) needs ``overwrite=True``, or a directory of its own: the first one exported too.
 
     Args:
         dirpath: The directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
             Trainer's ``default_root_dir``.
         model: Path of the model in the LightningModule, such as ``"student"``, where it holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model. None for the data module's ``tokenizer``,
-            or that of the pretrained model.
+            if it is one of transformers, or that of the pretrained model.
         dtype: Of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the trained ones', which are
             float32 under ``precision="bf16-mixed"``.
         max_shard_size: Of a file, in bytes or such as ``"5GB"``.
         overwrite: Whether to replace what is in the directory, once the model is written.
 
     Raises:
-        ValueError: When ``dirpath`` is remote.
+        ValueError: When ``dirpath`` is remote; before training, when it is or holds the working directory.
         FileExistsError: Before training, when the directory has something in it, and not ``overwrite``.
-        TypeError: Before training, when the LightningModule holds no Hugging Face model.
+        TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is another
+            library's.
         ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters, when
             ``dtype`` or ``max_shard_size`` is none, or the directory ``tokenizer`` holds no tokenizer.
-        OSError: Before training, when ``tokenizer`` cannot be loaded.
+        OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be made.
     """
 
     def __init__(
@@ -55,27 +63,45 @@ class HuggingFaceExport(Callback):
         self.max_shard_size = max_shard_size
         self.overwrite = overwrite
         self._out: Path | None = None
+        self._options: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # nobody wants to learn of it when the training is over
         if stage == "fit":
-            out = Path(self.dirpath or Path(trainer.log_dir) / "huggingface")  # `log_dir` is rank 0's on all ranks
+            root = trainer.log_dir or trainer.default_root_dir  # `log_dir` is rank 0's on all ranks
+            out = Path(self.dirpath or Path(root) / "huggingface").resolve()
             on_first_rank(lambda: check_free(out, self.overwrite))
+            if not _is_dry_run(trainer):
+                on_first_rank(lambda: start_draft(out).discard())
             self._out = out
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_exportable(pl_module, **self._get_options(trainer))
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if getattr(trainer, "fast_dev_run", False):
-            return
-        export_hf(pl_module, self._out, overwrite=self.overwrite, **self._get_options(trainer))
-        rank_zero_info(f"Exported the model to {self._out}.")
-
-    def _get_options(self, trainer: Trainer) -> dict[str, Any]:
-        return {
+        self._options = {
             "model": self.model,
-            "tokenizer": self.tokenizer or getattr(getattr(trainer, "datamodule", None), "tokenizer", None),
+            "tokenizer": self.tokenizer or _get_optional_tokenizer(trainer),
             "dtype": self.dtype,
             "max_shard_size": self.max_shard_size,
         }
+        check_exportable(pl_module, **self._options)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _is_dry_run(trainer):
+            return
+        export_hf(pl_module, self._out, overwrite=self.overwrite, **self._options)
+        rank_zero_info(f"Exported the model to {self._out}.")
+
+
+def _is_dry_run(trainer: Trainer) -> bool:
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def _get_optional_tokenizer(trainer: Trainer) -> Any:
+    """The data module's, if transformers can save it."""
+    tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+    if tokenizer is None or isinstance(tokenizer, str | Path) or hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    rank_zero_warn(
+        f"HuggingFaceExport: the data module's tokenizer, a {type(tokenizer).__name__}, is not one of transformers and"
+        " is not exported; set HuggingFaceExport(tokenizer=...) to have one saved with the model."
+    )
+    return None

@@ -3,7 +3,8 @@
 A description is made of plain JSON types::
 
     {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
-     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None}
+     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None,
+     "has_adapters": False}
 """
 
 import copy
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,12 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    return [_describe(model, names[model], tokenizer_name) for model in get_hf_models(module)]
+    # prompts and prefixes are trained beside the model, which looks like any other
+    adapted = {model for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
+    return [
+        {**_describe(model, names[model], tokenizer_name), "has_adapters": model in adapted}
+        for model in get_hf_models(module)
+    ]
 
 
 def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
@@ -64,7 +70,6 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
     """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
-    from transformers import GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:
@@ -74,7 +79,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
         skeleton = model_class._from_config(build_config())
     skeleton.config = build_config()  # without what building the model has added
     if description["generation_config"] is not None:
-        skeleton.generation_config = GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
+        skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
         # `revert_weight_conversion` of transformers looks for them here
         skeleton._weight_conversions = [
@@ -83,10 +88,25 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
     return skeleton
 
 
+def restore_generation_configs(module: nn.Module, descriptions: Sequence[Description]) -> None:
+    """Give the Hugging Face models in ``module`` the generation configs they were saved with."""
+    models = {name: model for name, model in module.named_modules() if is_hf_model(model)}
+    for description in descriptions:
+        model: Any = models.get(description["path"])
+        if model is not None and description["generation_config"] is not None:
+            model.generation_config = _build_generation_config(description)
+
+
 def get_model_class(model: nn.Module) -> Any:
     """The class of a model before ``fully_shard`` and tensor parallelism gave it others of the same name."""
     name = get_class_name(model)
     return [base for base in type(model).__mro__ if base.__name__ == name][-1]
+
+
+def _build_generation_config(description: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
 
 
 def _describe(model: Any, path: str, tokenizer: str) -> Description:
@@ -100,9 +120,17 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
         "config": _to_json(model.config),
         "generation_config": None if generation_config is None else _to_json(generation_config),
         "tokenizer": tokenizer or model.name_or_path,
-        "tied": sorted(model.all_tied_weights_keys),
+        "tied": _list_tied(model),
         "weight_conversions": None if used is None else [_identify(transform) for transform in used],
     }
+
+
+def _list_tied(model: Any) -> list[str]:
+    """Names whose tensors are stored under another one: tied when the model was built, and not untied since."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = dict(named)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return sorted(name for name, source in tied.items() if tensors.get(name) is tensors.get(source))
 
 
 def _to_json(config: Any) -> dict[str, Any]:

@@ -33,10 +33,10 @@ class Layout:
     total_size: int
     """Bytes of all tensors."""
 
-    def get_sources(self, names: Iterable[str]) -> list[str]:
-        """The model's tensors that stored ones are made of, in the model's order."""
+    def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
+        """The model's tensors that stored ones are made of, in the model's order, and their dtypes as stored."""
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
-        return [name for name in self.specs if name in needed]
+        return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
 
 
 def build_layout(
@@ -86,12 +86,11 @@ def build_layout(
 def convert(
     skeleton: "PreTrainedModel", layout: Layout, tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Make the stored tensors ``names`` of the model's ``tensors``, which are all their sources."""
+    """Make the stored tensors ``names`` of the model's ``tensors``, which are all their sources, in their dtypes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # a conversion may depend on the names of all tensors
-    state = {name: tensors[name].to(spec.dtype) if name in tensors else spec for name, spec in layout.specs.items()}
-    stored = revert_weight_conversion(skeleton, state)
+    stored = revert_weight_conversion(skeleton, {**layout.specs, **tensors})
     return {name: stored[name].contiguous() for name in names}
 
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
-from lightning_fsdp2.checkpoint.folder import Draft
+from lightning_fsdp2.checkpoint.folder import Draft, check_free_space
 from lightning_fsdp2.checkpoint.hf_description import (
     Description,
     build_hf_skeleton,
@@ -35,6 +36,7 @@ from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, re
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.strategies.distributed import wait_for_all_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +60,9 @@ def export_hf(
 ) -> Path:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
 
-    In a process group every rank must call it: each writes its share of the files, for which tensor after tensor is
-    gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint one process is enough::
+    In a process group every rank must call it, also for a checkpoint: each writes its share of the files, for which
+    tensor after tensor is gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint
+    one process, without a group, is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
@@ -77,20 +80,24 @@ def export_hf(
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
 
     Returns:
-        ``out``.
+        ``out``, behind links.
 
     Raises:
-        TypeError: When ``source`` holds no Hugging Face model.
+        TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
         ValueError: When it holds several and ``model`` names none of them, the model has adapters or other weights than
-            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote.
+            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote, or
+            is or holds the working directory or the checkpoint.
         FileExistsError: When ``out`` has something in it, and not ``overwrite``.
+        OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
         FileNotFoundError: When there is no such checkpoint.
-        RuntimeError: When a file cannot be written. All are raised on every rank; what stood at ``out`` still does.
+        RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
+            group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
     """
+    _wait_for_all_ranks()
     if "://" in str(out):
         raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
-    out = Path(out)
-    on_first_rank(lambda: check_free(out, overwrite))
+    out = Path(out).resolve()
+    on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
     if verify and not isinstance(source, nn.Module):
         verify_together(on_first_rank(lambda: resolve_checkpoint(source)))
     with fail_together(_get_groups()):
@@ -102,13 +109,16 @@ def export_hf(
     drafts: list[Draft] = []  # on rank 0
 
     def start() -> Path:
-        drafts.append(Draft(out))
+        check_free_space(out, layout.total_size)
+        drafts.append(start_draft(out))
         drafts[0].path.mkdir()
+        # first: nobody wants to learn of a wrong tokenizer when the weights are written
+        _write_descriptions(drafts[0].path, weights, layout, tokenizer)
         return drafts[0].path
 
     try:
         _write_files(on_first_rank(start), weights, layout)
-        on_first_rank(lambda: _finish_folder(drafts[0], weights, layout, tokenizer))
+        on_first_rank(lambda: _publish(drafts[0]))
     except BaseException:
         for draft in drafts:
             draft.discard()
@@ -116,19 +126,42 @@ def export_hf(
     return out
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
     """Refuse to write to ``out`` what would replace something, unless that is wanted.
+
+    Args:
+        out: Absolute, behind links.
+        overwrite: Whether to replace a directory that is not empty.
+        source: Path of the checkpoint that is to be exported.
 
     Raises:
         FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
+        ValueError: When it is or holds the working directory, or ``source``, which are never replaced.
     """
     if out.is_file():
         raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
+    kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
+    for what, path in kept.items():
+        if path.resolve().is_relative_to(out):
+            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
             f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"
             " is in it."
         )
+
+
+def start_draft(out: Path) -> Draft:
+    """Make the draft of ``out``.
+
+    Raises:
+        OSError: When its folder cannot be made or written to.
+    """
+    try:
+        return Draft(out)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"out={str(out)!r} cannot be made ({reason}); name another directory") from error
 
 
 def check_exportable(
@@ -151,6 +184,10 @@ def check_exportable(
     on_first_rank(lambda: bool(_load_tokenizer(tokenizer, weights.description["tokenizer"])))
 
 
+_Wanted = Mapping[str, torch.dtype]
+"""The names of tensors, and the dtypes to give them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
     """Where the tensors of a model are, and how to get some of them."""
@@ -163,8 +200,8 @@ class _Weights:
     specs: dict[str, Tensor]
     """Meta tensors, by their names in the model."""
 
-    read: Callable[[Sequence[str], int], dict[str, Tensor]]
-    """(names, rank) -> whole tensors in host memory on that rank, nothing on others; every rank must call it."""
+    read: Callable[[Sequence[_Wanted]], dict[str, Tensor]]
+    """What each rank wants -> whole tensors in host memory, this rank's; every rank must call it."""
 
 
 def _open_module(module: nn.Module, path: str | None) -> _Weights:
@@ -174,7 +211,7 @@ def _open_module(module: nn.Module, path: str | None) -> _Weights:
     skeleton = build_skeleton(get_model_class(model), type(model.config), description)
     state = model.state_dict()
     specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    _check_readable(specs, skeleton)
+    _check_readable(specs, skeleton, description)
     return _Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state))
 
 
@@ -194,28 +231,28 @@ def _open_checkpoint(path: str | Path, model: str | None, trust: bool) -> _Weigh
         if name.startswith(prefix)
     }
     skeleton = build_hf_skeleton(description)
-    _check_readable(specs, skeleton)
+    _check_readable(specs, skeleton, description)
 
-    def read(names: Sequence[str], rank: int) -> dict[str, Tensor]:
-        if rank != get_rank():
-            return {}
-        tensors = read_whole_tensors(path, [prefix + name for name in names], trust=trust)
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    def read(wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
+        own = wanted[get_rank()] if get_rank() < len(wanted) else {}
+        tensors = read_whole_tensors(path, [prefix + name for name in own], trust=trust) if own else {}
+        # taken out one by one, so that of each one copy is held
+        return {name: tensors.pop(prefix + name).to(dtype) for name, dtype in own.items()}
 
     return _Weights(skeleton=skeleton, description=description, specs=specs, read=read)
 
 
 class _Gather:
-    """Gathers the tensors of a state dict, one after the other, for one rank."""
+    """Gathers the tensors of a state dict, one after the other, each for one rank."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
 
     @torch.no_grad()
-    def __call__(self, names: Sequence[str], rank: int) -> dict[str, Tensor]:
+    def __call__(self, wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
         failure: Exception | None = None
-        for name in names:
+        for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
                 # offloaded shards are gathered where the mesh communicates
@@ -223,12 +260,27 @@ class _Gather:
                 tensor = sharded.full_tensor()
             if rank == get_rank() and failure is None:
                 try:
-                    gathered[name] = tensor.detach().cpu()
+                    gathered[name] = _copy_to_host(tensor, wanted[rank][name])
                 except Exception as error:  # later: the others are waiting in the next gather
-                    failure = error
+                    gathered, failure = {}, error
         if failure is not None:
             raise failure
         return gathered
+
+
+def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype)
+
+
+def _wait_for_all_ranks() -> None:
+    if dist.is_initialized():
+        wait_for_all_ranks(
+            "export a model",
+            # in any case before the collectives that other ranks are in give up
+            get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
+            "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
+            " also be exported by one process without a process group.",
+        )
 
 
 def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
@@ -247,13 +299,15 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
     return descriptions[paths.index(path)]
 
 
-def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel") -> None:
+def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
     """Refuse weights that nobody could read with the model's config."""
     expected = skeleton.state_dict()
-    if any(".base_layer." in name for name in specs):
+    # checkpoints of earlier versions do not say
+    if description.get("has_adapters") or any(".base_layer." in name for name in specs):
         raise ValueError(
             f"The {type(skeleton).__name__} has adapters of peft, which its own format cannot hold. Save them with"
-            " their `save_pretrained`, or merge them (`merge_and_unload`) on one process and export the result."
+            " their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning lacks) on one process and"
+            " export the result."
         )
     problems = {
         "missing": expected.keys() - specs.keys(),
@@ -285,9 +339,10 @@ def _build_layout(weights: _Weights, dtype: ExportDtype | torch.dtype | None, ma
 
 
 def _is_size(value: int | str) -> bool:
-    """Whether huggingface_hub takes it for the size of a file."""
+    """Whether huggingface_hub takes it for the size of a file, and one is above 0."""
     if isinstance(value, str):
-        return re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", value, re.IGNORECASE) is not None
+        number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
+        return number is not None and float(number[1]) > 0
     return value > 0
 
 
@@ -302,9 +357,7 @@ def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
 
 def _write_round(folder: Path, weights: _Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
     """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
-    own: dict[str, Tensor] = {}
-    for rank, (_, names) in enumerate(files):
-        own.update(weights.read(layout.get_sources(names), rank))
+    own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
         _write_file(folder / file, convert(weights.skeleton, layout, own, names))
@@ -321,14 +374,19 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{path} could not be written: {error}") from error
 
 
-def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
-    folder = draft.path
+def _write_descriptions(folder: Path, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
+    """Write all that is not weights."""
+    from transformers.dynamic_module_utils import custom_object_save
+
     skeleton = weights.skeleton
     _set_dtype(skeleton.config, layout.dtype)
     skeleton.config.architectures = [type(skeleton).__name__]
+    if skeleton.is_remote_code():
+        custom_object_save(skeleton, folder, config=skeleton.config)  # type: ignore[arg-type]
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
-        skeleton.generation_config.save_pretrained(folder)
+        # `save_pretrained` refuses what is published too, such as a temperature without sampling
+        skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
             "metadata": {"total_parameters": skeleton.num_parameters(), "total_size": layout.total_size},
@@ -336,8 +394,12 @@ def _finish_folder(draft: Draft, weights: _Weights, layout: Layout, tokenizer: A
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
-    for file in folder.iterdir():
-        _sync(file)
+
+
+def _publish(draft: Draft) -> None:
+    for path in draft.path.rglob("*"):
+        if path.is_file():
+            _sync(path)
     draft.publish()
 
 
@@ -359,6 +421,11 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
         return AutoTokenizer.from_pretrained(tokenizer)
     if tokenizer is None and _has_tokenizer(default):
         return AutoTokenizer.from_pretrained(default, local_files_only=True)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a tokenizer of transformers: it has no"
+            " `save_pretrained`. Pass one that has, its directory or its hub id, or save yours beside the model."
+        )
     return tokenizer
 
 

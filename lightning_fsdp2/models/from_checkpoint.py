@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.distributed import METADATA_FILE
 from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, restore_generation_configs
 from lightning_fsdp2.checkpoint.storage import load_pickled
 from lightning_fsdp2.checkpoint.verify import verify_checkpoint
+from lightning_fsdp2.checkpoint.whole import read_descriptions
 from lightning_fsdp2.parallel.materialize import is_meta, materialize
 
 T = TypeVar("T", LightningModule, LightningDataModule)
@@ -83,6 +85,9 @@ def load_from_checkpoint(
             f"The checkpoint {str(path)!r} is not one of this {cls.__name__}: give the arguments that it was built with"
             f" as keywords, or `strict=False` to load what fits. {error}"
         ) from error
+    found = find_checkpoint(path, trust=is_trusted)
+    descriptions = read_descriptions(found) if found.is_dir() else checkpoint.get(DESCRIPTIONS_KEY, [])
+    restore_generation_configs(module, descriptions)
     return cast(T, module.to(map_location))
 
 

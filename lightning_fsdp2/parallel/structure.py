@@ -25,6 +25,12 @@ def is_metric(module: nn.Module) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether ``module`` is peft's ``PeftModel`` around another model; peft is not imported to find out."""
+    peft = sys.modules.get("peft.peft_model")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
 def get_class_name(module: nn.Module) -> str:
     """The name of a module's class, also after ``fully_shard`` has put ``FSDP`` before it."""
     return type(module).__name__.removeprefix("FSDP")

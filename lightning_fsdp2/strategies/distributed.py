@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
 
+_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+
 
 def init_process_group(
     environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
@@ -70,11 +72,13 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 
     Args:
         purpose: What communicates on the group cannot be mixed up with what has another purpose.
-        timeout: Of its collectives.
+        timeout: Of its collectives, and of the ranks' coming together to make it.
     """
-    group = _new_group(dist.group.WORLD, purpose)
-    set_group_timeout(group, timeout)
-    return group
+    key = (dist.group.WORLD, purpose)
+    if key not in _groups:
+        _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
+    set_group_timeout(_groups[key], timeout)
+    return _groups[key]
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
@@ -90,14 +94,14 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     Raises:
         RuntimeError: When some rank did not come, or came to do something else.
     """
-    group = _new_group(dist.group.WORLD, "rendezvous")
-    if group.size() == 1:
+    if dist.get_world_size() == 1:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
     store, keys = group.get_group_store(), [f"{purpose} {rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], "")
     try:
+        group = get_group("rendezvous", timeout)
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
     except RuntimeError as error:
         raise RuntimeError(
@@ -170,11 +174,6 @@ def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
         return ""
     more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
     return f": ranks {missing[:16]}{more} did not" if missing else ""
-
-
-@cache
-def _new_group(world: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
 
 
 @cache

@@ -11,6 +11,7 @@ from helpers.models import LLAMA, PlainTransformer, make_token_batches
 from helpers.oracle import QUIET, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -100,6 +101,38 @@ def test_by_default_the_model_is_written_beside_the_log(tmp_path: Path) -> None:
     run_ranks(run, 1, group=False)
 
 
+class OtherTokenizer:
+    """One of another library."""
+
+    def __len__(self) -> int:
+        return 100
+
+
+def test_a_data_modules_tokenizer_of_another_library_is_left_out(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer("auto", HuggingFaceExport(tmp_path / "out"))
+        with pytest.warns(UserWarning, match="tokenizer, a OtherTokenizer, is not one of transformers"):
+            trainer.fit(CausalLM(config=CONFIG), Data(OtherTokenizer()))
+
+    run_ranks(run, 1, group=False)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+class Nowhere(DummyLogger):
+    """A logger without files."""
+
+    save_dir = None
+
+
+def test_a_logger_without_a_directory(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer("auto", HuggingFaceExport(), logger=Nowhere(), default_root_dir=tmp_path)
+        trainer.fit(CausalLM(config=CONFIG), make_loader())
+
+    run_ranks(run, 1, group=False)
+    assert (tmp_path / "huggingface" / "model.safetensors").exists()
+
+
 class NoHuggingFace(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +154,23 @@ class NoHuggingFace(pl.LightningModule):
         ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*holds no tokenizer"),
         ({"max_shard_size": "5 gigs"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='5 gigs'"),
         ({"max_shard_size": 0}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size=0"),
+        ({"max_shard_size": "0GB"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='0GB'"),
+        ({"tokenizer": object()}, lambda: CausalLM(config=CONFIG), "TypeError: .*<object>.*not a tokenizer"),
         ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
+        ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be made \(Not a directory\)"),
     ],
-    ids=["no-model", "another-model", "unknown-dtype", "no-tokenizer", "no-size", "size-0", "something-there"],
+    ids=[
+        "no-model",
+        "another-model",
+        "unknown-dtype",
+        "no-tokenizer",
+        "no-size",
+        "size-0",
+        "size-0GB",
+        "other-tokenizer",
+        "something-there",
+        "below-a-file",
+    ],
 )
 def test_what_cannot_be_exported_is_said_before_training(
     options: dict[str, Any], make_module: Any, message: str, tmp_path: Path

@@ -1,9 +1,12 @@
 """Hugging Face models out of shards and out of checkpoints: what vanilla transformers writes, and reads again."""
 
 import json
+import multiprocessing
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ from helpers.families import get_families, make_family_model
 from helpers.models import LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, dynamic_module_utils
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, export_hf, save_checkpoint
+from lightning_fsdp2._torch_compat import set_group_timeout
 from lightning_fsdp2.checkpoint import hugging_face
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
 from lightning_fsdp2.models import from_pretrained
@@ -174,6 +179,91 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
     assert not list((tmp_path / "without").glob("tokenizer*"))
 
 
+def test_a_published_generation_config_is_written_back_though_it_is_invalid(tmp_path: Path) -> None:
+    """A temperature without sampling, as on the hub; vanilla writes back what it has read."""
+    make_llama().save_pretrained(tmp_path / "published")
+    (tmp_path / "published" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    AutoModelForCausalLM.from_pretrained(tmp_path / "published").save_pretrained(tmp_path / "vanilla")
+
+    def run() -> None:
+        model = from_pretrained(tmp_path / "published", on_meta=False)
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        export_hf(model, tmp_path / "live")
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
+
+    run_ranks(run, 1, group=False)
+    for name in ("live", "offline"):
+        assert_same_folders(tmp_path / name, tmp_path / "vanilla")
+
+
+def test_a_wrong_tokenizer_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("written")
+
+    monkeypatch.setattr(hugging_face, "_write_file", fail)
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        export_hf(make_llama(), tmp_path / "out", tokenizer=tmp_path)
+    with pytest.raises(TypeError, match=r"tokenizer=<object>\) is not a tokenizer of transformers"):
+        export_hf(make_llama(), tmp_path / "out", tokenizer=object())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_with_several_chat_templates(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    export_hf(make_llama(), tmp_path / "out", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+def test_the_code_of_a_model_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    make_llama().save_pretrained(source)
+    fields = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"},
+    }
+    (source / "config.json").write_text(json.dumps({**read_json(source)["config.json"], **fields}))
+    (source / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (source / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def run() -> None:
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        model.save_pretrained(tmp_path / "vanilla")
+        export_hf(shard(model), tmp_path / "live")
+        assert_same_folders(tmp_path / "live", tmp_path / "vanilla")
+        assert (tmp_path / "live" / "modeling_own.py").exists()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "live", trust_remote_code=True)
+        assert type(again).__name__ == "OwnModel"
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["config-told", "config-not-told"])
+def test_a_head_that_was_untied_is_written_too(is_told: bool, tmp_path: Path) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        model: Any = make_causal_lm({**LLAMA, "tie_word_embeddings": True})
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.config.tie_word_embeddings = not is_told
+        expected = compute_logits(model)
+        model.save_pretrained(tmp_path / "vanilla")
+        model = shard(model)
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        export_hf(model, tmp_path / "live")
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
+        for name in ("live", "offline"):
+            assert_same_folders(tmp_path / name, tmp_path / "vanilla")
+            torch.testing.assert_close(compute_logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), expected)
+
+    run_ranks(run, 1)
+
+
 class Distillation(nn.Module):
     def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
         super().__init__()
@@ -241,6 +331,68 @@ def test_what_stands_there_is_replaced_only_if_that_is_wanted_and_only_by_a_comp
     assert_same_tensors(read_weights(out), make_llama().state_dict())
 
 
+def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    save_checkpoint(tmp_path / "runs" / "last.ckpt", make_llama())
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "..", tmp_path / "here"):
+        with pytest.raises(ValueError, match=r"would replace the working directory .*; name a directory of its own"):
+            export_hf(make_llama(), out, overwrite=True)
+    for out in (tmp_path / "runs", tmp_path / "runs" / "last.ckpt"):
+        with pytest.raises(ValueError, match=r"would replace the checkpoint '.*last\.ckpt'"):
+            export_hf(tmp_path / "runs" / "last.ckpt", out, overwrite=True)
+    with pytest.raises(OSError, match=r"file/out' cannot be made \(Not a directory\); name another"):
+        export_hf(make_llama(), tmp_path / "file" / "out")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"0\.1 MB"):
+        export_hf(make_llama(), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "here", "runs"}
+
+
+def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = hugging_face._copy_to_host
+
+    def fail_on_rank_0(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if dist.get_rank() == 0:
+            raise RuntimeError("can't allocate memory")
+        return copy(tensor, dtype)
+
+    def run() -> None:
+        model = shard(make_llama())
+        with monkeypatch.context() as patch:
+            patch.setattr(hugging_face, "_copy_to_host", fail_on_rank_0)
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
+        export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
+
+    run_ranks(run, 2)
+    assert_same_tensors(read_weights(tmp_path / "out"), make_llama().state_dict())
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["live", "offline"])
+def test_a_call_on_one_rank_is_explained(offline: bool, tmp_path: Path) -> None:
+    """Before the other ranks' collectives give up, and whether the ranks have come together before or not."""
+    save_checkpoint(tmp_path / "run.ckpt", make_llama())
+    explained = multiprocessing.get_context("fork").Event()
+
+    def run() -> None:
+        source = tmp_path / "run.ckpt" if offline else shard(make_llama())
+        if offline:
+            export_hf(source, tmp_path / "out")
+        set_group_timeout(dist.group.WORLD, timedelta(seconds=2))
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"Rank 0 wants to export a model, .* not under `if rank == 0`"):
+                export_hf(source, tmp_path / "out", overwrite=True)
+            explained.set()
+        else:
+            explained.wait(30)  # a rank that ends would be an error of another kind
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- what cannot be exported
 
 
@@ -249,18 +401,28 @@ def change_head(model: Any) -> nn.Module:
     return model
 
 
+def add_prompt(model: Any) -> nn.Module:
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
+    export_hf(add_adapters(make_llama()).merge_and_unload(), tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: PlainTransformer(), TypeError, "no model of transformers in PlainTransformer"),
         (lambda: add_adapters(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*merge_and_unload"),
+        (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*save_pretrained"),
         (
             lambda: change_head(make_llama()),
             ValueError,
             r"not those of a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
         ),
     ],
-    ids=["other-modules", "adapters", "other-than-its-config"],
+    ids=["other-modules", "adapters", "prompt", "other-than-its-config"],
 )
 @pytest.mark.parametrize("offline", [False, True], ids=["live", "offline"])
 def test_what_cannot_be_exported_says_why(

@@ -90,11 +90,13 @@ def test_a_model_that_was_sharded(config: dict[str, Any], tp_size: int, format: 
 def test_the_files_that_training_began_with_are_not_read_again(tmp_path: Path) -> None:
     folder, path = tmp_path / "pretrained", tmp_path / "a.ckpt"
     make_causal_lm(LLAMA).save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25}')
     logits = run_ranks(lambda: train(CausalLM(pretrained=str(folder), loss="chunked"), path), 1)[0]
     shutil.rmtree(folder)
     module = load_from_checkpoint(CausalLM, path)
     assert module.loss == "chunked"
     assert module.hparams["config"]["model_type"] == "llama"
+    assert module.model.generation_config.temperature == 0.25
     assert_loaded(module, logits)
 
 
