@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
-from lightning_fsdp2.parallel.pretrained_shards import convert_before_sharding
+from lightning_fsdp2.parallel.pretrained_shards import read_shards
 from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
@@ -128,9 +129,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
-        stored = _open_files(source.folder)
-        with convert_before_sharding(model, stored, source.conversions, device):
-            info, _ = type(model)._load_pretrained_model(model, stored, None, config)
+        info = read_shards(model, _open_files(source.folder), config, device)
         _check_loaded(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         type(model)._finalize_model_loading(model, config, info)
@@ -139,25 +138,45 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it.
+    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it."""
 
-    The file is mapped for as long as that takes: the pages of a whole model would add up, and weights that are pages of
-    a file change with it.
-    """
-
-    def __init__(self, file: str, name: str, shape: list[int]) -> None:
-        self._file, self._name, self._shape = file, name, shape
+    def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
+        self._reader, self._file, self._name, self._shape = reader, file, name, shape
 
     def get_shape(self) -> list[int]:
         return self._shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        with safe_open(self._file, framework="pt", device="cpu") as file:
-            return file.get_slice(self._name)[index].clone()
+        return self._reader.read(self._file, self._name, index)
+
+
+class _Reader:
+    """Maps one file at a time, and anew after so many bytes.
+
+    The pages of a whole model would add up, and opening a file for each of a mixture's experts can take a hundred times
+    longer than reading it. Several threads may read: where they replace each other's file it is opened once more.
+    """
+
+    _MOST_BYTES = 64 * 1024**2
+
+    def __init__(self) -> None:
+        self._mapped: tuple[str, Any, int] = ("", None, 0)
+
+    def read(self, file: str, name: str, index: Any) -> Tensor:
+        mapped, handle, count = self._mapped
+        if mapped != file:
+            handle, count = safe_open(file, framework="pt", device="cpu"), 0
+        stored = handle.get_slice(name)
+        # a copy: weights that are pages of a file would change with it
+        part: Tensor = stored[index].clone()
+        count += math.prod(stored.get_shape()) * part.element_size()
+        self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
+        return part
 
 
 def _open_files(folder: Path) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
+    reader = _Reader()
     for name in get_weight_files(folder):
         try:
             with safe_open(name, framework="pt", device="cpu") as file:
@@ -172,7 +191,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
                 f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
                 " download it again."
             ) from error
-        tensors.update({key: _StoredTensor(name, key, shape) for key, shape in shapes.items()})
+        tensors.update({key: _StoredTensor(reader, name, key, shape) for key, shape in shapes.items()})
     return tensors
 
 
