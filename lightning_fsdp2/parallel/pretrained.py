@@ -60,7 +60,7 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 
 
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Load every model in ``model`` that :func:`set_pretrained` was called on; each is loaded once.
+    """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
 
     Weights that the files may lack are initialised as transformers does, to the same values on any mesh; tied weights
     and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as
@@ -78,29 +78,40 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
-        if source is not None:
+        # weights that it has by now are from elsewhere, such as a checkpoint
+        if source is not None and any(parameter.is_meta for parameter in module.parameters()):
             _load(module, source, device, device_mesh)
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
-    """Return the safetensors files of a model directory, in order.
+    """Return the safetensors files of a model directory that transformers would read, in order.
 
     Raises:
         FileNotFoundError: When the directory holds none.
-        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run, or its index is damaged.
     """
     folder = Path(folder)
     _check_model_folder(folder)
-    index = folder / "model.safetensors.index.json"
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [str(whole)]
     if index.exists():
-        return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    files = sorted(str(file) for file in folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"pretrained={str(folder)!r} holds no *.safetensors file. Give the directory of a model saved by"
-            " `save_pretrained()`; convert older `.bin` weights by loading and saving them once with transformers."
-        )
-    return files
+        return [str(folder / name) for name in _read_index(index)]
+    raise FileNotFoundError(
+        f"pretrained={str(folder)!r} holds neither model.safetensors nor model.safetensors.index.json. Give the"
+        " directory of a model saved by `save_pretrained()`; convert older `.bin` weights by loading and saving them"
+        " once with transformers."
+    )
+
+
+def _read_index(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} is damaged or no index of safetensors files ({type(error).__name__}: {error}); copy or download"
+            " it again."
+        ) from error
 
 
 def _check_model_folder(folder: Path) -> None:
@@ -207,17 +218,19 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
     }
     left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
     problems = [
-        *_describe("missing in the files", missing),
+        *_describe("missing in the files", missing - info.conversion_errors.keys()),
         *_describe("in the files, but not in the module that would use them", left_over),
         *_describe("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
         *_describe("not convertible to the model's", info.conversion_errors),
+        *(f"the first error is {_shorten(text)}" for text in [*info.conversion_errors.values()][:1]),
     ]
     if problems:
         raise ValueError(
             f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
             f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
-            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters go around a"
-            " model that has its weights."
+            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters, such as"
+            " LoRA's, go around a model that has its weights (`from_pretrained(..., on_meta=False)`); tensors that the"
+            " model is to compute without are removed from the files."
         )
 
 
@@ -246,6 +259,11 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
     own = {} if model is None else model.state_dict()
     described = [f"{name} is {tuple(own[name].shape)} here" if name in own else name for name in names]
     return [f"{problem}: {list_names(described)}"]
+
+
+def _shorten(error: str) -> str:
+    """The last lines of transformers' text for a failed conversion: the message, and which operation it is from."""
+    return " ".join(error.strip().splitlines()[-2:])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import get_families, make_family_config
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -92,6 +92,20 @@ def test_experts_in_contiguous_shards(mesh: str, tmp_path: Path, monkeypatch: py
     """As torch 2.11 has them, whose DTensor cannot pack."""
     monkeypatch.setattr(tp_parameters, "has_packed_shards", lambda: False)
     read_shards("qwen3_moe", mesh, tmp_path)
+
+
+def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.experts.1.gate_proj.weight"
+    save_file({**weights, name: weights[name][:-1]}, file, metadata={"format": "pt"})
+    with pytest.raises(RankError) as raised:
+        run_ranks(lambda: shard(from_pretrained(tmp_path), 1), 2)
+    text = str(raised.value.cause)
+    assert "not convertible to the model's: model.layers.1.mlp.experts.gate_up_proj; the first error is " in text
+    assert "Error: MergeModulelist on tensors" in text
+    assert "missing in the files" not in text
 
 
 def test_the_environment_is_only_changed_while_tensors_are_read_whole(
