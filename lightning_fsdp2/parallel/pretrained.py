@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
@@ -74,7 +75,8 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     Raises:
         FileNotFoundError: When a file is missing.
         ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
-            shape, or left over although the model has their module. On every rank of the mesh.
+            shape, left over although the model has their module, or differ although they are tied. On every rank of
+            the mesh.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
@@ -142,6 +144,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
         info = read_shards(model, _open_files(source.folder), config, device)
         _check_loaded(model, info, source)
+        _check_ties(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
@@ -232,6 +235,25 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
             " LoRA's, go around a model that has its weights (`from_pretrained(..., on_meta=False)`); tensors that the"
             " model is to compute without are removed from the files."
         )
+
+
+def _check_ties(model: Any, info: Any, source: _Source) -> None:
+    """Refuse files whose tensors differ where the config ties them: they would be two parameters, sharded as one."""
+    for name, other in model.all_tied_weights_keys.items():
+        if {name, other} & info.missing_keys:
+            continue
+        first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
+        if not torch.equal(first, second):
+            raise ValueError(
+                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both and"
+                ' they differ. To train them both, set `"tie_word_embeddings": false` in its config.json, or give'
+                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; else remove one from the files.'
+            )
+
+
+def _get_local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _get_tied_names(model: Any, name: str) -> set[str]:

@@ -296,6 +296,24 @@ def test_weights_that_are_missing_are_listed_unless_that_is_allowed(folder: Path
     run_ranks(run, 2)
 
 
+def test_tied_weights_that_the_files_hold_twice_must_be_equal(folder: Path, tmp_path: Path) -> None:
+    weights = read_weights(folder)
+    save_weights(tmp_path, weights)
+    (tmp_path / "equal").mkdir()
+    equal = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_weights(tmp_path / "equal", equal)
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, .* they differ"):
+            shard(build_on_meta(tmp_path, tie_word_embeddings=True))
+        assert_equal_weights(whole(shard(build_on_meta(tmp_path)).state_dict()), weights)
+        model = shard(build_on_meta(tmp_path / "equal", tie_word_embeddings=True))
+        assert_equal_weights(whole(model.state_dict()), equal)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    run_ranks(run, 2)
+
+
 def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tmp_path: Path) -> None:
     """As the biases of another config, or the scales of a quantised checkpoint."""
     name = "model.layers.1.self_attn.q_proj"
@@ -308,7 +326,8 @@ def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tm
 
     def run() -> None:
         with pytest.raises(
-            ValueError, match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. "
+            ValueError,
+            match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. .*removed from the files",
         ):
             shard(build_on_meta(tmp_path))
 
