@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
 from helpers.ranks import RankError, run_ranks
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -326,12 +327,24 @@ def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tm
 
     def run() -> None:
         with pytest.raises(
-            ValueError,
-            match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. .*removed from the files",
-        ):
+            ValueError, match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. "
+        ) as raised:
             shard(build_on_meta(tmp_path))
+        assert "that the model is to compute without are removed from the files" in str(raised.value)
 
     run_ranks(run, 2)
+
+
+def test_adapters_around_a_model_without_weights_are_refused_with_the_remedy(folder: Path) -> None:
+    def run() -> None:
+        config = LoraConfig(target_modules=["q_proj"])
+        with pytest.raises(ValueError, match=r"lora_A\..*such as LoRA's, .*`from_pretrained\(\.\.\., on_meta=False\)`"):
+            shard(get_peft_model(build_on_meta(folder), config))
+        model = build_on_meta(folder)
+        load_pretrained(model, CPU)
+        shard(get_peft_model(model, config))
+
+    run_ranks(run, 1)
 
 
 def test_only_so_many_names_are_listed(folder: Path, tmp_path: Path) -> None:
