@@ -46,14 +46,15 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         if isinstance(parameter, DTensor)
     }
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
-    to_read, not_read = dict(stored), set()
+    to_read, not_read, converters = dict(stored), set(), {}
     for name, (targets, converter) in _get_targets(model, stored, config.weight_mapping).items():
         if targets and empty.issuperset(targets):
             del to_read[name]
             not_read.update(targets)
         elif converter is not None:
-            for target in sharded.keys() & targets:
-                keeper.read_before_sharding(_get_slot(model, target), target, converter)
+            converters.update(dict.fromkeys(sharded.keys() & targets, converter))
+    for name, converter in converters.items():
+        keeper.read_before_sharding(model, name, converter)
     for name in not_read:
         module, key = _get_slot(model, name)
         module._parameters[key] = _make_empty(sharded[name], device)
@@ -92,24 +93,16 @@ class _ShardKeeper:
         self.originals: dict[Slot, Any] = {}
         """In their place stand others that are whole along some dims, until they are loaded."""
         self.on_host: set[str] = set()
-        """Names of those that are whole along all dims: an accelerator may have no room for one."""
+        """Their names. They are converted there: an accelerator may have no room for it."""
 
-    def read_before_sharding(self, slot: Slot, name: str, converter: Any) -> None:
+    def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
         """Let what ``converter`` makes stand whole along the dims that it mixes, if those are sharded."""
-        module, key = slot
+        module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
-        if slot in self.originals:
-            return
         placements = _get_placements_to_read(original, converter)
-        if placements == original.placements:
-            return
-        self.originals[slot] = original
-        if all(placement.is_replicate() for placement in placements):
+        if placements != original.placements:
+            self.originals[slot] = original
             self.on_host.add(name)
-            # no DTensor, whose local tensor would be moved to the device of the mesh
-            whole = torch.empty(original.shape, dtype=original.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(whole, original.requires_grad)
-        else:
             module._parameters[key] = _make_meta_parameter(original, placements)
 
     def restore(self) -> None:
@@ -193,7 +186,8 @@ def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    return nn.Parameter(_wrap(meta, original, placements), original.requires_grad)
+    # whole it is no DTensor, whose local tensor the loader would move to the device of the mesh
+    return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
 def _wrap(local: Tensor, like: Any, placements: tuple[Placement, ...]) -> DTensor:

@@ -143,6 +143,23 @@ def test_what_was_trained_is_not_replaced_by_what_training_began_with(tmp_path: 
     run_ranks(run, 2)
 
 
+def test_what_a_checkpoint_lacks_is_what_training_began_with(tmp_path: Path) -> None:
+    """As where the base is frozen and checkpoints hold the rest."""
+    model = make_causal_lm(LLAMA)
+    model.save_pretrained(tmp_path)
+    norm = torch.randn(32)
+    state = {"model.model.norm.weight": norm}
+    torch.save({"state_dict": state, "hyper_parameters": {"folder": str(tmp_path)}}, tmp_path / "a.ckpt")
+
+    def run() -> None:
+        module = load_from_checkpoint(FromFolder, tmp_path / "a.ckpt", strict=False)
+        for name, tensor in module.model.state_dict().items():
+            expected = norm if name == "model.norm.weight" else model.state_dict()[name]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=name)
+
+    run_ranks(run, 1, group=False)
+
+
 class WithFolder(CausalLM):
     def __init__(self, pretrained: str, scale: float = 2.0) -> None:
         super().__init__(pretrained)
