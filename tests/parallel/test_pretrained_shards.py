@@ -1,12 +1,16 @@
 """Weights that are converted while they are read: every family has those of ``from_pretrained`` in any shards."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import get_families, make_family_config
+from helpers.models import LLAMA
+from helpers.oracle import make_config
 from helpers.ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -92,6 +96,59 @@ def test_experts_in_contiguous_shards(mesh: str, tmp_path: Path, monkeypatch: py
     """As torch 2.11 has them, whose DTensor cannot pack."""
     monkeypatch.setattr(tp_parameters, "has_packed_shards", lambda: False)
     read_shards("qwen3_moe", mesh, tmp_path)
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
+from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+
+def get_peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+converter = WeightConverter("mlp.gate_up_proj.weight", names, [Interleave(dim=0), Chunk(dim=0)])
+register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+model = from_pretrained(sys.argv[1], dtype=torch.float32)
+Path("/proc/self/clear_refs").write_text("5")
+baseline = get_peak()
+fsdp2_strategy_parallelize(model, create_device_mesh(device_type="cpu"))
+shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+sys.stdout.write(f"measured {shards} {get_peak() - baseline}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_reading_whole(tmp_path: Path) -> None:
+    """Of tensors that cannot be cut first a rank holds one, twice, beside its shards."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 2, "num_attention_heads": 16}
+    config = make_config({**LLAMA, **sizes, "num_key_value_heads": 16})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {name: torch.zeros(weight.shape, dtype=torch.bfloat16) for name, weight in model.state_dict().items()}
+    for layer in range(2):
+        parts = [weights.pop(f"model.layers.{layer}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        weights[f"model.layers.{layer}.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = 4 * weights["model.layers.0.mlp.gate_up_proj.weight"].numel()
+    script = tmp_path / "measure.py"
+    script.write_text(_MEASURE)
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = subprocess.run([*launcher, script, tmp_path], capture_output=True, text=True, timeout=280)
+    measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
+    assert len(measured) == 2, output.stderr[-4000:]
+    for shards, peak in (map(int, numbers) for numbers in measured):
+        assert peak <= shards + 2 * whole + 100_000_000, f"{peak / 1e6} MB, of which {shards / 1e6} are shards"
 
 
 def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:
