@@ -18,6 +18,7 @@ from lightning_fsdp2.checkpoint.storage import load_pickled
 from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 from lightning_fsdp2.checkpoint.whole import read_descriptions
 from lightning_fsdp2.parallel.materialize import is_meta, materialize
+from lightning_fsdp2.parallel.pretrained import load_pretrained
 
 T = TypeVar("T", LightningModule, LightningDataModule)
 
@@ -44,7 +45,7 @@ def load_from_checkpoint(
         cls: A LightningModule, or the LightningDataModule whose hyper-parameters and state the checkpoint holds.
         path: Of what this package or Lightning saved under any strategy, or of a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
-            ``strict_loading``.
+            ``strict_loading``. If not, what the checkpoint lacks of a ``from_pretrained`` model is read from its files.
         verify: Whether to compare the files with their checksums first.
         weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
@@ -75,8 +76,10 @@ def load_from_checkpoint(
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
         if is_meta(module):  # nothing was copied there
-            materialize(module, torch.device("cpu"))
             strict = module.strict_loading if strict is None else strict
+            if not strict:  # what the checkpoint lacks is what training began with
+                load_pretrained(module, torch.device("cpu"))
+            materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):

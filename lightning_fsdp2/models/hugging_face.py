@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
+from lightning_fsdp2.parallel.structure import get_float32_buffers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -49,7 +50,8 @@ def from_pretrained(
     Raises:
         FileNotFoundError: When there are no safetensors files.
         ValueError: When ``pretrained`` is a file or a checkpoint of a training run, the model is quantised, or
-            ``auto_class`` or a field of ``config`` is unknown. Once sharded, when the files are not those of the model.
+            ``auto_class`` or a field of ``config`` is unknown or of another architecture. Once sharded, when the files
+            are not those of the model.
     """
     folder = find_pretrained(pretrained)
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -78,6 +80,8 @@ def build_pretrained_model(
 
     _check_not_quantized(config, folder)
     model = build_model(config, auto_class=auto_class, on_meta=True, **options)
+    for module, name, buffer in list(get_float32_buffers(model, model.dtype)):
+        module._buffers[name] = buffer.float()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     set_pretrained(model, folder, allow_missing=allow_missing)
@@ -91,6 +95,7 @@ def build_model(
 ) -> "PreTrainedModel":
     """Build a model of ``config`` in training mode, without weights if ``on_meta``, else with new ones."""
     model_class = _get_class(auto_class)
+    _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta" if on_meta else torch.get_default_device()):
         return build(config, **options).train()
@@ -113,7 +118,9 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
     config = AutoConfig.for_model(model_type, **fields)
-    _check_fields(config, model_type, fields)
+    # a whole config, such as a checkpoint's, has what other tools have added to the model's files
+    if "transformers_version" not in fields:
+        _check_fields(config, model_type, fields)
     return config
 
 
@@ -128,8 +135,18 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt"]
-    folder = Path(snapshot_download(str(pretrained), allow_patterns=patterns, local_files_only=not download))
+    folder = Path(
+        snapshot_download(
+            str(pretrained),
+            allow_patterns=[
+                *("*.safetensors", "*.json", "*.jinja"),
+                *("tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+            ],
+            # the same weights once more, in a format of the authors
+            ignore_patterns=["original/*", "*/*.safetensors", "consolidated*"],
+            local_files_only=not download,
+        )
+    )
     get_weight_files(folder)
     return folder
 
@@ -182,6 +199,16 @@ def _get_class(name: str) -> Any:
             " 'AutoModelForCausalLM'."
         )
     return model_class
+
+
+def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
+    config_class = getattr(model_class, "config_class", None)  # classes such as AutoModel have none
+    if config_class is not None and not isinstance(config, config_class):
+        raise ValueError(
+            f"from_pretrained(auto_class={model_class.__name__!r}) needs a {config_class.__name__}, but the config of"
+            f" `pretrained` is a {type(config).__name__}; use a class of that architecture, or one such as"
+            " 'AutoModelForCausalLM'."
+        )
 
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
-from lightning_fsdp2.parallel.pretrained_shards import convert_before_sharding
+from lightning_fsdp2.parallel.pretrained_shards import read_shards
 from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
@@ -59,7 +61,7 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 
 
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Load every model in ``model`` that :func:`set_pretrained` was called on; each is loaded once.
+    """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
 
     Weights that the files may lack are initialised as transformers does, to the same values on any mesh; tied weights
     and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as
@@ -73,33 +75,45 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     Raises:
         FileNotFoundError: When a file is missing.
         ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
-            shape, or left over although the model has their module. On every rank of the mesh.
+            shape, left over although the model has their module, or differ although they are tied. On every rank of
+            the mesh.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
-        if source is not None:
+        # weights that it has by now are from elsewhere, such as a checkpoint
+        if source is not None and any(parameter.is_meta for parameter in module.parameters()):
             _load(module, source, device, device_mesh)
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
-    """Return the safetensors files of a model directory, in order.
+    """Return the safetensors files of a model directory that transformers would read, in order.
 
     Raises:
         FileNotFoundError: When the directory holds none.
-        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run, or its index is damaged.
     """
     folder = Path(folder)
     _check_model_folder(folder)
-    index = folder / "model.safetensors.index.json"
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [str(whole)]
     if index.exists():
-        return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    files = sorted(str(file) for file in folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"pretrained={str(folder)!r} holds no *.safetensors file. Give the directory of a model saved by"
-            " `save_pretrained()`; convert older `.bin` weights by loading and saving them once with transformers."
-        )
-    return files
+        return [str(folder / name) for name in _read_index(index)]
+    raise FileNotFoundError(
+        f"pretrained={str(folder)!r} holds neither model.safetensors nor model.safetensors.index.json. Give the"
+        " directory of a model saved by `save_pretrained()`; convert older `.bin` weights by loading and saving them"
+        " once with transformers."
+    )
+
+
+def _read_index(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} is damaged or no index of safetensors files ({type(error).__name__}: {error}); copy or download"
+            " it again."
+        ) from error
 
 
 def _check_model_folder(folder: Path) -> None:
@@ -128,10 +142,9 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
-        stored = _open_files(source.folder)
-        with convert_before_sharding(model, stored, source.conversions, device):
-            info, _ = type(model)._load_pretrained_model(model, stored, None, config)
+        info = read_shards(model, _open_files(source.folder), config, device)
         _check_loaded(model, info, source)
+        _check_ties(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
@@ -139,25 +152,45 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it.
+    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it."""
 
-    The file is mapped for as long as that takes: the pages of a whole model would add up, and weights that are pages of
-    a file change with it.
-    """
-
-    def __init__(self, file: str, name: str, shape: list[int]) -> None:
-        self._file, self._name, self._shape = file, name, shape
+    def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
+        self._reader, self._file, self._name, self._shape = reader, file, name, shape
 
     def get_shape(self) -> list[int]:
         return self._shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        with safe_open(self._file, framework="pt", device="cpu") as file:
-            return file.get_slice(self._name)[index].clone()
+        return self._reader.read(self._file, self._name, index)
+
+
+class _Reader:
+    """Maps one file at a time, and anew after so many bytes.
+
+    The pages of a whole model would add up, and opening a file for each of a mixture's experts can take a hundred times
+    longer than reading it. Several threads may read: where they replace each other's file it is opened once more.
+    """
+
+    _MOST_BYTES = 64 * 1024**2
+
+    def __init__(self) -> None:
+        self._mapped: tuple[str, Any, int] = ("", None, 0)
+
+    def read(self, file: str, name: str, index: Any) -> Tensor:
+        mapped, handle, count = self._mapped
+        if mapped != file:
+            handle, count = safe_open(file, framework="pt", device="cpu"), 0
+        stored = handle.get_slice(name)
+        # a copy: weights that are pages of a file would change with it
+        part: Tensor = stored[index].clone()
+        count += math.prod(stored.get_shape()) * part.element_size()
+        self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
+        return part
 
 
 def _open_files(folder: Path) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
+    reader = _Reader()
     for name in get_weight_files(folder):
         try:
             with safe_open(name, framework="pt", device="cpu") as file:
@@ -172,7 +205,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
                 f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
                 " download it again."
             ) from error
-        tensors.update({key: _StoredTensor(name, key, shape) for key, shape in shapes.items()})
+        tensors.update({key: _StoredTensor(reader, name, key, shape) for key, shape in shapes.items()})
     return tensors
 
 
@@ -188,18 +221,39 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
     }
     left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
     problems = [
-        *_describe("missing in the files", missing),
+        *_describe("missing in the files", missing - info.conversion_errors.keys()),
         *_describe("in the files, but not in the module that would use them", left_over),
         *_describe("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
         *_describe("not convertible to the model's", info.conversion_errors),
+        *(f"the first error is {_shorten(text)}" for text in [*info.conversion_errors.values()][:1]),
     ]
     if problems:
         raise ValueError(
             f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
             f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
-            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters go around a"
-            " model that has its weights."
+            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters, such as"
+            " LoRA's, go around a model that has its weights (`from_pretrained(..., on_meta=False)`); tensors that the"
+            " model is to compute without are removed from the files."
         )
+
+
+def _check_ties(model: Any, info: Any, source: _Source) -> None:
+    """Refuse files whose tensors differ where the config ties them: they would be two parameters, sharded as one."""
+    for name, other in model.all_tied_weights_keys.items():
+        if {name, other} & info.missing_keys:
+            continue
+        first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
+        if not torch.equal(first, second):
+            raise ValueError(
+                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both and"
+                ' they differ. To train them both, set `"tie_word_embeddings": false` in its config.json, or give'
+                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; else remove one from the files.'
+            )
+
+
+def _get_local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _get_tied_names(model: Any, name: str) -> set[str]:
@@ -227,6 +281,11 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
     own = {} if model is None else model.state_dict()
     described = [f"{name} is {tuple(own[name].shape)} here" if name in own else name for name in names]
     return [f"{problem}: {list_names(described)}"]
+
+
+def _shorten(error: str) -> str:
+    """The last lines of transformers' text for a failed conversion: the message, and which operation it is from."""
+    return " ".join(error.strip().splitlines()[-2:])
 
 
 @contextmanager

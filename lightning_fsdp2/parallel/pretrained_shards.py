@@ -8,9 +8,9 @@ piece where it should have one of the whole, of the right shape, and there is no
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,38 +23,66 @@ from lightning_fsdp2._torch_compat import StridedShard
 Slot = tuple[nn.Module, str]
 
 
-@contextmanager
-def convert_before_sharding(
-    model: Any, stored: Collection[str], conversions: Sequence[Any], device: torch.device
-) -> Iterator[None]:
-    """Let transformers' loader convert in the block what it must not cut first; each rank keeps its shard only.
+def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
+    """Fill ``model`` with transformers' loader, converting first what it must not cut first.
 
-    Such parameters are read whole on every rank, along the dims that the conversion mixes, one after the other.
+    Each rank keeps its shards only. Parameters that must not be cut are read whole on every rank, along the dims that
+    the conversion mixes, one after the other. Those that a rank has no part of are not read there: the loader can
+    neither stack nor concatenate nothing.
 
     Args:
         model: Of transformers, on the meta device; DTensors have their final placements.
-        stored: Names of the tensors in the files.
-        conversions: transformers' ``WeightTransform``s.
+        stored: The tensors in the files, by name.
+        config: transformers' ``LoadStateDictConfig``.
         device: Where shards are kept: host memory too, which the loader cannot do for a mesh of GPUs.
+
+    Returns:
+        transformers' ``LoadStateDictInfo``.
     """
     keeper = _ShardKeeper(device)
-    for name, converter in _get_converters(model, stored, conversions).items():
-        path, _, key = name.rpartition(".")
-        slot = model.get_submodule(path), key
-        parameter = slot[0]._parameters.get(key)
-        if isinstance(parameter, DTensor):
-            placements = _get_placements_to_read(parameter, converter)
-            if placements != parameter.placements:
-                keeper.read_with(slot, placements)
-    # threads that read ahead would hold many whole tensors at a time
-    environment = {"HF_DEACTIVATE_ASYNC_LOAD": "1"} if keeper.originals else {}
+    sharded: dict[str, Any] = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    }
+    empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
+    to_read, not_read, converters = dict(stored), set(), {}
+    for name, (targets, converter) in _get_targets(model, stored, config.weight_mapping).items():
+        if targets and empty.issuperset(targets):
+            del to_read[name]
+            not_read.update(targets)
+        elif converter is not None:
+            converters.update(dict.fromkeys(sharded.keys() & targets, converter))
+    for name, converter in converters.items():
+        keeper.read_before_sharding(model, name, converter)
+    for name in not_read:
+        module, key = _get_slot(model, name)
+        module._parameters[key] = _make_empty(sharded[name], device)
+    config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
     hook = register_module_parameter_registration_hook(cast(Any, keeper))  # it may return a parameter
     try:
-        with mock.patch.dict(os.environ, environment):
-            yield
+        with _reading_one_after_the_other() if keeper.originals else nullcontext():
+            info, _ = type(model)._load_pretrained_model(model, to_read, None, config)
     finally:
         hook.remove()
         keeper.restore()
+    info.missing_keys.difference_update(not_read)
+    return info
+
+
+@contextmanager
+def _reading_one_after_the_other() -> Iterator[None]:
+    """Without threads that read ahead: they would hold many whole tensors at a time."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class _ShardKeeper:
@@ -64,12 +92,18 @@ class _ShardKeeper:
         self.device = device
         self.originals: dict[Slot, Any] = {}
         """In their place stand others that are whole along some dims, until they are loaded."""
+        self.on_host: set[str] = set()
+        """Their names. They are converted there: an accelerator may have no room for it."""
 
-    def read_with(self, slot: Slot, placements: tuple[Placement, ...]) -> None:
-        module, name = slot
-        original: Any = module._parameters[name]
-        self.originals[slot] = original
-        module._parameters[name] = _make_meta_parameter(original, placements)
+    def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
+        """Let what ``converter`` makes stand whole along the dims that it mixes, if those are sharded."""
+        module, key = slot = _get_slot(model, name)
+        original: Any = module._parameters[key]
+        placements = _get_placements_to_read(original, converter)
+        if placements != original.placements:
+            self.originals[slot] = original
+            self.on_host.add(name)
+            module._parameters[key] = _make_meta_parameter(original, placements)
 
     def restore(self) -> None:
         """Put back the parameters that the files lack."""
@@ -79,21 +113,29 @@ class _ShardKeeper:
     @torch.no_grad()
     def __call__(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
         original = self.originals.pop((module, name), None)
-        if not isinstance(parameter, DTensor) or (original is None and parameter.device.type == self.device.type):
+        if original is None and not (isinstance(parameter, DTensor) and parameter.device.type != self.device.type):
             return None
         kept: DTensor = parameter
         if original is not None:
+            loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
             # from whole to sharded each rank takes its part, without communication
-            kept = parameter.redistribute(placements=original.placements)
+            part = loaded.redistribute(placements=original.placements).to_local()
             # a copy, where the part would keep the whole tensor in memory
-            kept = _wrap(kept.to_local().clone(memory_format=torch.contiguous_format), original, kept.placements)
+            kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
         result = nn.Parameter(kept.to(self.device), parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
         return result
 
 
-def _get_converters(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> Mapping[str, Any]:
-    """Which conversion makes each of the model's tensors that is not stored as it is."""
+def _get_slot(model: nn.Module, name: str) -> Slot:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _get_targets(
+    model: Any, stored: Collection[str], conversions: Sequence[Any]
+) -> dict[str, tuple[list[str], Any | None]]:
+    """Which of the model's tensors each stored one is for, and the conversion that makes them if there is one."""
     # private, but what the loader itself asks, with the same arguments from 5.17 to 5.23
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -105,14 +147,15 @@ def _get_converters(model: Any, stored: Collection[str], conversions: Sequence[A
         for pattern in conversion.source_patterns
     }
     own: dict[str, Tensor] = model.state_dict()
-    converters = {}
+    found = {}
     for name in stored:
         target, pattern = rename_source_key(name, renamings, list(by_pattern.values()), model.base_model_prefix, own)
-        if pattern is not None:
-            first, *others = by_pattern[pattern].target_patterns
-            for made in (target, *(target.replace(first, other) for other in others)):
-                converters[made] = by_pattern[pattern]
-    return {name: converter for name, converter in converters.items() if name in own}
+        targets, converter = [target], None if pattern is None else by_pattern[pattern]
+        if converter is not None:
+            first, *others = converter.target_patterns
+            targets += [target.replace(first, other) for other in others]
+        found[name] = ([made for made in targets if made in own], converter)
+    return found
 
 
 def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
@@ -143,10 +186,27 @@ def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    return nn.Parameter(_wrap(meta, original, placements), original.requires_grad)
+    # whole it is no DTensor, whose local tensor the loader would move to the device of the mesh
+    return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
 def _wrap(local: Tensor, like: Any, placements: tuple[Placement, ...]) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _replicate(whole: Tensor, like: Any) -> Any:
+    """As a DTensor on the device of ``whole``, where ``DTensor.from_local`` moves it to that of the mesh."""
+    placements = (Replicate(),) * len(like.placements)
+    meta = _wrap(torch.empty_like(whole, device="meta"), like, placements)
+    replicated: Any = torch.empty_like(meta, device=whole.device)
+    replicated.to_local().copy_(whole)
+    return replicated
+
+
+def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
+    """As ``original``, of which this rank has no part, not on the meta device."""
+    parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
+    parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
+    return cast(nn.Parameter, parameter)

@@ -1,16 +1,31 @@
 """Find the parts of a model by its structure, wherever it hangs: under any attribute, wrapper, subclass or prefix."""
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def is_hf_model(module: nn.Module) -> bool:
     """Whether ``module`` is a Hugging Face ``PreTrainedModel``; transformers is not imported to find out."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Find the buffers that the authors of a Hugging Face model keep in float32 where its weights have ``dtype``.
+
+    Yields:
+        The module that holds one, its name there, and the buffer.
+    """
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    for path, buffer in model.named_buffers():
+        if buffer.is_floating_point() and any(re.search(pattern, path) for pattern in patterns):
+            owner, _, name = path.rpartition(".")
+            yield model.get_submodule(owner), name, buffer
 
 
 def is_lightning_module(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, clip_grad_value_
-from lightning_fsdp2.parallel.structure import get_hf_models
+from lightning_fsdp2.parallel.structure import get_float32_buffers, get_hf_models
 
 _REMEDIES = {
     "16-mixed": '"bf16-mixed"',
@@ -104,9 +104,10 @@ class ShardedPrecision(Precision):
 
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Buffers that Hugging Face models compute in float32 and use so, such as rotary frequencies; positions far into a
-    sequence amplify their rounding.
+    sequence amplify their rounding. And those that their authors never keep in less, such as a router's correction.
     """
     for model in get_hf_models(module):
+        yield from get_float32_buffers(model, torch.bfloat16)
         for owner in model.modules():
             for name in owner._non_persistent_buffers_set:
                 if owner._buffers[name] is not None:

@@ -22,6 +22,7 @@ from lightning_fsdp2 import (
     load_from_checkpoint,
     save_checkpoint,
 )
+from lightning_fsdp2.models import from_pretrained
 
 GEMMA: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -89,7 +90,9 @@ def test_a_model_that_was_sharded(config: dict[str, Any], tp_size: int, format: 
 
 def test_the_files_that_training_began_with_are_not_read_again(tmp_path: Path) -> None:
     folder, path = tmp_path / "pretrained", tmp_path / "a.ckpt"
-    make_causal_lm(LLAMA).save_pretrained(folder)
+    model = make_causal_lm(LLAMA)
+    model.config.unsloth_version = "2026.9"  # tools add fields that transformers does not know
+    model.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25}')
     logits = run_ranks(lambda: train(CausalLM(pretrained=str(folder), loss="chunked"), path), 1)[0]
     shutil.rmtree(folder)
@@ -98,6 +101,65 @@ def test_the_files_that_training_began_with_are_not_read_again(tmp_path: Path) -
     assert module.hparams["config"]["model_type"] == "llama"
     assert module.model.generation_config.temperature == 0.25
     assert_loaded(module, logits)
+
+
+class FromFolder(pl.LightningModule):
+    """A user's own module, which takes the weights that training began with from files."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = from_pretrained(self.hparams["folder"])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["input_ids"]).square().mean()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_what_was_trained_is_not_replaced_by_what_training_began_with(tmp_path: Path) -> None:
+    folder, path = tmp_path / "pretrained", tmp_path / "a.ckpt"
+    make_causal_lm(LLAMA).save_pretrained(folder)
+
+    def run() -> None:
+        logits = train(FromFolder(str(folder)), path)
+        module = load_from_checkpoint(FromFolder, path)
+        torch.testing.assert_close(get_logits(module), logits)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=FSDP2Strategy(), **QUIET
+        )
+        trainer.validate(module, DataLoader(BATCHES, batch_size=None), verbose=False)
+        torch.testing.assert_close(get_logits(module), logits)
+
+    run_ranks(run, 2)
+
+
+def test_what_a_checkpoint_lacks_is_what_training_began_with(tmp_path: Path) -> None:
+    """As where the base is frozen and checkpoints hold the rest."""
+    model = make_causal_lm(LLAMA)
+    model.save_pretrained(tmp_path)
+    norm = torch.randn(32)
+    state = {"model.model.norm.weight": norm}
+    torch.save({"state_dict": state, "hyper_parameters": {"folder": str(tmp_path)}}, tmp_path / "a.ckpt")
+
+    def run() -> None:
+        module = load_from_checkpoint(FromFolder, tmp_path / "a.ckpt", strict=False)
+        for name, tensor in module.model.state_dict().items():
+            expected = norm if name == "model.norm.weight" else model.state_dict()[name]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=name)
+
+    run_ranks(run, 1, group=False)
 
 
 class WithFolder(CausalLM):

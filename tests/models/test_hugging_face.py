@@ -6,12 +6,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.families import make_family_model
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, whole
 from helpers.ranks import RankError, run_ranks
+from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightning_fsdp2 import CausalLM, FSDP2Strategy
 from lightning_fsdp2.models import from_pretrained
@@ -116,6 +119,35 @@ def test_what_is_built_and_how(folder: Path) -> None:
         from_pretrained(folder, config={"num_layers": 2})
 
 
+def test_files_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**LLAMA, "model_type": "qwen2"})).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM'\) needs a LlamaConfig, but .* is a Qwen2Config; use"):
+        from_pretrained(tmp_path, auto_class="LlamaForCausalLM")
+    assert type(from_pretrained(tmp_path, auto_class="Qwen2ForCausalLM")).__name__ == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
+def test_buffers_that_a_family_keeps_in_float32_stay_so(family: str, tmp_path: Path) -> None:
+    model = make_family_model(family)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer))
+    model.save_pretrained(tmp_path)
+
+    def run() -> None:
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+        assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16, torch.float32}
+        actual = from_pretrained(tmp_path, dtype=torch.bfloat16, on_meta=False).state_dict()
+        module = CausalLM(pretrained=str(tmp_path))
+        make_trainer(FSDP2Strategy(), precision="bf16-true", limit_train_batches=0).fit(module, make_loader())
+        for weights in (actual, module.model.state_dict()):
+            for name, tensor in weights.items():
+                tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+    run_ranks(run, 1)
+
+
 def test_a_quantised_model_is_refused(folder: Path, tmp_path: Path) -> None:
     model = make_causal_lm(LLAMA)
     model.config.quantization_config = {"quant_method": "fp8"}
@@ -135,7 +167,7 @@ def test_a_path_that_is_no_model_is_refused_at_once(build: Any, folder: Path, tm
         build("./absent")
     with pytest.raises(ValueError, match=r"config\.json' is a file"):
         build(str(folder / "config.json"))
-    with pytest.raises(FileNotFoundError, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
         build(str(tmp_path))
     (tmp_path / ".metadata").touch()
     with pytest.raises(ValueError, match="is a checkpoint of a training run"):
@@ -147,8 +179,14 @@ def test_a_name_of_the_hub_is_downloaded_once_and_looked_up_afterwards(
 ) -> None:
     calls: list[tuple[str, bool]] = []
 
-    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
-        assert {"*.safetensors", "*.json", "tokenizer*"} <= set(allow_patterns)
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    wanted += ["tokenizer.json", "tokenizer.model", "spiece.model", "qwen.tiktoken", "chat_template.jinja"]
+    other = ["consolidated.safetensors", "consolidated.00.pth", "original/model.safetensors", "original/config.json"]
+    other += ["onnx/decoder.safetensors", "model.gguf", "README.md"]
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert list(filter_repo_objects([*wanted, *other], **patterns)) == wanted
         calls.append((name, local_files_only))
         return str(folder)
 

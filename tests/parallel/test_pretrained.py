@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
 from helpers.ranks import RankError, run_ranks
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -84,10 +85,32 @@ def test_the_index_says_which_files_hold_the_weights(folder: Path, tmp_path: Pat
     assert get_weight_files(tmp_path) == expected
 
 
-def test_without_an_index_all_files_count_in_order(tmp_path: Path) -> None:
-    for name in ("b.safetensors", "a.safetensors", "notes.txt"):
-        (tmp_path / name).touch()
-    assert get_weight_files(str(tmp_path)) == [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+def test_a_single_file_counts_before_an_index_that_an_older_model_left(folder: Path, tmp_path: Path) -> None:
+    """As for transformers; and what else lies there is not read."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save_file({"other": torch.ones(1)}, tmp_path / "zz_average.safetensors")
+    model = make_causal_lm(LLAMA)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes((folder / "model.safetensors.index.json").read_bytes())
+    assert get_weight_files(tmp_path) == [str(tmp_path / "model.safetensors")]
+
+    def run() -> None:
+        assert_equal_weights(whole(shard(build_on_meta(tmp_path)).state_dict()), model.state_dict())
+
+    run_ranks(run, 1)
+
+
+def test_files_of_other_names_are_no_model_without_an_index(tmp_path: Path) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        get_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a"', "{}", "[]", '{"weight_map": ["a"]}', "\x00"])
+def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged .* download it again"):
+        get_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("make_folder", [True, False], ids=["older-weights", "no-folder"])
@@ -96,7 +119,7 @@ def test_a_folder_without_safetensors_is_refused_at_once_with_the_remedy(tmp_pat
     if make_folder:
         path.mkdir()
         torch.save({}, path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"model' holds no \*\.safetensors file\. .*convert older `\.bin`"):
+    with pytest.raises(FileNotFoundError, match=r"model' holds neither model\.safetensors .*convert older `\.bin`"):
         build_on_meta(path)
 
 
@@ -274,6 +297,24 @@ def test_weights_that_are_missing_are_listed_unless_that_is_allowed(folder: Path
     run_ranks(run, 2)
 
 
+def test_tied_weights_that_the_files_hold_twice_must_be_equal(folder: Path, tmp_path: Path) -> None:
+    weights = read_weights(folder)
+    save_weights(tmp_path, weights)
+    (tmp_path / "equal").mkdir()
+    equal = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_weights(tmp_path / "equal", equal)
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, .* they differ"):
+            shard(build_on_meta(tmp_path, tie_word_embeddings=True))
+        assert_equal_weights(whole(shard(build_on_meta(tmp_path)).state_dict()), weights)
+        model = shard(build_on_meta(tmp_path / "equal", tie_word_embeddings=True))
+        assert_equal_weights(whole(model.state_dict()), equal)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    run_ranks(run, 2)
+
+
 def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tmp_path: Path) -> None:
     """As the biases of another config, or the scales of a quantised checkpoint."""
     name = "model.layers.1.self_attn.q_proj"
@@ -287,10 +328,23 @@ def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tm
     def run() -> None:
         with pytest.raises(
             ValueError, match=rf"in the module that would use them: {name}\.bias, {name}\.weight_scale_inv\. "
-        ):
+        ) as raised:
             shard(build_on_meta(tmp_path))
+        assert "that the model is to compute without are removed from the files" in str(raised.value)
 
     run_ranks(run, 2)
+
+
+def test_adapters_around_a_model_without_weights_are_refused_with_the_remedy(folder: Path) -> None:
+    def run() -> None:
+        config = LoraConfig(target_modules=["q_proj"])
+        with pytest.raises(ValueError, match=r"lora_A\..*such as LoRA's, .*`from_pretrained\(\.\.\., on_meta=False\)`"):
+            shard(get_peft_model(build_on_meta(folder), config))
+        model = build_on_meta(folder)
+        load_pretrained(model, CPU)
+        shard(get_peft_model(model, config))
+
+    run_ranks(run, 1)
 
 
 def test_only_so_many_names_are_listed(folder: Path, tmp_path: Path) -> None:
@@ -423,3 +477,13 @@ def test_weights_are_read_once_and_only_into_models_that_asked_for_them(folder: 
         assert not model.teacher.lm_head.weight.any()
 
     run_ranks(run, 1, group=False)
+
+
+def test_weights_that_a_model_has_by_then_are_kept(folder: Path) -> None:
+    def run() -> None:
+        model = build_on_meta(folder)
+        weights = {name: tensor + 1 for name, tensor in read_weights(folder).items()}
+        model.load_state_dict(weights, assign=True)
+        assert_equal_weights(whole(shard(model).state_dict()), weights)
+
+    run_ranks(run, 2)
