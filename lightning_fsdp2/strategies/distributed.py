@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,12 +94,14 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     Raises:
         RuntimeError: When some rank did not come, or came to do something else.
     """
-    if dist.get_world_size() == 1:
+    ranks = dist.get_world_size()
+    if ranks == 1:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
-    store, keys = group.get_group_store(), [f"{purpose} {rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], "")
+    # a collective that is given up does not tell who is missing
+    store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
+    store.set(keys[dist.get_rank()], "")
     try:
         group = get_group("rendezvous", timeout)
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
@@ -108,7 +110,7 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
             f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}"
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
-    store.delete_key(keys[group.rank()])
+    store.delete_key(keys[dist.get_rank()])
     if codes.tolist() != [code, -code]:
         raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
 
