@@ -157,7 +157,7 @@ class NoHuggingFace(pl.LightningModule):
         ({"max_shard_size": "0GB"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='0GB'"),
         ({"tokenizer": object()}, lambda: CausalLM(config=CONFIG), "TypeError: .*<object>.*not a tokenizer"),
         ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
-        ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be made \(Not a directory\)"),
+        ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be made \(File exists\)"),
     ],
     ids=[
         "no-model",
