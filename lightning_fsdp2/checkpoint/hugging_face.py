@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import get_group_timeout
-from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank
+from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft, check_free_space
 from lightning_fsdp2.checkpoint.hf_description import (
@@ -36,7 +36,6 @@ from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, re
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_class_name
-from lightning_fsdp2.strategies.distributed import wait_for_all_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,13 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
-from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.requeue import Requeue
 from lightning_fsdp2.strategies.world import WorldStrategy
@@ -84,7 +84,7 @@ class CheckpointingStrategy(WorldStrategy):
         super().setup_environment()
         config, thread_group = self.checkpoint_config, None
         if config.async_save:
-            thread_group = distributed.get_group("checkpoint thread", self._timeout)
+            thread_group = get_group("checkpoint thread", self._timeout)
         self.checkpoint_io.connect(config, self.root_device, self._control_group, thread_group)
 
     def prepare_checkpoints(self, trainer: "Trainer") -> None:
@@ -136,7 +136,7 @@ class CheckpointingStrategy(WorldStrategy):
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
-        distributed.wait_for_all_ranks(purpose, timeout, remedy)
+        wait_for_all_ranks(purpose, timeout, remedy)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 import atexit
 import os
-import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
-
-_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
 def init_process_group(
@@ -65,54 +62,6 @@ def get_default_backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-
-
-def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A CPU group of all ranks for one purpose: one per process, however many Trainers it sees.
-
-    Args:
-        purpose: What communicates on the group cannot be mixed up with what has another purpose.
-        timeout: Of its collectives, and of the ranks' coming together to make it.
-    """
-    key = (dist.group.WORLD, purpose)
-    if key not in _groups:
-        _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
-    set_group_timeout(_groups[key], timeout)
-    return _groups[key]
-
-
-def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
-    """Wait until every rank has come to the same place, or explain which did not.
-
-    ``monitored_barrier`` keeps its timeout on rank 0 only, and takes ranks that are at different places for one.
-
-    Args:
-        purpose: What this rank is about to do, as in "rank 0 wants to ...".
-        timeout: How long to wait.
-        remedy: What to do instead.
-
-    Raises:
-        RuntimeError: When some rank did not come, or came to do something else.
-    """
-    ranks = dist.get_world_size()
-    if ranks == 1:
-        return
-    code = zlib.crc32(purpose.encode())
-    codes = torch.tensor([code, -code])
-    # a collective that is given up does not tell who is missing
-    store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
-    store.set(keys[dist.get_rank()], "")
-    try:
-        group = get_group("rendezvous", timeout)
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}"
-            f"{_name_missing_ranks(store, keys)}. {remedy}"
-        ) from error
-    store.delete_key(keys[dist.get_rank()])
-    if codes.tolist() != [code, -code]:
-        raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
@@ -167,15 +116,6 @@ def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
         dist.broadcast(message, src=0)
         for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
-    try:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:  # the rank that holds the store has ended
-        return ""
-    more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return f": ranks {missing[:16]}{more} did not" if missing else ""
 
 
 @cache

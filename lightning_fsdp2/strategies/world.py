@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_fsdp2.checkpoint.coordination import get_group
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -126,8 +127,8 @@ class WorldStrategy(ParallelStrategy):
         self.set_world_ranks()
         distributed.init_process_group(self.cluster_environment, self.config.backend, self.root_device, self._timeout)
         # for what must not touch the accelerator or mix with the step's collectives
-        self._control_group = distributed.get_group("control", self._timeout)
-        distributed.get_group("rendezvous", self._timeout)
+        self._control_group = get_group("control", self._timeout)
+        get_group("rendezvous", self._timeout)
         self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
 
     def _set_device_mesh(self, mesh: DeviceMesh) -> None:
