@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _LISTED_RANKS = 16
 
-_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
