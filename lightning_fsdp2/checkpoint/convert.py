@@ -7,7 +7,7 @@ from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import get_path
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
-from lightning_fsdp2.checkpoint.single_file import read_file, write_file
+from lightning_fsdp2.checkpoint.single_file import read_file, write_file_alone
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 from lightning_fsdp2.checkpoint.whole import read_descriptions
@@ -23,8 +23,8 @@ def consolidate_checkpoint(
 ) -> None:
     """Write a checkpoint directory as the single file that Lightning saves under strategies which do not shard.
 
-    It resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process, with host memory
-    for the whole checkpoint.
+    It resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process does it alone,
+    with host memory for the whole checkpoint; in a process group call it on one rank.
 
     Args:
         path: Of this package or of Lightning's ``ModelParallelStrategy``.
@@ -45,7 +45,7 @@ def consolidate_checkpoint(
         raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
     options = {"with_optimizers": with_optimizers, "verify": verify, "trust": trust_checkpoint}
     checkpoint = read_whole_checkpoint(path, **options)
-    write_file(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})
+    write_file_alone(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})
 
 
 def read_whole_checkpoint(

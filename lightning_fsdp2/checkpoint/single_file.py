@@ -50,7 +50,20 @@ def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGro
     Raises:
         Exception: On every rank, when it could not be written. What stood at ``path`` before still does.
     """
-    on_first_rank(lambda: _write(path, checkpoint), group)
+    on_first_rank(lambda: write_file_alone(path, checkpoint), group)
+
+
+def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
+    """:func:`write_file` on this process alone, whether there is a process group or not."""
+    draft = start_draft(path)
+    try:
+        check_free_space(path, sum(_get_sizes(checkpoint)))
+        with HashedFile(draft.path) as file:
+            save_plain(checkpoint, file)
+        draft.publish()
+    except BaseException:
+        draft.discard()
+        raise
 
 
 def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
@@ -92,18 +105,6 @@ def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
     tensors = ("state_dict", "optimizer_states")
     rest = copy.deepcopy({key: value for key, value in gathered.items() if key not in tensors})
     return {**gathered, **rest}
-
-
-def _write(path: AnyPath, checkpoint: dict[str, Any]) -> None:
-    draft = start_draft(path)
-    try:
-        check_free_space(path, sum(_get_sizes(checkpoint)))
-        with HashedFile(draft.path) as file:
-            save_plain(checkpoint, file)
-        draft.publish()
-    except BaseException:
-        draft.discard()
-        raise
 
 
 def _get_sizes(checkpoint: dict[str, Any]) -> list[int]:

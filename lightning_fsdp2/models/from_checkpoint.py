@@ -86,7 +86,7 @@ def load_from_checkpoint(
             raise
         raise ValueError(
             f"The checkpoint {str(path)!r} is not one of this {cls.__name__}: give the arguments that it was built with"
-            f" as keywords, or `strict=False` to load what fits. {error}"
+            f" as keywords, or `strict=False` to pass over keys that only one of them has. {error}"
         ) from error
     found = find_checkpoint(path, trust=is_trusted)
     descriptions = read_descriptions(found) if found.is_dir() else checkpoint.get(DESCRIPTIONS_KEY, [])

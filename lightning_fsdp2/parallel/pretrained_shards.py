@@ -40,24 +40,12 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         transformers' ``LoadStateDictInfo``.
     """
     keeper = _ShardKeeper(device)
-    sharded: dict[str, Any] = {
-        name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor)
-    }
-    empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
-    to_read, not_read, converters = dict(stored), set(), {}
-    for name, (targets, converter) in _get_targets(model, stored, config.weight_mapping).items():
-        if targets and empty.issuperset(targets):
-            del to_read[name]
-            not_read.update(targets)
-        elif converter is not None:
-            converters.update(dict.fromkeys(sharded.keys() & targets, converter))
+    to_read, not_read, converters = _sort(model, stored, config.weight_mapping)
     for name, converter in converters.items():
         keeper.read_before_sharding(model, name, converter)
     for name in not_read:
         module, key = _get_slot(model, name)
-        module._parameters[key] = _make_empty(sharded[name], device)
+        module._parameters[key] = _make_empty(module._parameters[key], device)
     config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
     hook = register_module_parameter_registration_hook(cast(Any, keeper))  # it may return a parameter
     try:
@@ -68,6 +56,25 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         keeper.restore()
     info.missing_keys.difference_update(not_read)
     return info
+
+
+def _sort(
+    model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
+) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """The stored tensors that this rank reads, names of parameters of which it has no part, and those that a conversion
+    makes, with it.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
+    empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
+    to_read, not_read, converters = dict(stored), set(), {}
+    for name, (targets, converter) in _get_targets(model, stored, conversions).items():
+        if targets and empty.issuperset(targets):
+            del to_read[name]
+            not_read.update(targets)
+        elif converter is not None:
+            converters.update(dict.fromkeys(sharded.keys() & targets, converter))
+    return to_read, not_read, converters
 
 
 @contextmanager

@@ -136,6 +136,17 @@ def test_a_file_is_replaced_once_the_new_one_is_complete(tmp_path: Path, monkeyp
     assert {entry.name for entry in tmp_path.iterdir()} == {"a.ckpt", "b.ckpt"}
 
 
+def test_one_rank_of_several_consolidates_alone(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "a.ckpt")
+
+    def run() -> None:
+        if torch.distributed.get_rank() == 1:
+            consolidate_checkpoint(source, tmp_path / "b.ckpt")
+
+    run_ranks(run, 2)
+    assert load_checkpoint(tmp_path / "b.ckpt", nn.Linear(64, 64)) == {"step": 3}
+
+
 def test_bad_paths_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "a.ckpt")
     consolidate_checkpoint(source, tmp_path / "file.ckpt")
