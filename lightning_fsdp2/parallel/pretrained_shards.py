@@ -61,9 +61,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """The stored tensors that this rank reads, names of parameters of which it has no part, and those that a conversion
-    makes, with it.
-    """
+    """Stored tensors that this rank reads, parameters that it has no part of, and conversions by what they make."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
