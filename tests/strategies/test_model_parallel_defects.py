@@ -358,6 +358,7 @@ class HasPath(ShardsItself):
         self.save_hyperparameters()
 
 
+@pytest.mark.filterwarnings("ignore:This run's checkpoints hold objects")
 def test_defect_2_weights_only_is_not_passed_on(tmp_path: Path) -> None:
     def run() -> None:
         def resume(strategy: Callable[[], Any], path: Path) -> None:
