@@ -20,7 +20,7 @@ from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM, dynamic_module_utils
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, export_hf, save_checkpoint
 from lightning_fsdp2._torch_compat import set_group_timeout
@@ -180,10 +180,9 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
 
 
 def test_a_published_generation_config_is_written_back_though_it_is_invalid(tmp_path: Path) -> None:
-    """A temperature without sampling, as on the hub; vanilla writes back what it has read."""
+    """A temperature without sampling, as on the hub; later versions of transformers write it back too."""
     make_llama().save_pretrained(tmp_path / "published")
     (tmp_path / "published" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
-    AutoModelForCausalLM.from_pretrained(tmp_path / "published").save_pretrained(tmp_path / "vanilla")
 
     def run() -> None:
         model = from_pretrained(tmp_path / "published", on_meta=False)
@@ -191,9 +190,11 @@ def test_a_published_generation_config_is_written_back_though_it_is_invalid(tmp_
         export_hf(model, tmp_path / "live")
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
 
+    def read(name: str) -> dict[str, Any]:
+        return {**GenerationConfig.from_pretrained(tmp_path / name).to_dict(), "transformers_version": None}
+
     run_ranks(run, 1, group=False)
-    for name in ("live", "offline"):
-        assert_same_folders(tmp_path / name, tmp_path / "vanilla")
+    assert read("live") == read("offline") == read("published")
 
 
 def test_a_wrong_tokenizer_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

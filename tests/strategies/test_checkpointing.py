@@ -246,6 +246,9 @@ class SomeStream(nullcontext[None]):
     def synchronize(self, *args: Any) -> None:
         pass
 
+    def is_available(self) -> bool:
+        return False
+
 
 CHANGED = r"changed in place between a save.*async_save=False"
 
