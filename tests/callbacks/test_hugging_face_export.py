@@ -195,6 +195,7 @@ def test_from_yaml(tmp_path: Path) -> None:
             "accelerator": "cpu",
             "devices": 1,
             "max_steps": 1,
+            "default_root_dir": str(tmp_path),
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,

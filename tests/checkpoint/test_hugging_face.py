@@ -98,7 +98,9 @@ def test_round_trip_through_shards_and_through_a_checkpoint(family: str, mesh: s
         for folder in (tmp_path / name for name in ("live", "offline", "offline-together")):
             assert len(list(folder.glob("*.safetensors"))) > 1
             assert_same_tensors(read_weights(folder), expected)
-            assert torch.equal(compute_logits(AutoModelForCausalLM.from_pretrained(folder)), compute_logits(source))
+            # the weights are equal to the bit; products may round otherwise where these lie otherwise in memory
+            logits = compute_logits(AutoModelForCausalLM.from_pretrained(folder))
+            torch.testing.assert_close(logits, compute_logits(source), rtol=1e-5, atol=1e-6)
 
     run_ranks(run, ranks)
     run_ranks(read_again, 1, group=False)
