@@ -332,6 +332,7 @@ def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: py
 # ---------------------------------------------------------------------- Lightning's own machinery
 
 
+@pytest.mark.filterwarnings(r"ignore:ModelCheckpoint\(save_last=True\) writes every checkpoint twice")
 @pytest.mark.parametrize(
     ("is_async", "save_last"),
     [
