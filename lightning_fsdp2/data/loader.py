@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
+
+_IGNORE_INDEX = -100  # the label that Hugging Face's losses and ours leave out
 
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
@@ -79,11 +82,43 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             self.sampler.set_epoch(self._epoch)
 
 
-def collate_sequences(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
+    """Add sequences without labels until ``num_replicas`` divides their number, so that nothing is evaluated twice.
+
+    They come first, each on another rank, where they share a batch with a sequence of the data set unless the batch has
+    only one: many a loss is NaN for a batch without a label.
+    """
+    missing = -len(dataset) % num_replicas  # type: ignore[arg-type]
+    if not missing:
+        return dataset
+    sequence = dataset[0]
+    filler = {**sequence, "labels": torch.full_like(sequence["input_ids"], _IGNORE_INDEX)}
+    return ConcatDataset([[filler] * missing, dataset])  # type: ignore[list-item]
+
+
+def collate_sequences(
+    sequences: list[dict[str, Tensor]], *, pad_to_multiple_of: int | None = None, pad_token_id: int = 0
+) -> dict[str, Tensor]:
     """Stack sequences to a batch for a Hugging Face causal model, which shifts the labels itself.
 
+    Args:
+        sequences: Each with ``input_ids`` and perhaps ``labels``, which are equal otherwise, and ``position_ids`` that
+            restart at each document. Tensors of shape [sequence_length].
+        pad_to_multiple_of: Pad at the end to a multiple of this length, without labels. Causal attention needs no mask
+            there.
+        pad_token_id: The token to pad with.
+
     Returns:
-        ``input_ids`` and ``labels``, equal int64 tensors of shape [batch, sequence_length].
+        ``input_ids``, ``labels`` and, if the sequences have them, ``position_ids``: int64 tensors of shape
+        [batch, sequence_length]. The first token of a document has no label: another document would predict it.
     """
-    input_ids = torch.stack([sequence["input_ids"] for sequence in sequences])
-    return {"input_ids": input_ids, "labels": input_ids.clone()}
+    batch = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0] if name != "labels"}
+    batch["labels"] = torch.stack([sequence.get("labels", sequence["input_ids"]) for sequence in sequences])
+    if "position_ids" in batch:
+        batch["labels"].masked_fill_(batch["position_ids"] == 0, _IGNORE_INDEX)
+    if pad_to_multiple_of is None:
+        return batch
+    padding = (0, -batch["input_ids"].size(1) % pad_to_multiple_of)
+    # position 0 throughout: each token of padding is a document by itself
+    values = {"input_ids": pad_token_id, "labels": _IGNORE_INDEX, "position_ids": 0}
+    return {name: F.pad(tensor, padding, value=values[name]) for name, tensor in batch.items()}

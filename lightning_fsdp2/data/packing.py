@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,6 +80,7 @@ def pack_documents(
     *,
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
+    with_position_ids: bool = False,
     split: str = "training",
     remedy: str = "use shorter sequences or more text",
 ) -> Dataset:
@@ -91,11 +93,13 @@ def pack_documents(
         documents: Any dataset with a column ``text``.
         tokenizer: It must have an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
         sequence_length: Tokens per sequence.
+        with_position_ids: Whether to say where documents begin.
         split: What to call the documents in an error.
         remedy: What the error advises.
 
     Returns:
-        A dataset whose rows are ``{"input_ids": int64 tensor of shape [sequence_length]}``.
+        A dataset whose rows are ``{"input_ids": int64 tensor of shape [sequence_length]}``, and of the same
+        dtype and shape ``"position_ids"``, which restart at 0 at each document, if asked for.
 
     Raises:
         ValueError: The documents hold fewer tokens than one sequence.
@@ -111,11 +115,12 @@ def pack_documents(
         features=Features({"input_ids": List(Value("int32"))}),
         desc="Tokenising",
     ).with_format("numpy")
+    columns = ("input_ids", "position_ids") if with_position_ids else ("input_ids",)
     sequences = tokens.map(
-        _Packer(sequence_length),
+        _Packer(sequence_length, columns),
         batched=True,
         batch_size=_DOCUMENTS_AT_ONCE,
-        features=Features({"input_ids": List(Value("int32"), length=sequence_length)}),
+        features=Features({column: List(Value("int32"), length=sequence_length) for column in columns}),
         desc="Packing",
     )
     if len(sequences) == 0:
@@ -138,12 +143,22 @@ def _tokenize(
 class _Packer:
     """Cuts the stream of all batches it is called with into sequences, by keeping the rest of one for the next."""
 
-    def __init__(self, sequence_length: int) -> None:
+    def __init__(self, sequence_length: int, columns: tuple[str, ...]) -> None:
         self.sequence_length = sequence_length
-        self.rest = np.empty(0, np.int32)
+        self.columns = columns
+        self.rests = dict.fromkeys(columns, np.empty(0, np.int32))
 
     def __call__(self, batch: dict[str, npt.NDArray[np.int32]]) -> dict[str, npt.NDArray[np.int32]]:
-        stream = np.concatenate([self.rest, *batch["input_ids"]])
+        documents = batch["input_ids"]
+        sequences = {"input_ids": self._cut("input_ids", documents)}
+        if "position_ids" in self.columns:
+            positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
+            # what a sequence begins with may be the rest of a document, which counts from 0 there as well
+            sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
+        return sequences
+
+    def _cut(self, column: str, documents: Iterable[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+        stream = np.concatenate([self.rests[column], *documents])
         end = len(stream) // self.sequence_length * self.sequence_length
-        self.rest = stream[end:]
-        return {"input_ids": stream[:end].reshape(-1, self.sequence_length)}
+        self.rests[column] = stream[end:]
+        return stream[:end].reshape(-1, self.sequence_length)

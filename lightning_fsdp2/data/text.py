@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningDataModule
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
-from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
+from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences, fill_up
 from lightning_fsdp2.data.packing import pack_documents, split_documents
 from lightning_fsdp2.data.sources import DEFAULT_SUFFIXES, find_files, load_documents
 
@@ -23,13 +23,15 @@ _DEFAULT_VALIDATION_FRACTION = 0.05
 class TextDataModule(LightningDataModule):
     """Text files to train a causal language model on: tokenised, packed, shuffled and resumable.
 
-    Every batch is ``{"input_ids", "labels"}``, two equal int64 tensors of shape [batch_size, sequence_length]: Hugging
-    Face models shift the labels themselves. Documents are joined to one stream, an end-of-text token behind each, and
-    the stream is cut into sequences; its last piece, shorter than a sequence, is dropped.
+    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length], equal where
+    there is a label: Hugging Face models shift the labels themselves. Documents are joined to one stream, an
+    end-of-text token behind each, and the stream is cut into sequences; its last piece, shorter than a sequence, is
+    dropped.
 
     Tokenising happens once, in ``prepare_data`` of one process per node; all others, and later runs, find the result in
-    the cache of the ``datasets`` library. A resumed run goes on at the next sample. The last validation batches repeat
-    samples where the ranks do not divide their number.
+    the cache of the ``datasets`` library. A resumed run goes on at the next sample. Where the ranks do not divide the
+    number of sequences to validate or test on, some begin with a sequence without labels (-100), so that each token
+    counts once. ``CausalLM`` takes whole batches of these, while ``model(**batch).loss`` of one is NaN.
 
     Args:
         path: A file, a directory, a glob, ``python-stdlib`` (the source of Python's own standard library), or a list of
@@ -41,6 +43,12 @@ class TextDataModule(LightningDataModule):
         tokenizer: A directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
         sequence_length: Tokens per sequence.
+        pad_to_multiple_of: Pad each sequence at its end, with end-of-text tokens and without labels, to a multiple of
+            this length: context and sequence parallelism need one of ``2 * cp_size * tp_size``.
+        separate_documents: Let no token see, or be predicted from, another document of its sequence: batches have
+            ``position_ids`` that restart at each one, and documents' first tokens have no label. It is for the model's
+            attention to go by them, and ``CausalLM`` refuses those that do not: outside of context parallelism, flash
+            attention does so at ``batch_size=1`` only.
         batch_size: Sequences per micro-batch of one data parallel rank.
         validation_fraction: The part of the documents of ``path`` to validate on, chosen by their content; of a lone
             document, its end. Default: 0.05, or 0 if there is a ``validation_path``.
@@ -58,7 +66,10 @@ class TextDataModule(LightningDataModule):
     """
 
     train_dataset: Dataset
-    """Set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``."""
+    """Set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``.
+
+    With ``separate_documents`` they have ``"position_ids"`` of that dtype and shape as well.
+    """
 
     validation_dataset: Dataset | None
     """Set by ``setup``, like ``train_dataset``; None without validation."""
@@ -74,6 +85,8 @@ class TextDataModule(LightningDataModule):
         suffixes: list[str] | None = None,
         tokenizer: str | None = None,
         sequence_length: int = 512,
+        pad_to_multiple_of: int | None = None,
+        separate_documents: bool = False,
         batch_size: int = 8,
         validation_fraction: float | None = None,
         validation_path: str | list[str] | None = None,
@@ -90,6 +103,8 @@ class TextDataModule(LightningDataModule):
         _check_minimum("sequence_length", sequence_length, 2, "each token is predicted from those before it")
         _check_minimum("batch_size", batch_size, 1, "a rank needs a sequence per micro-batch")
         _check_minimum("num_workers", num_workers, 0, "0 loads batches in the training process")
+        if pad_to_multiple_of is not None:
+            _check_minimum("pad_to_multiple_of", pad_to_multiple_of, 1, "leave it out for no padding")
         if max_documents is not None:
             _check_minimum("max_documents", max_documents, 1, "leave it out to use all documents")
         if not 0 <= validation_fraction < 1:
@@ -104,6 +119,8 @@ class TextDataModule(LightningDataModule):
             )
         self.text_column = text_column
         self.sequence_length = sequence_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.separate_documents = separate_documents
         self.batch_size = batch_size
         self.validation_fraction = validation_fraction
         self.shuffle = shuffle
@@ -189,7 +206,9 @@ class TextDataModule(LightningDataModule):
         return self.test_dataset
 
     def _build_evaluation_dataloader(self, dataset: Dataset) -> ResumableDataLoader:
-        return self._build_dataloader(dataset, ResumableSampler(dataset, *self._get_replicas_and_rank(), shuffle=False))
+        num_replicas, rank = self._get_replicas_and_rank()
+        filled = fill_up(dataset, num_replicas)
+        return self._build_dataloader(filled, ResumableSampler(filled, num_replicas, rank, shuffle=False))
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks that get different batches, and which of them this one is."""
@@ -206,7 +225,11 @@ class TextDataModule(LightningDataModule):
             sampler=sampler,
             drop_last=sampler.drop_last,
             num_workers=self.num_workers,
-            collate_fn=collate_sequences,
+            collate_fn=partial(
+                collate_sequences,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                pad_token_id=self.tokenizer.eos_token_id,
+            ),
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             # Each iterator draws a seed. From the global generator, a resumed run, which makes another number of them
             # than an uninterrupted one, would go on with other random numbers, in dropout for example.
@@ -240,7 +263,12 @@ class TextDataModule(LightningDataModule):
 
     def _pack(self, documents: Dataset, split: str, **options: str) -> Dataset:
         return pack_documents(
-            documents, tokenizer=self.tokenizer, sequence_length=self.sequence_length, split=split, **options
+            documents,
+            tokenizer=self.tokenizer,
+            sequence_length=self.sequence_length,
+            with_position_ids=self.separate_documents,
+            split=split,
+            **options,
         )
 
 

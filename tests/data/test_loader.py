@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DistributedSampler
 
-from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
+from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences, fill_up
 
 SAMPLES = 11
 
@@ -39,6 +39,34 @@ def test_batch_is_input_ids_and_a_copy_as_labels():
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2, 3], [4, 5, 6]]
     batch["labels"][0, 0] = -100
     assert batch["input_ids"][0, 0] == 1
+
+
+def test_batch_is_padded_at_the_end_without_labels():
+    sequences = [{"input_ids": torch.tensor([1, 2, 3, 4, 5])}, {"input_ids": torch.tensor([6, 7, 8, 9, 1])}]
+    batch = collate_sequences(sequences, pad_to_multiple_of=4, pad_token_id=99)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [6, 7, 8, 9, 1, 99, 99, 99]]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, -100, -100, -100], [6, 7, 8, 9, 1, -100, -100, -100]]
+    for multiple in (1, 5, None):
+        assert collate_sequences(sequences, pad_to_multiple_of=multiple)["labels"].shape == (2, 5)
+
+
+def test_first_tokens_of_documents_have_no_label_and_padding_belongs_to_none():
+    sequence = {"input_ids": torch.tensor([1, 2, 3, 4, 5]), "position_ids": torch.tensor([0, 1, 2, 0, 1])}
+    batch = collate_sequences([sequence], pad_to_multiple_of=4)
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert sequence["input_ids"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (6, 2), (7, 2), (7, 4), (1, 3), (9, 8)])
+def test_what_fills_up_the_ranks_has_no_labels_and_comes_first(samples, ranks):
+    dataset = [{"input_ids": torch.tensor([sample])} for sample in range(samples)]
+    filled = fill_up(dataset, ranks)
+    assert len(filled) % ranks == 0
+    missing = len(filled) - samples
+    assert 0 <= missing < ranks
+    labels = [collate_sequences([filled[index]])["labels"].item() for index in range(len(filled))]
+    assert labels == [-100] * missing + list(range(samples))
 
 
 def test_epochs_are_other_orders_of_all_full_batches_and_the_seed_decides_them():

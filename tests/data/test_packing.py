@@ -46,6 +46,32 @@ def test_rows_are_int64_tensors():
     assert torch.equal(sequences[:]["input_ids"], torch.tensor([[97, 98, 99], [100, 101, 102]]))
 
 
+@pytest.mark.parametrize(("at_once", "sequence_length"), [(1, 7), (3, 60), (1000, 2)])
+def test_position_ids_restart_at_documents_and_sequences(monkeypatch, at_once, sequence_length):
+    monkeypatch.setattr(packing, "_DOCUMENTS_AT_ONCE", at_once)
+    texts = ["a", "longer than a sequence of seven", "é漢", "x" * 25, "\n", "the end", "more", "z" * 31]
+    options = {"tokenizer": build_byte_tokenizer(), "sequence_length": sequence_length}
+    plain = pack_documents(dataset(texts), **options)
+    sequences = pack_documents(dataset(texts), with_position_ids=True, **options)
+    assert torch.equal(sequences[:]["input_ids"], plain[:]["input_ids"])
+    assert sequences[0]["position_ids"].dtype == torch.int64
+    for sequence in sequences:
+        expected = []
+        for index in range(sequence_length):
+            is_first = index == 0 or sequence["input_ids"][index - 1] == END
+            expected.append(0 if is_first else expected[-1] + 1)
+        assert sequence["position_ids"].tolist() == expected
+
+
+def test_a_document_may_begin_and_end_with_the_same_token():
+    tokenizer = build_byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", END)]
+    )
+    (sequence,) = pack_documents(dataset(["ab", "c"]), tokenizer=tokenizer, sequence_length=7, with_position_ids=True)
+    assert sequence["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
 def test_tokens_that_the_tokenizer_adds_stay_and_the_end_is_not_doubled():
     tokenizer = build_byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

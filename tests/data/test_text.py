@@ -2,11 +2,14 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
+from helpers.models import LLAMA, make_causal_lm
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,6 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_fsdp2 import CausalLM, FSDP2Strategy
 from lightning_fsdp2.data import TextDataModule, build_byte_tokenizer
 
 END = 256
@@ -77,6 +81,25 @@ def test_batch_is_two_equal_int64_tensors(build):
     for tensor in batch.values():
         assert tensor.dtype == torch.int64
         assert tensor.shape == (4, 16)
+
+
+def test_sequences_can_be_padded(build):
+    plain, padded = (build(pad_to_multiple_of=multiple, shuffle=False).train_dataloader() for multiple in (None, 12))
+    for batch, expected in zip(padded, plain, strict=True):
+        assert torch.equal(batch["input_ids"][:, :16], expected["input_ids"])
+        assert torch.equal(batch["labels"][:, :16], expected["labels"])
+        assert batch["input_ids"][:, 16:].tolist() == [[END] * 8] * 4
+        assert batch["labels"][:, 16:].tolist() == [[-100] * 8] * 4
+
+
+def test_documents_can_be_separate(build):
+    for batch in build(separate_documents=True, pad_to_multiple_of=3).train_dataloader():
+        assert set(batch) == {"input_ids", "labels", "position_ids"}
+        begins = torch.ones(4, 18, dtype=torch.bool)
+        begins[:, 1:] = batch["input_ids"][:, :-1] == END
+        assert torch.equal(batch["position_ids"][:, :16] == 0, begins[:, :16])
+        begins[:, 16:] = True
+        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(begins, -100))
 
 
 def test_shuffle_can_be_off(build):
@@ -160,8 +183,9 @@ def test_ranks_validate_as_many_batches_and_miss_no_sequence(build):
     loaders = [one.val_dataloader() for one in data]
     assert len(data[0].validation_dataset) % 3  # else there is nothing to pad
     assert len({len(rows(loader)) for loader in loaders}) == 1
-    read = set(itertools.chain(*map(rows, loaders)))
-    assert read == {tuple(row.tolist()) for row in data[0].validation_dataset["input_ids"]}
+    labels = [tuple(row) for loader in loaders for batch in loader for row in batch["labels"].tolist()]
+    with_labels = [row for row in labels if set(row) != {-100}]
+    assert sorted(with_labels) == sorted(tuple(row.tolist()) for row in data[0].validation_dataset["input_ids"])
 
 
 def test_python_stdlib(build):
@@ -179,12 +203,14 @@ def test_tokenizer_of_a_directory(build, tmp_path):
     assert build().vocab_size == 257
 
 
-def test_the_other_ranks_find_the_tokens_of_the_first(build, monkeypatch):
-    data = build(sequence_length=24)
+@pytest.mark.parametrize("separate_documents", [False, True])
+def test_the_other_ranks_find_the_tokens_of_the_first(build, monkeypatch, separate_documents):
+    options = {"sequence_length": 24, "separate_documents": separate_documents}
+    data = build(**options)
 
     def build_without_tokenising(**settings):
         monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", None)
-        data = build(sequence_length=24, **settings)
+        data = build(**options, **settings)
         return data.train_dataset._fingerprint, data.validation_dataset._fingerprint
 
     fingerprints = (data.train_dataset._fingerprint, data.validation_dataset._fingerprint)
@@ -244,11 +270,15 @@ def build_trainer(**settings):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_path, num_workers):
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 1}, {"separate_documents": True, "pad_to_multiple_of": 12}],
+    ids=["alone", "workers", "separate-and-padded"],
+)
+def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_path, options):
     def fit(ckpt_path=None, **settings):
         module = Recorder()
-        data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8, num_workers=num_workers)
+        data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8, **options)
         build_trainer(max_epochs=2, **settings).fit(module, data, ckpt_path=ckpt_path)
         return module, data
 
@@ -287,12 +317,134 @@ def test_fit_on_two_processes(corpus, cache):
     assert list(itertools.chain(*zip(first, second, strict=True))) == of_one
 
 
+MODEL = {**LLAMA, "vocab_size": 257, "eos_token_id": END}
+
+
+def sum_losses(model, pieces):
+    """Loss sum and number of predictions of token sequences, run one by one."""
+    total = tokens = 0
+    for piece in pieces:
+        input_ids = torch.tensor(piece)
+        logits = model(input_ids=input_ids[None]).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, input_ids[1:], reduction="sum").item()
+        tokens += len(piece) - 1
+    return total, tokens
+
+
+def copy_model(module):
+    model = make_causal_lm(MODEL)
+    model.load_state_dict(whole(module.model.state_dict()))
+    return model.requires_grad_(False)
+
+
+def check_evaluation(corpus, cache, folder, loss, cases):
+    """The logged loss of the first sequences of a file, on this rank's mesh and one by one."""
+    module = CausalLM(config=MODEL, loss=loss)
+    trainer = build_trainer(strategy=FSDP2Strategy(), devices=torch.distributed.get_world_size())
+    for sequences, batch_size in cases:
+        path = str(folder / f"{sequences}.txt")
+        data = TextDataModule(
+            path=corpus,
+            validation_path=path,
+            test_path=path,
+            cache_dir=cache,
+            sequence_length=16,
+            batch_size=batch_size,
+        )
+        validated = trainer.validate(module, data, verbose=False)[0]["val/loss"]
+        tested = trainer.test(module, data, verbose=False)[0]["test/loss"]
+        pieces = cut([Path(path).read_text()], 16)
+        assert len(pieces) == sequences
+        total, tokens = sum_losses(copy_model(module), pieces)
+        assert validated == tested == pytest.approx(total / tokens, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ranks", "loss", "cases"),
+    [
+        (2, "full", [(3, 1), (5, 2)]),  # (3, 1): a rank has a batch without a label
+        pytest.param(2, "chunked", [(3, 1), (4, 2)], marks=pytest.mark.slow),
+        pytest.param(3, "full", [(4, 1), (7, 2), (1, 2)], marks=pytest.mark.slow),
+        pytest.param(3, "chunked", [(4, 1), (1, 2)], marks=pytest.mark.slow),
+        pytest.param(1, "full", [(5, 2)], marks=pytest.mark.slow),
+    ],
+)
+def test_evaluation_counts_every_token_once_on_ranks_that_do_not_divide_the_sequences(
+    corpus, cache, tmp_path, ranks, loss, cases
+):
+    text = "".join(TEXTS)
+    for sequences, _ in cases:
+        (tmp_path / f"{sequences}.txt").write_text(text[: sequences * 16 + 3])
+    run_ranks(check_evaluation, ranks, corpus, cache, tmp_path, loss, cases)
+
+
+def split_at_ends(sequence):
+    """The documents of a sequence, each with its end."""
+    ends = [index + 1 for index, token in enumerate(sequence) if token == END]
+    borders = [0, *ends, len(sequence)]
+    return [sequence[a:b] for a, b in itertools.pairwise(borders) if a < b]
+
+
+def check_separate_documents(cache, folder, strategy):
+    """The logged losses of packed documents, on this rank's mesh and one by one."""
+    module = CausalLM(config=MODEL)
+    ranks = torch.distributed.get_world_size()
+    trainer = build_trainer(strategy=FSDP2Strategy(**strategy), devices=ranks, max_steps=1, log_every_n_steps=1)
+    data = TextDataModule(
+        path=str(folder),
+        validation_fraction=0.4,
+        cache_dir=cache,
+        sequence_length=30,
+        batch_size=2,
+        shuffle=False,
+        separate_documents=True,
+        pad_to_multiple_of=8,
+    )
+    validated = trainer.validate(module, data, verbose=False)[0]["val/loss"]
+    model = copy_model(module)
+    trainer.fit(module, data)
+    trained = trainer.callback_metrics["train/loss"].item()
+    batch = 2 * ranks // strategy.get("cp_size", 1)
+    for actual, dataset in ((validated, data.validation_dataset), (trained, data.train_dataset.select(range(batch)))):
+        pieces = [piece for row in dataset for piece in split_at_ends(row["input_ids"].tolist())]
+        assert len(pieces) > 2 * len(dataset)
+        total, tokens = sum_losses(model, pieces)
+        assert actual == pytest.approx(total / tokens, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, {"cp_size": 2}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"cp_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["cp2", "dp2", "dp2-cp2"],
+)
+def test_separate_documents_give_the_losses_of_the_documents_alone(cache, tmp_path, ranks, strategy):
+    for number in range(60):
+        (tmp_path / f"{number:02}.txt").write_text(f"{number} + {number**2}"[: 4 + number % 9])
+    run_ranks(check_separate_documents, ranks, cache, tmp_path, strategy)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_separate_documents_are_refused_by_a_model_that_does_not_look_for_them(build):
+    opt = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    module = CausalLM(config={**opt, "word_embed_proj_dim": 32, "vocab_size": 257})
+    with pytest.raises(ValueError, match="separate_documents=True is not possible for OPTForCausalLM"):
+        build_trainer(max_steps=1).fit(module, build(separate_documents=True))
+
+
 YAML = """
 class_path: lightning_fsdp2.data.TextDataModule
 init_args:
   path: [{corpus}/0*.txt, {more}]
   tokenizer: null
   sequence_length: 32
+  pad_to_multiple_of: 20
+  separate_documents: true
   batch_size: 2
   validation_fraction: 0.25
   suffixes: [.rst]
@@ -314,7 +466,10 @@ def test_yaml(corpus, cache, tmp_path):
     assert isinstance(data, TextDataModule)
     assert "text text" in data.tokenizer.decode(data.train_dataset[:]["input_ids"].flatten())
     assert data.train_dataloader().num_workers == 1
-    assert next(iter(data.train_dataloader()))["input_ids"].shape == (2, 32)
+    batch = next(iter(data.train_dataloader()))
+    assert {name: tensor.shape for name, tensor in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (2, 40)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -335,6 +490,7 @@ def test_lightning_cli(corpus, cache, tmp_path):
         ({"batch_size": 0}, "batch_size=0 is less than 1"),
         ({"num_workers": -1}, "num_workers=-1 is less than 0"),
         ({"max_documents": 0}, "max_documents=0 is less than 1"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 is less than 1"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 is not in \[0, 1\).* use 0.05"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0.1 is not in \[0, 1\)"),
         ({"validation_fraction": 0.1, "validation_path": "x"}, "both say what to validate on; leave one of them out"),
