@@ -46,6 +46,7 @@ from transformers import masking_utils
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, parallelizer
 from lightning_fsdp2.mesh import DP_CP, get_mesh
+from lightning_fsdp2.parallel import cp_attention
 from lightning_fsdp2.parallel.loss import apply_token_mean_
 
 SHARDED_PARAMETERS = "sharded parameters"
@@ -131,6 +132,7 @@ class Run:
     tp_size: int
     sequence_length: int
     batch_size: int = 1
+    cp_size: int = 1
 
     def __str__(self) -> str:
         tp = f" x tp {self.tp_size} + sequence parallel" if self.tp_size > 1 else ""
@@ -242,6 +244,11 @@ class MemoryTracker(TorchDispatchMode):
                 highest, peak, moment = total, current.copy(), index
         phase = [name for name, begin in self._phases.items() if begin <= moment][-1]
         return Peak(phase, {category: peak[category] for category in CATEGORIES})
+
+    def count(self, category: str, *, at: str) -> int:
+        """Bytes of a category when a phase begins."""
+        changes = self._changes[: self._phases[at]]
+        return sum(change for allocation, change in changes if allocation.category == category)
 
     def _observe(self, storage: torch.UntypedStorage) -> Allocation:
         # torch keeps one Python object per storage, alive as long as the storage is
@@ -382,8 +389,12 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with (
         # until here all is on the meta device; DeviceMesh reads the values of its own tensors, so they must be real
         patch.object(parallelizer, "materialize", materialize_fake),
+        # rank 0's random state, which nobody sends to the others
+        patch.object(dist, "broadcast_object_list"),
         # reads positions to find packed sequences, and takes fake ones for packed
         patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+        # reads what a mask lets some queries see; here it is a causal one
+        patch.object(cp_attention, "_get_window", return_value=None),
     ):
         yield mode
 
@@ -394,7 +405,7 @@ def build_step(run: Run, variant: Variant) -> Callable[[], MemoryTracker]:
     The first step makes the optimizer's state and fills the caches of DTensor; the second is one of many.
     """
     config = FSDP2Config(sequence_parallel=run.tp_size > 1, **variant.config)
-    mesh = create_device_mesh(config, tp_size=run.tp_size, device_type="cpu")
+    mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type="cpu")
     # `foreach` is what AdamW does by default on a GPU
     module = CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
     with torch.device("meta"):

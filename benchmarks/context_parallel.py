@@ -1,0 +1,267 @@
+"""Work, traffic, memory and time of a rank under context parallelism, beside the least that they could be.
+
+The first table is of a simulated mesh, as in ``memory.py``: layers of a Llama-3-8B train on one long sequence, by each
+rank in turn, and what is printed is the most that any of them has to do. FLOPs are those of the matrix products and of
+the attention kernels, where a causal call of n queries has n (n + 1) / 2 pairs of a query and a key. Bytes are what a
+rank sends for attention, as if each collective were a ring of its ranks. Activations are what waits for backward.
+
+The least is the work of all causal pairs, the products of one process and its activations, each over the number of
+ranks. What must move depends on the method: with ``allgather`` keys and values once forward, and their gradients once
+backward; with ``ulysses`` queries, keys, values and results once each way.
+
+The second table is of two real ranks over gloo, of one thread each, which train a small model with many heads; one of
+them alone, and both with each method, take turns.
+
+    python -m benchmarks.context_parallel
+"""
+# ruff: noqa: T201
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.memory import ACTIVATIONS, LLAMA_3_8B, Run, Variant, build_step, fake_tensors, run_forked
+from benchmarks.step_overhead import bootstrap
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+
+METHODS = ("allgather", "ulysses")
+ALONE = "one process"
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+ATTENTION_PRODUCTS = {ATTENTION: 2, f"{ATTENTION}_backward": 5}
+"""Matrix products of the kernels; backward computes the scores again."""
+
+EXCHANGES = {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
+"""The collectives of attention. FSDP's are none of the functional ones, those of norms and losses are all-reduces."""
+
+CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
+
+TOY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank does in a training step, or the least of it."""
+
+    attention_flops: float
+    """Of the attention kernels, forward and backward."""
+
+    product_flops: float
+    """Of all other matrix products."""
+
+    traffic: float
+    """Bytes that attention sends."""
+
+    activations: float
+    """Bytes that are kept from forward to backward."""
+
+
+class ShareCounter(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flops = self.product_flops = self.traffic = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor: its local tensors come by next
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func._schema.name.split("::")
+        if func._schema.name in ATTENTION_PRODUCTS:
+            names = (argument.name for argument in func._schema.arguments)
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            flops = count_attention_flops(given["query"], given["key"], is_causal=given.get("is_causal", False))
+            self.attention_flops += ATTENTION_PRODUCTS[func._schema.name] * flops
+        elif name in ("mm", "addmm", "bmm", "baddbmm"):
+            self.product_flops += 2 * args[-2].size(-1) * result.numel()
+        elif namespace == "_c10d_functional" and name in EXCHANGES:
+            whole, ranks = max(args[0], result, key=Tensor.numel), dist.get_world_size()
+            self.traffic += whole.numel() * whole.element_size() * (ranks - 1) // ranks
+        return result
+
+
+def count_attention_flops(query: Tensor, key: Tensor, *, is_causal: bool) -> int:
+    """Of one matrix product, such as that of the scores, over the pairs of a query and a key that see each other."""
+    batch, heads, queries, dim = query.shape
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * key.size(2)
+    return 2 * batch * heads * pairs * dim
+
+
+def simulate(run: Run, method: str, rank: int) -> Share:
+    """A step of one rank in a world of fake ranks and fake tensors; nothing is computed."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.ranks)
+    with fake_tensors() as mode:
+        step = build_step(run, Variant({"context_parallel_method": method}))
+        with mode:
+            step()
+            with ShareCounter() as counter:
+                tracker = step()
+    dist.destroy_process_group()
+    kept = tracker.count(ACTIVATIONS, at="backward")
+    return Share(counter.attention_flops, counter.product_flops, counter.traffic, kept)
+
+
+def make_run(model: dict[str, Any], length: int, cp_size: int) -> Run:
+    """One sequence for ``cp_size`` ranks, or for each of two: one rank alone would gather no parameters."""
+    return Run(model, max(2, cp_size), 1, length, cp_size=cp_size)
+
+
+def find_most(run: Run, method: str, worker: int = 0) -> Share:
+    """The most that any of the ranks of a sequence has to do, of each kind."""
+    shares = [astuple(simulate(run, method, rank)) for rank in range(run.cp_size)]
+    return Share(*(max(values) for values in zip(*shares, strict=True)))
+
+
+def compute_least(run: Run, method: str, alone: Share) -> Share:
+    """What the busiest rank has to do at least, where one process has to do what ``alone`` says."""
+    model, ranks, length = run.model, run.cp_size, run.sequence_length
+    heads, key_heads = model["num_attention_heads"], model["num_key_value_heads"]
+    width = model["num_hidden_layers"] * model["hidden_size"] // heads  # of one head in all layers
+    pairs = length * (length + 1) // 2
+    flops = 2 * sum(ATTENTION_PRODUCTS.values()) * heads * width * pairs
+    sent_heads = 2 * key_heads if method == "allgather" else 2 * (heads + key_heads) / ranks
+    traffic = 2 * sent_heads * width * length * torch.bfloat16.itemsize * (ranks - 1) / ranks
+    return Share(flops / ranks, alone.product_flops / ranks, traffic, alone.activations / ranks)
+
+
+def print_shares(args: argparse.Namespace) -> None:
+    """Print a row for one process, and for each number of ranks with each method."""
+    model = {**LLAMA_3_8B, "num_hidden_layers": args.layers}
+    print(f"{args.layers} layers of a Llama-3-8B, 1 x {args.simulated_length} tokens; the most of any rank:\n")
+    columns = ("attention TFLOP", "other products TFLOP", "attention sends GiB", "activations GiB")
+    print(f"| method | cp | {' | '.join(f'{column} | / least' for column in columns)} |")
+    print(f"|---|{'--:|' * (1 + 2 * len(columns))}")
+    alone = make_run(model, args.simulated_length, 1)
+    (whole,) = run_forked(partial(find_most, alone, "auto"), 1)
+    print_share(ALONE, 1, whole, compute_least(alone, "allgather", whole))
+    for method in METHODS:
+        for cp_size in args.cp_sizes:
+            run = make_run(model, args.simulated_length, cp_size)
+            (share,) = run_forked(partial(find_most, run, method), 1)
+            print_share(method, cp_size, share, compute_least(run, method, whole))
+
+
+def print_share(method: str, cp_size: int, share: Share, least: Share) -> None:
+    """Print a row."""
+    cells = []
+    for value, bound, unit in zip(astuple(share), astuple(least), (1e12, 1e12, 2**30, 2**30), strict=True):
+        cells += [f"{value / unit:.2f}", f"{value / bound:.3f}" if bound else "-"]
+    print(f"| {method} | {cp_size} | {' | '.join(cells)} |", flush=True)
+
+
+def measure_times(args: argparse.Namespace, folder: str, rank: int) -> dict[str, list[dict[str, float]]]:
+    """The seconds of each variant's steps by each clock, of the slower rank."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
+    models = {ALONE: make_toy(), **{method: shard(make_toy(), method) for method in METHODS}}
+    tokens = torch.randint(TOY["vocab_size"], (1, args.length), generator=torch.Generator().manual_seed(0))
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    losses: dict[str, Tensor] = {}
+    for _ in range(1 + args.rounds):
+        for name, model in models.items():
+            takes_part = name != ALONE or rank == 0
+            dist.barrier()
+            started = {clock: read() for clock, read in CLOCKS.items()}
+            if takes_part:
+                losses[name] = train_step(model, tokens)
+            seconds = torch.tensor([read() - started[clock] for clock, read in CLOCKS.items()]) * takes_part
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append(dict(zip(CLOCKS, seconds.tolist(), strict=True)))
+    for loss in losses.values():
+        torch.testing.assert_close(loss, losses[METHODS[0]], rtol=1e-5, atol=1e-5)
+    dist.barrier()  # a rank that ends before its peers would make them fail
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def train_step(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Forward and backward."""
+    model.zero_grad()
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def make_toy() -> LlamaForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TOY)).train()
+
+
+def shard(model: nn.Module, method: str) -> nn.Module:
+    """In float32, as the model alone."""
+    config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), context_parallel_method=method)
+    return FSDP2Manager(config, create_device_mesh(config, cp_size=dist.get_world_size())).parallelize(model)
+
+
+def print_times(times: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
+    """Print the medians, and the ratios to one process in the same round."""
+    parameters = sum(parameter.numel() for parameter in make_toy().parameters())
+    print(
+        f"\n{os.cpu_count()} CPU cores, 2 ranks of 1 thread, gloo; a Llama of {parameters / 1e6:.1f} million parameters"
+        f" and {TOY['num_attention_heads']} heads of {TOY['head_dim']} in float32, 1 x {args.length} tokens; forward"
+        f" and backward, {args.rounds} rounds.\n"
+    )
+    print("| method | clock | one process s | cp 2 s | of medians | median of pairs | 95 % interval |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for method in METHODS:
+        for clock in CLOCKS:
+            alone, split = ([seconds[clock] for seconds in times[name]] for name in (ALONE, method))
+            ratios = [own / whole for own, whole in zip(split, alone, strict=True)]
+            low, high = bootstrap(ratios)
+            cells = [f"{median(alone):.3f}", f"{median(split):.3f}", f"{median(split) / median(alone):.3f}"]
+            cells += [f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            print(f"| {method} | {clock} | {' | '.join(cells)} |")
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cp-sizes", type=int, nargs="+", default=[2, 4, 8], help="of the simulated meshes")
+    parser.add_argument("--layers", type=int, default=4, help="of the simulated model")
+    parser.add_argument("--simulated-length", type=int, default=32768, help="of the simulated sequence")
+    parser.add_argument("--length", type=int, default=4096, help="of the sequence that is timed")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate, measure and report."""
+    args = parse_args(arguments)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}\n")
+    print_shares(args)
+    with tempfile.TemporaryDirectory() as folder:
+        times, _ = run_forked(partial(measure_times, args, folder), 2)
+    print_times(times, args)
+
+
+if __name__ == "__main__":
+    main()
