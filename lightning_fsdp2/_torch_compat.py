@@ -138,6 +138,13 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
     return _wait(scatter(tensor.contiguous(), "sum", dim, group))
 
 
+def all_to_all_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send the n-th of ``tensor``'s rows (dim 0) to rank n of ``group``, and return what the ranks have sent."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return _wait(collectives.all_to_all_single(tensor.contiguous(), None, None, group))
+
+
 def _wait(tensor: Tensor) -> Tensor:
     """Wait for the result of a functional collective, once: when it is traced, it waits for itself.
 

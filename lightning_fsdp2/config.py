@@ -10,7 +10,7 @@ rule and the remedy. The docstring under a field is its help text on the command
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -59,7 +59,7 @@ class _Flags:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name. The copy is shallow: policy objects and plans are the config's own."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {flag.name: getattr(self, flag.name) for flag in fields(self)}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
         """Set a field of the frozen dataclass, to be used while it is being made."""
@@ -67,12 +67,12 @@ class _Flags:
 
     def _check_bools(self) -> None:
         """A string such as ``"false"`` would count as true wherever the flag is read."""
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.type is bool and not isinstance(value, bool):
-                raise TypeError(f"{field.name}={value!r} must be a bool; use True or False.")
-            if field.type == bool | None and not isinstance(value, bool | None):
-                raise TypeError(f"{field.name}={value!r} must be a bool or None; use True, False or None.")
+        for flag in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, flag.name)
+            if flag.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{flag.name}={value!r} must be a bool; use True or False.")
+            if flag.type == bool | None and not isinstance(value, bool | None):
+                raise TypeError(f"{flag.name}={value!r} must be a bool or None; use True, False or None.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,10 @@ class FSDP2Config(_Flags):
     """How attention sees the whole sequence under context parallel: "allgather" collects keys and values, "ulysses"
     exchanges heads for sequence, "auto" chooses by the model and the mesh."""
 
+    context_parallel_inputs: dict[str, int | None] = field(default_factory=dict)
+    """Further tensors that the model's forward is given under context parallel, by name, and the dim in which they have
+    a value per position: {span_ids: 1}. null leaves a tensor whole."""
+
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
     by the device type."""
@@ -177,6 +181,7 @@ class FSDP2Config(_Flags):
         _check_scope(self.activation_checkpointing_scope)
         _check_reshard_after_forward(self.reshard_after_forward)
         _check_word("context_parallel_method", self.context_parallel_method, get_args(ContextParallelMethod))
+        _check_context_parallel_inputs(self.context_parallel_inputs)
         _check_backend(self.backend)
         _check_backend_of_offload(self.backend, self.offload_policy)
         _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
@@ -404,6 +409,18 @@ def _check_depth(option: str, value: object) -> None:
         raise TypeError(f"{option}={value!r} must be an int; use the number of layers to prefetch, 0 for none.")
     if value < 0:
         raise ValueError(f"{option}={value} must not be negative; use 0 to prefetch nothing.")
+
+
+def _check_context_parallel_inputs(value: object) -> None:
+    option = "context_parallel_inputs"
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{option}={value!r} must be a mapping of names to dims; use for example {{'span_ids': 1}}.")
+    for name, dim in value.items():
+        if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
+            raise TypeError(
+                f"{option}[{name!r}]={dim!r} must map an argument's name to the dim of the sequence, an int; use None "
+                "for a tensor that has none."
+            )
 
 
 def _check_zero_dp_strategy(value: object) -> None:

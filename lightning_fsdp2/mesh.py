@@ -35,6 +35,8 @@ DATA_PARALLEL = "data_parallel"
 CONTEXT_PARALLEL = "context_parallel"
 TENSOR_PARALLEL = "tensor_parallel"
 CP_TP = "cp_tp"
+EXPERT_PARALLEL = "ep"
+"""Of a mesh made elsewhere: none of ours has it."""
 
 _MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
@@ -108,8 +110,9 @@ def get_mesh_sizes(
                 f' use dp_size="auto" or start {dp * cp * tp} processes.'
             )
     if dp % replicate != 0:
+        which = f"'auto' (one for each of {num_nodes} nodes)" if dp_replicate_size == "auto" else replicate
         raise ValueError(
-            f"dp_replicate_size={replicate} does not divide the data parallel size {dp} (world size {world_size} /"
+            f"dp_replicate_size={which} does not divide the data parallel size {dp} (world size {world_size} /"
             f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
         )
     return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
@@ -146,9 +149,9 @@ def create_device_mesh(
     Raises:
         ValueError: When a size is not allowed or the sizes do not multiply to the world.
     """
-    for name, size in (("ep_size", ep_size), ("pp_size", pp_size)):
+    for name, size, kind in (("ep_size", ep_size, "expert"), ("pp_size", pp_size, "pipeline")):
         if size not in (None, 0, 1):
-            raise ValueError(f"{name}={size} is not supported in this release; use {name}=1.")
+            raise ValueError(f"{name}={size}: {kind} parallelism is not supported in this release; use {name}=1.")
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -194,11 +197,11 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
     raise ValueError(f"The device mesh has no axis {' x '.join(map(repr, names))}; it has {known}.")
 
 
-def get_optional_tp_mesh(device_mesh: DeviceMesh, tp_mesh_name: str = TENSOR_PARALLEL) -> DeviceMesh | None:
-    """Return the tensor parallel axis, or None where there is none or it has one rank."""
+def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """Return the axis called ``name``, or None where there is none or it has one rank."""
     for view in get_views(device_mesh):
-        if tp_mesh_name in (view.mesh_dim_names or ()):
-            mesh = view[tp_mesh_name]
+        if name in (view.mesh_dim_names or ()):
+            mesh = view[name]
             return mesh if mesh.size() > 1 else None
     return None
 

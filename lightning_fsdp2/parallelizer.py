@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope
+from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope, ContextParallelMethod
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL,
     DP_CP,
     TENSOR_PARALLEL,
     get_fsdp_mesh,
-    get_optional_tp_mesh,
-    get_views,
+    get_optional_mesh,
 )
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
 from lightning_fsdp2.parallel.autocast import apply_autocast
 from lightning_fsdp2.parallel.compile import apply_compile
+from lightning_fsdp2.parallel.context_parallel import apply_context_parallel
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
@@ -54,6 +54,8 @@ def fsdp2_strategy_parallelize(
     dp_cp_mesh_name: str = DP_CP,
     *,
     activation_checkpointing_scope: ActivationCheckpointingScope = "all",
+    context_parallel_method: ContextParallelMethod = "auto",
+    context_parallel_inputs: Mapping[str, int | None] | None = None,
     autocast_dtype: torch.dtype | None = None,
     enable_async_tensor_parallel: bool = False,
     enable_compile: bool = False,
@@ -90,6 +92,9 @@ def fsdp2_strategy_parallelize(
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
         activation_checkpointing_scope: The parts of the model whose layers it applies to.
+        context_parallel_method: ``"allgather"`` or ``"ulysses"``; ``"auto"`` chooses by heads and ranks.
+        context_parallel_inputs: Further tensors of the models' forwards, and their dim of the sequence; None for those
+            that have none.
         autocast_dtype: None, or that of matrix products in :class:`torch.autocast`, which then decides on casts in
             place of the units; with a policy whose ``output_dtype`` is float32 the residual stream is float32.
         enable_async_tensor_parallel: Whether the compiled layers' collectives overlap their matrix products; needs
@@ -111,11 +116,11 @@ def fsdp2_strategy_parallelize(
         ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    _check_supported(device_mesh)
     _check_not_sharded(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
-    tp_mesh = get_optional_tp_mesh(device_mesh, tp_mesh_name)
+    tp_mesh = get_optional_mesh(device_mesh, tp_mesh_name)
+    cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
     ranks = fsdp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
     if ranks < device_mesh.size():
         raise ValueError(
@@ -141,6 +146,20 @@ def fsdp2_strategy_parallelize(
         )
     elif (tp_shard_plan or sequence_parallel or loss_parallel) and dist.get_rank() == 0:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
+    if cp_mesh is not None:
+        apply_context_parallel(
+            model,
+            cp_mesh.get_group(),
+            method=context_parallel_method,
+            inputs=context_parallel_inputs,
+            tp_size=tp_mesh.size() if tp_mesh is not None else 1,
+            sequence_parallel=sequence_parallel,
+            assumes_unpacked=patch_is_packed_sequence,
+        )
+    elif (context_parallel_method != "auto" or context_parallel_inputs) and dist.get_rank() == 0:
+        logger.warning(
+            "context_parallel_method and context_parallel_inputs have no effect with one context parallel rank."
+        )
     if activation_checkpointing:
         apply_activation_checkpointing(
             model,
@@ -301,15 +320,6 @@ def resolve_mp_policy(
             " no mixed precision; use bfloat16 or float32."
         )
     return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
-
-
-def _check_supported(device_mesh: DeviceMesh) -> None:
-    for view in get_views(device_mesh):
-        if CONTEXT_PARALLEL in (view.mesh_dim_names or ()) and view[CONTEXT_PARALLEL].size() > 1:
-            raise ValueError(
-                f"{CONTEXT_PARALLEL}={view[CONTEXT_PARALLEL].size()}: context parallelism is not in this version yet;"
-                " use 1."
-            )
 
 
 def _check_not_sharded(model: nn.Module) -> None:

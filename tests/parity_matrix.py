@@ -1,6 +1,6 @@
 """Compare every causal language model family that has a tensor parallel plan with one process, on every layout.
 
-Usage: python tests/parity_matrix.py [--families a,b] [--layouts "tp2;tp2+sp"] [--output docs/parity.md]
+Usage: python tests/parity_matrix.py [--families a,b] [--layouts "tp2;cp2" | --context] [--output docs/parity.md]
 """
 
 import argparse
@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from helpers.families import NOT_BUILT, get_families
-from helpers.family_parity import LAYOUTS, STEPS, get_optional_refusal, measure_parity
+from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, STEPS, get_optional_refusal, measure_parity
 from helpers.ranks import RankError
 from transformers.utils import logging
 
@@ -33,8 +33,9 @@ def main() -> int:
     failures = []
     reasons: dict[str, str] = {}
     start = time.monotonic()
+    layouts = arguments.layouts or list(CONTEXT_LAYOUTS if arguments.context else LAYOUTS)
     for family in arguments.families or get_families():
-        for layout in arguments.layouts or LAYOUTS:
+        for layout in layouts:
             try:
                 cells[family, layout] = f"{measure_parity(family, layout):.0e}"
             except RankError as error:
@@ -47,22 +48,24 @@ def main() -> int:
                 # a rank that died has left no error but its output
                 details = error if arguments.verbose or error.cause is None else ""
                 failures.append(f"{family}, {layout}: {error.cause!r}\n{details}")
-        row = [cells[family, layout] for layout in arguments.layouts or LAYOUTS]
+        row = [cells[family, layout] for layout in layouts]
         print(f"{time.monotonic() - start:6.0f} s  {family:24}", *row, flush=True)
     for failure in failures:
         print(failure)
     if arguments.output:
-        arguments.output.write_text(summarize(cells, reasons))
+        arguments.output.write_text(
+            summarize(cells, reasons, "Context parallel" if arguments.context else "Tensor and sequence parallel")
+        )
         print(f"wrote {arguments.output}")
     return int(bool(failures))
 
 
-def summarize(cells: dict[tuple[str, str], str], reasons: dict[str, str]) -> str:
+def summarize(cells: dict[tuple[str, str], str], reasons: dict[str, str], kind: str) -> str:
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     lines = [
-        "# Tensor and sequence parallel parity",
+        f"# {kind} parity",
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Written by"
         " tests/parity_matrix.py (`make parity`, `make parity-oldest`).",
@@ -90,7 +93,12 @@ def summarize(cells: dict[tuple[str, str], str], reasons: dict[str, str]) -> str
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", type=lambda text: text.split(","), help="model types; default: all")
-    parser.add_argument("--layouts", type=lambda text: text.split(";"), help=f"separated by ;  of {', '.join(LAYOUTS)}")
+    parser.add_argument(
+        "--layouts",
+        type=lambda text: text.split(";"),
+        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS])}; separated by ;",
+    )
+    parser.add_argument("--context", action="store_true", help="the layouts of context parallelism")
     parser.add_argument("--output", type=Path, help="the table, as Markdown")
     parser.add_argument("--verbose", action="store_true", help="print the tracebacks of failures")
     return parser.parse_args()

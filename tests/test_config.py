@@ -31,6 +31,7 @@ DEFAULTS = {
         "reshard_after_forward": None,
         "loss_parallel": False,
         "context_parallel_method": "auto",
+        "context_parallel_inputs": {},
         "backend": None,
         "enable_async_tensor_parallel": False,
         "enable_compile": False,
@@ -195,6 +196,7 @@ def test_offload_policy(given, held):
         {"reshard_after_forward": 8},
         {"context_parallel_method": "ulysses"},
         {"context_parallel_method": "allgather"},
+        {"context_parallel_inputs": {"span_ids": -1, "table": None}},
         {"backend": "nccl"},
         {"backend": "gloo"},
         {"backend": "cpu:gloo,cuda:nccl"},
@@ -244,6 +246,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "reshard_after_forward", 0, ValueError, "must be at least 1 as an int; use False"),
     (FSDP2Config, "reshard_after_forward", 1.5, TypeError, "must be a bool, an int or None."),
     (FSDP2Config, "context_parallel_method", "ring", ValueError, "is unknown; use 'auto', 'allgather' or 'ulysses'."),
+    (FSDP2Config, "context_parallel_inputs", ["spans"], TypeError, "must be a mapping of names to dims; use for exam"),
     (FSDP2Config, "backend", "ncl", ValueError, "has an unknown backend 'ncl'; use 'gloo', 'nccl'"),
     (
         MegatronFSDPConfig,
@@ -306,6 +309,11 @@ def test_errors_of_mappings_and_combinations(options, message):
     ("options", "message"),
     [
         ({"mp_policy": {"param_dtype": 16}}, "mp_policy.param_dtype=16 must be a floating point dtype"),
+        (
+            {"context_parallel_inputs": {"x": 1.0}},
+            "context_parallel_inputs['x']=1.0 must map an argument's name to the",
+        ),
+        ({"context_parallel_inputs": {"x": True}}, "context_parallel_inputs['x']=True must map an argument's name"),
         ({"tp_plan": {"q": 3}}, "tp_plan['q']=3 must map a module name to a style's name or a ParallelStyle."),
     ],
 )

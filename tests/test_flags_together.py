@@ -31,7 +31,10 @@ PREFETCH: dict[str, dict[str, Any]] = {
     "prefetch-3": {"fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1},
 }
 VALUES: OrderedDict[str, list[Any]] = OrderedDict(
-    mesh=["dp2", "dp4", "hsdp2x2", "tp2", "tp2+sp", "tp2+loss", "dp2xtp2+sp+loss", "hsdp2xtp2"],
+    mesh=[
+        *("dp2", "dp4", "hsdp2x2", "tp2", "tp2+sp", "tp2+loss", "dp2xtp2+sp+loss", "hsdp2xtp2"),
+        *("cp2", "cp2+ulysses", "cp2xtp2+sp+loss"),
+    ],
     activation_checkpointing=[False, "full", "selective"],
     precision=list(PRECISIONS),
     prefetch=list(PREFETCH),
@@ -56,7 +59,7 @@ def is_possible(values: list[Any]) -> bool:
 
 
 ROWS = [row._asdict() for row in AllPairs(VALUES, filter_func=is_possible)]
-FAST = (14, 15, 16, 22)
+FAST = (9, 12, 15, 20, 30)
 """Rows that every change runs: each value of every flag, but for some of the meshes."""
 
 

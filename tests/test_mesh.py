@@ -105,10 +105,16 @@ def test_sizes_of_eight_ranks(options: dict[str, Any], expected: tuple[int, ...]
             " use one of [1, 2, 3, 4, 6, 12].",
         ),
         (
+            16,
+            {"dp_replicate_size": 4, "cp_size": 4, "tp_size": 2},
+            "dp_replicate_size=4 does not divide the data parallel size 2 (world size 16 / (cp_size=4 x tp_size=2));"
+            " use one of [1, 2].",
+        ),
+        (
             4,
             {"dp_replicate_size": "auto", "num_nodes": 3},
-            "dp_replicate_size=3 does not divide the data parallel size 4 (world size 4 / (cp_size=1 x tp_size=1));"
-            " use one of [1, 2, 4].",
+            "dp_replicate_size='auto' (one for each of 3 nodes) does not divide the data parallel size 4 (world size 4"
+            " / (cp_size=1 x tp_size=1)); use one of [1, 2, 4].",
         ),
     ],
 )
@@ -145,8 +151,8 @@ def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (None, {"ep_size": 2}, "ep_size=2 is not supported in this release; use ep_size=1."),
-        (FSDP2Config(), {"pp_size": 4}, "pp_size=4 is not supported in this release; use pp_size=1."),
+        (None, {"ep_size": 2}, "ep_size=2: expert parallelism is not supported in this release; use ep_size=1."),
+        (FSDP2Config(), {"pp_size": 4}, "pp_size=4: pipeline parallelism is not supported in this .*; use pp_size=1."),
         (None, {"tp_size": 3}, "cp_size=1 x tp_size=3 = 3 does not divide the world size 4"),
         (DDPConfig(), {"tp_size": 2}, "tp_size=2, cp_size=1, dp_replicate_size=1: DDPConfig knows data parallelism"),
         (DDPConfig(), {"cp_size": 2}, "tp_size=1, cp_size=2, dp_replicate_size=1: DDPConfig knows data parallelism"),

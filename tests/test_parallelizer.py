@@ -213,20 +213,37 @@ def test_a_tensor_parallel_mesh_made_elsewhere_goes_by_the_names_given() -> None
     run_ranks(run, 2)
 
 
-def test_flags_of_tensor_parallelism_on_one_rank_are_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_parallel": True}, "have no effect with one tensor parallel rank"),
+        ({"context_parallel_method": "ulysses"}, "have no effect with one context parallel rank"),
+        ({"context_parallel_inputs": {"spans": 1}}, "have no effect with one context parallel rank"),
+    ],
+)
+def test_flags_of_one_rank_are_said_to_do_nothing(
+    options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def run() -> str:
-        fsdp2_strategy_parallelize(make_mlp(), create_device_mesh(device_type="cpu"), sequence_parallel=True)
+        fsdp2_strategy_parallelize(make_mlp(), create_device_mesh(device_type="cpu"), **options)
         return caplog.text
 
     (text,) = run_ranks(run, 1)
-    assert "have no effect with one tensor parallel rank" in text
+    assert message in text
 
 
-def test_context_parallel_meshes_are_refused() -> None:
+def test_context_parallel_ranks_share_the_shards_and_the_sequence_of_a_hugging_face_model() -> None:
     def run() -> None:
         ours = create_device_mesh(cp_size=2, device_type="cpu")
-        with pytest.raises(ValueError, match="context_parallel=2: context parallelism is not in this version yet"):
+        with pytest.raises(ValueError, match=r"cp_size=2 splits the sequences .* there is none in Sequential"):
             fsdp2_strategy_parallelize(make_mlp(), ours)
+        plain = make_causal_lm(LLAMA)
+        model = fsdp2_strategy_parallelize(copy.deepcopy(plain), ours, mp_policy=MixedPrecisionPolicy())
+        assert model.lm_head.weight.to_local().size(0) == pytest.approx(VOCABULARY / 2, abs=0.5)
+        (batch,) = make_token_batches(1, ragged=False)
+        output, expected = model(**batch), plain(**batch)
+        torch.testing.assert_close(output.loss, expected.loss)
+        assert output.logits.size(1) == expected.logits.size(1) // 2
 
     run_ranks(run, 2)
 

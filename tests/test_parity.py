@@ -28,9 +28,16 @@ SAMPLE = [
     ("tp2+sp", "32-true", "llama"),
     ("dp2xtp2+sp+loss", "bf16-mixed", "llama"),
     ("hsdp2xtp2", "32-true", "gpt2"),
+    ("cp2", "bf16-mixed", "llama"),
+    ("cp2+ulysses", "32-true", "gpt2"),
+    ("cp2xtp2+sp+loss", "32-true", "llama"),
 ]
-CELLS = [cell for cell in itertools.product(MESHES, PRECISIONS, MODELS) if "tp2" not in cell[0] or cell[2] != "plain"]
-"""A model of plain torch modules has no tensor parallel plan."""
+CELLS = [
+    (mesh, precision, model)
+    for mesh, precision, model in itertools.product(MESHES, PRECISIONS, MODELS)
+    if model != "plain" or not {"tp_size", "cp_size"} & MESHES[mesh][1].keys()
+]
+"""A model of plain torch modules has no tensor parallel plan, and sequences that nobody knows of."""
 
 
 COMBINATIONS = list(itertools.product((1, 3), (None, 0.1), (False, True), (False, True)))

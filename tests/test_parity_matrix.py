@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.families import FAMILIES, NOT_BUILT
-from helpers.family_parity import LAYOUTS, has_plan, measure_parity
+from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, has_plan, measure_parity
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SAMPLE = (
@@ -35,6 +35,15 @@ SAMPLE = (
     "doge",  # a dynamic mask of each rank's heads
     "inkling_text",  # an embedding with a norm
 )
+
+
+CONTEXT_SAMPLE = ("gemma3_text", "mixtral", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", CONTEXT_SAMPLE)
+def test_a_family_trains_as_in_one_process_on_parts_of_its_sequences(family: str) -> None:
+    layout = list(CONTEXT_LAYOUTS)[CONTEXT_SAMPLE.index(family)]
+    assert measure_parity(family, layout) < 1e-5
 
 
 @pytest.mark.parametrize("family", SAMPLE)

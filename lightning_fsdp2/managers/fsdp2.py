@@ -7,13 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import get_optional_tp_mesh
+from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
 from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
 from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
-
-_NOT_YET = ("context_parallel_method",)
-_DEFAULTS = FSDP2Config().to_dict()
 
 
 class FSDP2Manager:
@@ -23,10 +20,11 @@ class FSDP2Manager:
         config: The flags.
         device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
-        moe_mesh: Expert parallelism is not part of this release; anything but None is refused.
+        moe_mesh: The mesh of expert parallelism, which is not part of this release: None, or one whose axis ``"ep"``
+            has one rank. Experts are sharded over ``device_mesh``, as all parameters are.
 
     Raises:
-        ValueError: When a flag is set that this version does not support yet.
+        ValueError: When ``moe_mesh`` would divide the experts.
 
     Attributes:
         mp_policy: The policy in effect: the config's, or bfloat16 compute with float32 reduction and output.
@@ -39,8 +37,8 @@ class FSDP2Manager:
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
         if moe_mesh is not None:
-            raise ValueError("moe_mesh: expert parallelism is not supported in this release; pass None.")
-        check_supported(config)
+            _check_moe_mesh(moe_mesh)
+        self.moe_mesh = moe_mesh
         self.config = config
         self.device_mesh = device_mesh
         self.mp_policy = resolve_mp_policy(config.mp_policy)
@@ -61,6 +59,8 @@ class FSDP2Manager:
             activation_checkpointing=config.activation_checkpointing,
             activation_checkpointing_scope=config.activation_checkpointing_scope,
             autocast_dtype=config.autocast_dtype,
+            context_parallel_method=config.context_parallel_method,
+            context_parallel_inputs=config.context_parallel_inputs,
             enable_async_tensor_parallel=config.enable_async_tensor_parallel,
             enable_compile=config.enable_compile,
             loss_parallel=config.loss_parallel,
@@ -83,7 +83,7 @@ class FSDP2Manager:
         config = self.config
         if not config.enable_compile or is_compiled(model):
             return
-        tp_mesh = get_optional_tp_mesh(self.device_mesh)
+        tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)
         fusion = (
             build_collective_fusion(tp_mesh, sequence_parallel=config.sequence_parallel, enable_compile=True)
             if config.enable_async_tensor_parallel
@@ -92,13 +92,11 @@ class FSDP2Manager:
         apply_compile(model, tensor_parallel=tp_mesh is not None, fusion=fusion)
 
 
-def check_supported(config: FSDP2Config) -> None:
-    """Refuse flags that this version does not support yet.
-
-    Raises:
-        ValueError: The message names the flag.
-    """
-    for name in _NOT_YET:
-        value = getattr(config, name)
-        if value != _DEFAULTS[name]:
-            raise ValueError(f"FSDP2Config.{name}={value!r} is not supported in this version yet; leave it out.")
+def _check_moe_mesh(moe_mesh: DeviceMesh) -> None:
+    names = moe_mesh.mesh_dim_names or ()
+    ep_size = moe_mesh[EXPERT_PARALLEL].size() if EXPERT_PARALLEL in names else moe_mesh.size()
+    if ep_size > 1:
+        raise ValueError(
+            f"moe_mesh={moe_mesh} asks for ep_size={ep_size}: expert parallelism is not supported in this release; pass"
+            f" moe_mesh=None, or a mesh whose axis {EXPERT_PARALLEL!r} has size 1."
+        )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -19,6 +20,7 @@ from lightning_fsdp2.models.hugging_face import (
     get_optional_folder,
 )
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
+from lightning_fsdp2.parallel.context_parallel import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.gradients import get_total_norm
 from lightning_fsdp2.parallel.loss import (
     IGNORE_INDEX,
@@ -28,6 +30,7 @@ from lightning_fsdp2.parallel.loss import (
     shift_left,
     token_cross_entropy,
 )
+from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +70,8 @@ class CausalLM(LightningModule):
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
             ``loss`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run; in ``configure_model``
             when ``pretrained`` is quantised or ``loss="chunked"`` cannot be done for the model; once sharded, when the
-            files are not those of the model.
+            files are not those of the model; in its first step when its attention crosses documents that a data module
+            with ``separate_documents=True`` packs together.
         FileNotFoundError: When a ``pretrained`` directory holds no safetensors files.
     """
 
@@ -160,7 +164,11 @@ class CausalLM(LightningModule):
             )
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary]."""
+        """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary].
+
+        With context parallelism they are of this rank's positions:
+        :func:`~lightning_fsdp2.parallel.context_parallel.gather_sequence`.
+        """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
     # ------------------------------------------------------------------ steps
@@ -177,7 +185,8 @@ class CausalLM(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Score the sequences: the sum of their tokens' log-probabilities and the number of tokens. [batch] each."""
         losses, counts = self._compute_token_losses(batch)
-        return {"log_probability": -losses.sum(-1), "tokens": counts.sum(-1)}
+        sums = sum_over_positions(self.model, torch.stack([-losses.sum(-1).double(), counts.sum(-1).double()]))
+        return {"log_probability": sums[0].to(losses.dtype), "tokens": sums[1].long()}
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation_loss("val")
@@ -186,9 +195,12 @@ class CausalLM(LightningModule):
         self._log_evaluation_loss("test")
 
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss of every position, 0 where there is no label, and whether there is one. [batch, sequence] each."""
-        compute_logits = partial(self, **{name: value for name, value in batch.items() if name != "labels"})
-        labels = shift_left(batch.get("labels", batch["input_ids"]))
+        """Loss of every position, 0 where there is no label, and whether there is one. [batch, positions] each.
+
+        The positions are those of this rank.
+        """
+        compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
+        labels = shard_sequence(self.model, shift_left(batch.get("labels", batch["input_ids"])))
         if self.loss == "full":
             losses = token_cross_entropy(compute_logits(), labels)
         elif self._logits_tail is None:
@@ -200,6 +212,17 @@ class CausalLM(LightningModule):
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
 
+    def _compute_logits(self, **inputs: Tensor) -> Tensor:
+        with self._separate_documents(inputs):
+            return self(**inputs)
+
+    def _separate_documents(self, inputs: Batch) -> AbstractContextManager[None]:
+        # the data module knows on every rank, while not every batch has a border of documents in it
+        datamodule = getattr(self._trainer, "datamodule", None)
+        if not getattr(datamodule, "separate_documents", False) or get_optional_sharding(self.model) is not None:
+            return nullcontext()
+        return require_separate_documents(self.model, len(inputs["input_ids"]))
+
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)
         totals = torch.stack([losses.sum().double(), counts.sum().double()])
@@ -210,6 +233,7 @@ class CausalLM(LightningModule):
         if totals is None:
             return
         # host tensors, so that the progress bar need not wait for the device at every refresh
+        totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
         self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True, sync_dist=True)

@@ -63,19 +63,28 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together, each element counted once however many ranks hold a copy of it.
 
-    Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes.
+    Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes, and
+    one between replicas (HSDP).
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    copies: dict[dist.ProcessGroup, None] = {}
     device = None
     for parameter in parameters:
         if (gradient := parameter.grad) is None:
             continue
-        groups.setdefault(_sharding_groups(gradient), []).append(_to_local(gradient))
-        device = groups[_sharding_groups(gradient)][-1].device
+        spread, copied = _split_axes(gradient)
+        groups.setdefault(spread, []).append(_to_local(gradient))
+        copies.update(dict.fromkeys(copied))
+        device = groups[spread][-1].device
     if device is None:
         return torch.tensor(0.0)
     powers = [_reduce_power(_local_power(gradients, norm_type), key, norm_type) for key, gradients in groups.items()]
-    return _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
+    total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
+    for group in copies:
+        if not any(group in spread for spread in groups):
+            # replicas add up by themselves, in whichever order: clipped by norms an ulp apart they would part
+            dist.broadcast(total, group=group, group_src=0)
+    return total
 
 
 @torch.no_grad()
@@ -115,16 +124,16 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
         set_sync(True)
 
 
-def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which the elements of ``gradient`` are spread."""
+def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
+    """The process groups over which the elements of ``gradient`` are spread, and those that hold copies of them."""
     if not isinstance(gradient, DTensor):
-        return ()
+        return (), ()
     mesh = gradient.device_mesh
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(gradient.placements)
-        if not placement.is_replicate() and not placement.is_partial() and mesh.size(axis) > 1
-    )
+    axes = [
+        (mesh.get_group(axis), placement) for axis, placement in enumerate(gradient.placements) if mesh.size(axis) > 1
+    ]
+    spread = tuple(group for group, placement in axes if not placement.is_replicate() and not placement.is_partial())
+    return spread, tuple(group for group, placement in axes if placement.is_replicate())
 
 
 def _to_local(gradient: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Training without packed sequences need not look for them: transformers does, with a host sync per layer."""
+"""Packed sequences: training without them need not look for them, training with them must be sure that somebody does.
+
+transformers looks for position ids that restart, with a host sync per forward, and with flash attention per layer.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -9,8 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import assert_async
-from lightning_fsdp2.parallel.structure import is_hf_model
+from lightning_fsdp2.parallel.cp_attention import is_running_sharded
+from lightning_fsdp2.parallel.structure import get_class_name, is_hf_model
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
+
+_MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 
 
 @contextmanager
@@ -36,6 +42,59 @@ def assume_unpacked_sequences() -> Iterator[None]:
             setattr(module, name, function)
 
 
+@contextmanager
+def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
+    """Refuse a forward of ``model`` inside the block whose tokens may see other documents than their own.
+
+    Some of transformers' models do not hand their position ids to the functions that make masks.
+
+    Args:
+        model: A Hugging Face model that is not context parallel, whose attention separates documents by itself.
+        batch_size: Sequences that the forward is given.
+
+    Raises:
+        ValueError: The message names the model and the reason.
+    """
+    from transformers import masking_utils
+
+    reason = _get_optional_mixer(model, batch_size)
+    if reason is not None:
+        raise _make_separation_error(model, reason)
+    find, looks = masking_utils.find_packed_sequence_indices, []
+
+    def find_and_note(position_ids: Tensor) -> Tensor | None:
+        looks.append(position_ids.shape)
+        return find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_and_note
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+    if not looks:
+        raise _make_separation_error(model, "it makes its attention mask without regard to position_ids")
+
+
+def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
+    """What lets tokens of a sequence see each other whatever the mask says."""
+    config = model.config.get_text_config()
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
+    if other:
+        return f"it has layers of the type {' and '.join(other)}, which run through all of a sequence"
+    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
+        return "it has layers with a state that runs through all of a sequence"
+    if "flash" in config._attn_implementation and batch_size > 1:
+        return f"its {config._attn_implementation} separates documents at batch_size=1 only, not {batch_size}"
+    return None
+
+
+def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. Use another"
+        " attn_implementation or batch_size where that is the reason, or separate_documents=False."
+    )
+
+
 def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
     return answer
 
@@ -58,7 +117,8 @@ class _UnpackedSequences:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
         # of three dims they count in several directions, as for images
-        if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
+        # nor do those of a base model that is given the chunks of a context parallel rank
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
                 counts_on |= (mask[:, 1:] == 0) | (mask[:, :-1] == 0)

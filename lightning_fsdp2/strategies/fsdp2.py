@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
-from lightning_fsdp2.managers.fsdp2 import FSDP2Manager, check_supported
+from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh, get_mesh_sizes
+from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
@@ -46,7 +47,7 @@ class FSDP2Strategy(MeshStrategy):
         dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size`` leave.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Tensor parallel ranks: each holds a part of every layer, and all read the same batch.
-        cp_size: Context parallel ranks; more than 1 is not supported in this version yet.
+        cp_size: Context parallel ranks, which compute a part of each sequence.
         config: The flags of FSDP2.
         checkpoint: How checkpoints are written and read.
         timeout: Of collectives: after it a hang becomes an error.
@@ -74,8 +75,6 @@ class FSDP2Strategy(MeshStrategy):
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        if cp_size not in (None, 1):
-            raise ValueError(f"cp_size={cp_size!r} is not supported in this version yet; use cp_size=1.")
         for name, value, kind in (
             ("config", config, FSDP2Config),
             ("checkpoint", checkpoint, CheckpointConfig),
@@ -86,7 +85,6 @@ class FSDP2Strategy(MeshStrategy):
                     f"FSDP2Strategy({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...)."
                 )
         config = config or FSDP2Config()
-        check_supported(config)
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
@@ -113,10 +111,14 @@ class FSDP2Strategy(MeshStrategy):
             # not around the forwards alone: activation checkpointing computes layers again in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup(trainer)
+        activate_context_parallel(self.lightning_module)
 
     @override
     def teardown(self) -> None:
         self._patches.close()
+        if self.lightning_module is not None:
+            # whichever activated it: `setup`, or `parallelize` for a checkpoint that then could not be loaded
+            deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
     @contextmanager

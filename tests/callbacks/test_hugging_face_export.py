@@ -49,18 +49,19 @@ class Data(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2-tp2", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)]
+    "strategy", ["fsdp2-tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2-cp2", "ddp", "auto"))]
 )
 def test_the_model_is_that_of_the_last_step_and_of_its_checkpoint(strategy: str, tmp_path: Path) -> None:
     def train() -> dict[str, Tensor]:
         module = CausalLM(config=CONFIG)
         export = HuggingFaceExport(tmp_path / "out", max_shard_size="60KB")
-        chosen = FSDP2Strategy(tp_size=2) if strategy == "fsdp2-tp2" else strategy
+        sizes = {"fsdp2-tp2": {"tp_size": 2}, "fsdp2-cp2": {"cp_size": 2}}.get(strategy)
+        chosen = FSDP2Strategy(**sizes) if sizes else strategy
         trainer = make_trainer(chosen, export)
         tokenizer = build_byte_tokenizer()
         tokenizer.name_or_path = "some/tokenizer"
         trainer.fit(module, Data(tokenizer))
-        if strategy == "fsdp2-tp2":
+        if sizes:
             trainer.save_checkpoint(tmp_path / "last.ckpt")
         return whole(module.model.state_dict())
 
@@ -74,7 +75,8 @@ def test_the_model_is_that_of_the_last_step_and_of_its_checkpoint(strategy: str,
     assert actual.keys() == weights.keys()
     for name, tensor in actual.items():
         assert torch.equal(tensor, weights[name]), name
-    if strategy == "fsdp2-tp2":
+    assert "attn_implementation" not in (tmp_path / "out" / "config.json").read_text()
+    if strategy.startswith("fsdp2"):
         export_hf(tmp_path / "last.ckpt", tmp_path / "offline")
         offline = read_weights(tmp_path / "offline")
         assert offline.keys() == weights.keys()

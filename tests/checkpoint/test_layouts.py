@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers.layouts import LAYOUTS, SAVED_AT, Run, State, load_weights, train
 from helpers.ranks import run_ranks
+from torch import Tensor
 
 import lightning_fsdp2
 
-SAMPLE = [("theirs", "dp2-tp2-sp"), ("plain", "dp2"), ("hsdp2x2", "tp2")]
+SAMPLE = [("theirs", "dp2-tp2-sp"), ("plain", "dp2"), ("hsdp2x2", "tp2"), ("cp2", "dp2-cp2")]
 
 WEIGHTS_ONLY = ("plain", "theirs")
 """Lightning numbers the states of a single file as if the optimizer had one group of all parameters, and fails."""
@@ -56,7 +57,9 @@ def test_training_goes_on_from_the_checkpoint_of_any_layout(
     if reader == "plain" and path.is_dir():
         path = consolidate(path, tmp_path)
     actual = run(reader, lambda: train(reader, seed=1, optimize_unused=optimize_unused, resume=path))
-    assert_same_state(actual[0].states["start"], expected[0].states["saved"])
+    for rank in actual:
+        assert_same_state(rank.states["start"], expected[0].states["saved"])
+        assert_same_tensors(rank.states["end"].weights, actual[0].states["end"].weights)  # of replicas too
     is_same = reader == writer
     losses = get_losses(expected)[SAVED_AT:]
     assert get_losses(actual) == pytest.approx(losses, rel=0, abs=0 if is_same else 1e-6)
@@ -84,9 +87,13 @@ def assert_same_state(actual: State, expected: State) -> None:
     assert actual.step == expected.step == SAVED_AT
     assert actual.schedule == expected.schedule
     assert actual.groups == expected.groups
-    for own, others in ((actual.weights, expected.weights), (actual.optimizer, expected.optimizer)):
-        assert own.keys() == others.keys()
-        assert [name for name, tensor in own.items() if not torch.equal(tensor, others[name])] == []
+    assert_same_tensors(actual.weights, expected.weights)
+    assert_same_tensors(actual.optimizer, expected.optimizer)
+
+
+def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def get_losses(ranks: list[Run]) -> list[float]:

@@ -1,6 +1,7 @@
 """A run that dies goes on from its last checkpoint as if nothing had happened, to the last bit."""
 
 import os
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -16,13 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.checkpoint import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 
 STEPS = 8
 SAVE_EVERY = 2
 CONFIG = {**GPT2, "vocab_size": 257, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+CONTEXT_PARALLEL_CONFIG = {**CONFIG, "attn_pdrop": 0.0}
+"""Whose attention drops nothing; the rest draws numbers of each rank's own."""
 
 
 class KillAt(pl.Callback):
@@ -45,14 +48,17 @@ class PlansAhead(CausalLM):
         return super().configure_optimizers()
 
 
-def train(folder: Path, *, ckpt_path: str | None = None, callbacks: list[pl.Callback] | None = None) -> dict[str, Any]:
+def train(
+    folder: Path, *, ckpt_path: str | None = None, callbacks: list[pl.Callback] | None = None, **strategy: Any
+) -> dict[str, Any]:
     pl.seed_everything(1, workers=True, verbose=False)
-    module = PlansAhead(config=CONFIG, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1))
+    config = CONTEXT_PARALLEL_CONFIG if "cp_size" in strategy else CONFIG
+    module = PlansAhead(config=config, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1))
     data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.2)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(),
+        strategy=FSDP2Strategy(**strategy),
         max_steps=STEPS,
         accumulate_grad_batches=2,
         val_check_interval=3,
@@ -71,12 +77,16 @@ def train(folder: Path, *, ckpt_path: str | None = None, callbacks: list[pl.Call
     return {"weights": weights, "step": trainer.global_step, "epoch": trainer.current_epoch, "lr": lr}
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
+def write_text(folder: Path) -> Path:
     (folder / "text").mkdir()
     for index in range(12):
         (folder / "text" / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 3}{index}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = write_text(tmp_path_factory.mktemp("uninterrupted"))
     return folder, run_ranks(lambda: train(folder), 2)[0]
 
 
@@ -91,6 +101,24 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     with pytest.raises(RankError, match="died"):
         run_ranks(lambda: train(tmp_path, callbacks=[KillAt(step)]), 2)
     assert_same_end(tmp_path, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "async_save"),
+    [(2, True), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((2, False), (4, False), (4, True)))],
+)
+def test_a_killed_run_of_context_parallel_ranks_resumes_to_the_same_weights(
+    ranks: int, async_save: bool, tmp_path: Path
+) -> None:
+    """The ranks of a sequence go on with one position in the data, and with random numbers of their own."""
+    strategy = {"cp_size": 2, "checkpoint": CheckpointConfig(async_save=async_save)}
+    (tmp_path / "whole").mkdir()
+    folder = write_text(tmp_path)
+    (tmp_path / "whole" / "text").symlink_to(folder / "text")
+    expected = run_ranks(lambda: train(tmp_path / "whole", **strategy), ranks)[0]
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: train(folder, callbacks=[KillAt(5)], **strategy), ranks)
+    assert_same_end(folder, expected, ranks, **strategy)
 
 
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
@@ -116,8 +144,8 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 
-def assert_same_end(folder: Path, expected: dict[str, Any]) -> None:
-    for actual in run_ranks(lambda: train(folder, ckpt_path="last"), 2):
+def assert_same_end(folder: Path, expected: dict[str, Any], ranks: int = 2, **strategy: Any) -> None:
+    for actual in run_ranks(lambda: train(folder, ckpt_path="last", **strategy), ranks):
         assert actual["step"] == expected["step"] == STEPS
         assert actual["epoch"] == expected["epoch"]
         assert actual["lr"] == expected["lr"]
@@ -137,6 +165,41 @@ class Look(pl.Callback):
         if not hasattr(self, "numbers"):
             with torch.random.fork_rng(devices=[]):
                 self.numbers = torch.rand(4).tolist()
+
+
+class Read(Look):
+    """Keeps the batches that a rank reads too."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, index)
+        self.batches.append(batch["input_ids"].flatten().tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "sizes", "ranks"), [(2, {}, 2), (4, {"cp_size": 2}, 2), (2, {"cp_size": 2}, 4)])
+def test_context_parallel_ranks_go_on_in_the_data_where_half_as_many_ranks_would(
+    before: int, sizes: dict[str, int], ranks: int, tmp_path: Path
+) -> None:
+    folder, path = write_text(tmp_path), tmp_path / "a.ckpt"
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: train(folder, callbacks=[KillAt(5)], **sizes), before)
+    shutil.copytree(folder / "run" / "last.ckpt", path)
+
+    def resume(**strategy: Any) -> tuple[list[list[int]], list[float]]:
+        read = Read()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
+            train(folder, ckpt_path=str(path), callbacks=[read], **strategy)
+        return read.batches, read.numbers
+
+    expected = run_ranks(resume, ranks // 2)
+    actual = run_ranks(lambda: resume(cp_size=2), ranks)
+    assert all(len(batches) == 8 for batches, _ in expected), "four steps of two micro-batches are left"
+    assert [batches for batches, _ in actual] == [expected[rank // 2][0] for rank in range(ranks)]
+    assert [numbers for _, numbers in actual[::2]] == [numbers for _, numbers in actual[1::2]]
 
 
 def train_on(tp_size: int, steps: int, *, ckpt_path: Path | None = None, save: Path | None = None) -> dict[str, Any]:

@@ -22,16 +22,20 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2+sp": (2, {"tp_size": 2}, {"sequence_parallel": True}),
     "tp2+loss": (2, {"tp_size": 2}, {"loss_parallel": True}),
     "dp2xtp2+sp+loss": (4, {"tp_size": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+    "cp2": (2, {"cp_size": 2}, {"context_parallel_method": "allgather"}),
+    "cp2+ulysses": (2, {"cp_size": 2}, {"context_parallel_method": "ulysses"}),
+    "dp2xcp2": (4, {"cp_size": 2}, {}),
+    "cp2xtp2+sp+loss": (4, {"cp_size": 2, "tp_size": 2}, {"sequence_parallel": True, "loss_parallel": True}),
     "hsdp2xtp2": (4, {"tp_size": 2, "dp_replicate_size": 2}, {}),
 }
-"""Ranks, sizes, and the flags of tensor parallelism."""
+"""Ranks, sizes, and the flags of tensor and context parallelism."""
 
 
 def make_case(
     model: str, *, accumulate: int, clip: float | None, tied: bool, meta: bool, loss: str = "full", **options: Any
 ) -> Case:
     """Three steps of ``"llama"``, ``"gpt2"`` or ``"plain"``; ``options`` are fields of the case."""
-    batches = make_token_batches(3 * accumulate * 4)
+    batches = make_token_batches(3 * accumulate * 4, length=16)
     if model == "plain":
         make_model: Callable[[], nn.Module] = partial(PlainTransformer, tied=tied)
         make_module = partial(ScalarLossModule, make_model, plain_loss, meta=meta)

@@ -18,12 +18,14 @@ _KINDS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
     # _c10d_functional: what DTensor calls
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
     "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
 }
 _NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 

@@ -33,6 +33,8 @@ SEEDS = {"gemma4_text": 1, "hy_v4": 1, "inkling_text": 1}
 class Layout:
     dp: int = 1
     tp: int = 2
+    cp: int = 1
+    method: str = "auto"
     sequence_parallel: bool = False
     accumulate: int = 1
 
@@ -47,6 +49,13 @@ LAYOUTS = {
     "dp2 x tp2+sp, accumulate 2": Layout(dp=2, sequence_parallel=True, accumulate=2),
 }
 
+CONTEXT_LAYOUTS = {
+    "cp2": Layout(tp=1, cp=2, method="allgather"),
+    "cp2, ulysses": Layout(tp=1, cp=2, method="ulysses"),
+    "cp4": Layout(tp=1, cp=4, method="allgather"),
+    "cp2 x tp2+sp, accumulate 2": Layout(tp=2, cp=2, sequence_parallel=True, accumulate=2),
+}
+
 
 def measure_parity(family: str, layout: str) -> float:
     """Train ``family`` on a mesh and alone, and compare within the tolerances of DESIGN §5.
@@ -55,8 +64,8 @@ def measure_parity(family: str, layout: str) -> float:
         The largest difference of a gradient in the first step, relative to its parameter's largest gradient (for
         parameters whose gradients are all small: to 1 % of the model's largest one).
     """
-    shape = LAYOUTS[layout]
-    return run_ranks(_measure, shape.dp * shape.tp, family, shape)[0]
+    shape = {**LAYOUTS, **CONTEXT_LAYOUTS}[layout]
+    return run_ranks(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
 
 
 REFUSED = {"gemma4": "cannot be sharded", "inkling2_text": "sequence_parallel=True is not possible for"}
@@ -74,6 +83,8 @@ def has_plan(family: str) -> bool:
 def get_optional_refusal(family: str, error: RankError) -> str | None:
     """What the package says of a family that it refuses for a reason of the model's; None for a failure."""
     text = str(error.cause)
+    if isinstance(error.cause, ValueError) and text.startswith("cp_size="):
+        return text
     if isinstance(error.cause, NoPlanError) and not has_plan(family):
         return text
     return text if isinstance(error.cause, ValueError) and family in REFUSED and REFUSED[family] in text else None
@@ -114,8 +125,12 @@ def _train_alone(model: nn.Module, batches: list[Tensor]) -> Record:
 
 
 def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> Record:
-    config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), sequence_parallel=layout.sequence_parallel)
-    mesh = create_device_mesh(config, tp_size=layout.tp)
+    config = FSDP2Config(
+        mp_policy=MixedPrecisionPolicy(),
+        sequence_parallel=layout.sequence_parallel,
+        context_parallel_method=layout.method,
+    )
+    mesh = create_device_mesh(config, tp_size=layout.tp, cp_size=layout.cp)
     model = FSDP2Manager(config, mesh).parallelize(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
     record = Record(initial={})

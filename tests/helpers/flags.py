@@ -26,6 +26,7 @@ from helpers.dispatch import LiveBytes, Products
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel.chunked_loss import compute_chunked_token_losses, trace_logits_tail
+from lightning_fsdp2.parallel.context_parallel import shard_sequence
 from lightning_fsdp2.parallel.loss import shift_left, token_cross_entropy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
@@ -274,6 +275,37 @@ FLAGS = (
         ),
     ),
     Flag(
+        name="cp_size, context_parallel_method",
+        effect="See [context_parallel.md](context_parallel.md). Collectives, with those of FSDP2: keys and values of"
+        " a layer are gathered in forward and in backward, and their gradients sent back; or heads are exchanged"
+        " before and after attention, in forward and in backward.",
+        settings=(
+            Setting(
+                value="cp_size=2, allgather",
+                sizes={"cp_size": 2},
+                flags={"context_parallel_method": "allgather"},
+                figures={
+                    "rows of logits": POSITIONS // 2,
+                    "all-gathers": UNITS + LAYERS - 1 + 2 * LAYERS,
+                    "reduce-scatters": UNITS,
+                    "all-to-alls": LAYERS,
+                },
+            ),
+            Setting(
+                value="cp_size=2, ulysses",
+                is_slow=True,
+                sizes={"cp_size": 2},
+                flags={"context_parallel_method": "ulysses"},
+                figures={
+                    "rows of logits": POSITIONS // 2,
+                    "all-gathers": UNITS + LAYERS - 1,
+                    "reduce-scatters": UNITS,
+                    "all-to-alls": 4 * LAYERS,
+                },
+            ),
+        ),
+    ),
+    Flag(
         name="CausalLM(loss=)",
         effect="chunked: the logits exist for a chunk of positions at a time (1024; here 8 of 24).",
         settings=(
@@ -302,6 +334,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         "all-gathers": counter.collectives["all_gather"],
         "reduce-scatters": counter.collectives["reduce_scatter"],
         "all-reduces": counter.collectives["all_reduce"],
+        "all-to-alls": counter.collectives["all_to_all"],
         "all-gathers before the first layer": run.seen["gathered"],
         "attentions": counter.operations["aten::_scaled_dot_product_flash_attention_for_cpu"],
         "matrix products": counter.operations["aten::mm"],
@@ -354,7 +387,7 @@ class _Run:
 
     def compute_loss(self) -> Tensor:
         input_ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
-        labels = shift_left(input_ids)
+        labels = shard_sequence(self.model, shift_left(input_ids))
 
         def compute_logits() -> Tensor:
             logits = self.model(input_ids=input_ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Ten layouts that write and read checkpoints, and one training run that is the same on all of them."""
+"""Twelve layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
 import warnings
 from collections.abc import Callable
@@ -106,6 +106,8 @@ LAYOUTS = {
     "tp2": _fsdp2(2, tp_size=2),
     "dp2-tp2": _fsdp2(4, tp_size=2),
     "dp2-tp2-sp": _fsdp2(4, tp_size=2, sequence_parallel=True),
+    "cp2": _fsdp2(2, cp_size=2),
+    "dp2-cp2": _fsdp2(4, cp_size=2),
     "hsdp2x2": _fsdp2(4, dp_replicate_size=2),
     "theirs": Layout(2, partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1), ShardedModel),
 }

@@ -74,7 +74,9 @@ def check_parity(case: Case) -> None:
     """Train on this rank's mesh and alone, and compare; call it on every rank of ``run_ranks``."""
     actual = train_on_mesh(case)
     if torch.distributed.get_rank() == 0:
-        dp_size = torch.distributed.get_world_size() // case.strategy.get("tp_size", 1)
+        dp_size = torch.distributed.get_world_size() // (
+            case.strategy.get("tp_size", 1) * case.strategy.get("cp_size", 1)
+        )
         autocast_dtype = getattr(case.strategy.get("config"), "autocast_dtype", None)
         if case.precision == "32-true" and autocast_dtype is None:
             assert_equal_runs(actual, train_alone(case, actual.initial, dp_size))

@@ -1,6 +1,7 @@
 """The manager in a plain torch loop: which flags it takes, and that each of them reaches the model."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,12 +12,21 @@ from helpers.models import LLAMA, PlainTransformer, make_causal_lm, make_token_b
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
 
 FLOAT32 = MixedPrecisionPolicy()
+
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_hidden_layers": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
@@ -25,27 +35,33 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
     return FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("context_parallel_method", "ulysses"),
-    ],
-    ids=str,
-)
-def test_a_flag_that_is_not_supported_yet_is_refused_by_name_at_construction(flag: str, value: Any) -> None:
-    with pytest.raises(ValueError, match="is not supported in this version yet; leave it out") as raised:
-        FSDP2Manager(FSDP2Config(**{flag: value}), None)
-    assert str(raised.value).startswith(f"FSDP2Config.{flag}={value!r} ")
-
-
 def test_a_policy_for_float16_is_refused_at_construction() -> None:
     with pytest.raises(ValueError, match=r"mp_policy\.param_dtype=torch\.float16 is not supported"):
         FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy(torch.float16)), None)
 
 
-def test_a_mesh_for_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="moe_mesh: expert parallelism is not supported in this release; pass None"):
-        FSDP2Manager(FSDP2Config(), None, moe_mesh=object())
+def test_a_mesh_that_would_divide_experts_is_refused_and_one_that_would_not_changes_nothing() -> None:
+    def run() -> None:
+        config = FSDP2Config(mp_policy=FLOAT32)
+        device_mesh = create_device_mesh(config, device_type="cpu")
+        for shape, names in (((2,), ("ep",)), ((1, 2), ("ep_shard", "ep")), ((2,), ("experts",)), ((2,), None)):
+            moe_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            message = (
+                rf"^moe_mesh={re.escape(str(moe_mesh))} asks for ep_size=2: expert parallelism is not .* moe_mesh=None"
+            )
+            with pytest.raises(ValueError, match=message):
+                FSDP2Manager(config, device_mesh, moe_mesh=moe_mesh)
+        torch.manual_seed(0)
+        plain = make_causal_lm(MIXTRAL)
+        (batch,) = make_token_batches(1, ragged=False)
+        for moe_mesh in (None, init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))):
+            manager = FSDP2Manager(config, device_mesh, moe_mesh=moe_mesh)
+            assert manager.moe_mesh is moe_mesh
+            model = manager.parallelize(copy.deepcopy(plain))
+            assert {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()} == {("dp_shard_cp",)}
+            torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET
+from helpers.oracle import QUIET, make_config
 from helpers.ranks import run_ranks
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from lightning_fsdp2 import (
     CausalLM,
@@ -86,6 +88,57 @@ def test_a_model_that_was_sharded(config: dict[str, Any], tp_size: int, format: 
     logits = run_ranks(lambda: train(CausalLM(config=config), path, tp_size=tp_size, checkpoint=checkpoint), 2)[0]
     assert path.is_dir() == (format == "sharded")
     assert_loaded(load_from_checkpoint(CausalLM, path), logits)
+
+
+class FromConfig(pl.LightningModule):
+    """A user's own module, whose hyper-parameter is the config that its model holds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class SaveOnTheWay(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("format", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_config_in_the_hyperparameters_of_a_context_parallel_model(format: Any, tmp_path: Path) -> None:
+    """While it is trained the config names attention that nobody who loads it has."""
+    path = tmp_path / "a.ckpt"
+
+    def run() -> Tensor:
+        checkpoint = CheckpointConfig(format=format, trust_checkpoint=True)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=FSDP2Strategy(cp_size=2, checkpoint=checkpoint),
+            callbacks=[SaveOnTheWay(path)],
+            **{**QUIET, "max_steps": 2, "logger": CSVLogger(tmp_path, name="", version="")},
+        )
+        module = FromConfig(make_config(LLAMA))
+        trainer.fit(module, DataLoader(BATCHES, batch_size=None))
+        return get_logits(module)
+
+    logits = run_ranks(run, 2)[0]
+    module = load_from_checkpoint(FromConfig, path, trust_checkpoint=True)
+    assert module.model.config._attn_implementation == module.hparams["config"]._attn_implementation == "sdpa"
+    torch.testing.assert_close(get_logits(module), logits, rtol=1e-5, atol=1e-6)
+    assert "context_parallel" not in (tmp_path / "hparams.yaml").read_text()
 
 
 def test_the_files_that_training_began_with_are_not_read_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_fsdp2 import clip_grad_norm_, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
+from lightning_fsdp2.parallel import gradients as gradients_module
 from lightning_fsdp2.parallel.gradients import clip_grad_value_, get_total_norm, scale_gradients
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 
@@ -212,10 +213,31 @@ def test_a_norm_costs_one_all_reduce_per_layout_and_no_host_sync() -> None:
             parameters = Layout(name).make_parameters(make_gradients())
             with StepCounter() as counter:
                 clip_grad_norm_(parameters, 1.0)
-            assert counter.collectives == {"all_reduce": all_reduces}
+            between_replicas = {"broadcast": 1} if name == "replicas" else {}
+            assert counter.collectives == {"all_reduce": all_reduces, **between_replicas}
             assert counter.host_syncs == 0
 
     run_ranks(run, 4)
+
+
+def test_replicas_that_round_otherwise_clip_by_the_same_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their shards' norms are added up by collectives of their own, for which a backend may choose another order."""
+    reduce_power = gradients_module._reduce_power
+
+    def reduce_in_another_order(power: Tensor, *args: Any) -> Tensor:
+        power = reduce_power(power, *args)
+        return power if dist.get_rank() < 2 else power * (1 + 1e-6)
+
+    monkeypatch.setattr(gradients_module, "_reduce_power", reduce_in_another_order)
+
+    def run() -> tuple[float, list[Tensor]]:
+        parameters = Layout("replicas").make_parameters(make_gradients())
+        norm = clip_grad_norm_(parameters, 0.5)
+        return norm.item(), [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    (norm, first), _, (other_norm, second), _ = run_ranks(run, 4)
+    assert norm == other_norm
+    assert all(map(torch.equal, first, second))
 
 
 def test_an_unsynchronised_gradient_is_refused() -> None:

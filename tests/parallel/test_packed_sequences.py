@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.collectives import StepCounter
+from helpers.families import FAMILIES, make_family_model
 from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from transformers import AttentionInterface, masking_utils, modeling_flash_atten
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences, require_separate_documents
 
 CHECKS = (
     (masking_utils, "find_packed_sequence_indices"),
@@ -115,6 +116,56 @@ def test_positions_that_count_on_from_one_attended_token_to_the_next_are_not() -
         model(input_ids, attention_mask=padded, position_ids=torch.tensor([[1, 1, 1, 0, 1, 2]]))
 
     run_ranks(run, 1)
+
+
+MIXED = {
+    "qwen3_next": "Qwen3NextForCausalLM: it has layers of the type linear_attention",
+    "llama4_text": "chunked_attention",
+    "gpt_oss": "GptOssForCausalLM: it makes its attention mask without regard to position_ids",
+    "opt": "without regard to position_ids",
+    "bloom": "without regard to position_ids",
+}
+
+
+def check_separation(family: str) -> None:
+    """What the first document says changes nothing about the second one."""
+    torch.manual_seed(0)
+    model: Any = make_family_model(family).eval()
+    input_ids = torch.randint(3, 90, (2, 16))
+    other_ids = torch.cat([input_ids[:, :7] + 1, input_ids[:, 7:]], dim=1)
+    position_ids = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)
+    with require_separate_documents(model, 2):
+        first, other = (model(ids, position_ids=position_ids, use_cache=False).logits for ids in (input_ids, other_ids))
+    torch.testing.assert_close(first[:, 7:], other[:, 7:], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(first[:, :7], other[:, :7], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", *MIXED])
+def test_documents_are_separate_or_their_model_is_refused(family: str) -> None:
+    find = masking_utils.find_packed_sequence_indices
+    if family in MIXED:
+        with pytest.raises(ValueError, match=f"separate_documents=True is not possible for .*{MIXED[family]}"):
+            check_separation(family)
+    else:
+        check_separation(family)
+    assert masking_utils.find_packed_sequence_indices is find
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_of_every_family_are_separate_or_it_is_refused(family: str) -> None:
+    try:
+        check_separation(family)
+    except ValueError as error:
+        assert "separate_documents=True is not possible" in str(error)  # noqa: PT017 - most are not refused
+
+
+def test_flash_attention_separates_documents_of_a_single_sequence_only() -> None:
+    model = make_causal_lm(LLAMA)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    message = r"LlamaForCausalLM: its flash_attention_2 separates documents at batch_size=1 only, not 2"
+    with pytest.raises(ValueError, match=message), require_separate_documents(model, 2):
+        pass
 
 
 def use_patch_twice_and_fail() -> None:

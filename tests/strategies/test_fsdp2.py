@@ -5,7 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -186,6 +186,30 @@ def test_second_trainer_on_the_same_mesh_trains_the_same_module_on() -> None:
 
 def count_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("fails_to", [None, "load", pytest.param("train", marks=pytest.mark.slow)])
+def test_context_parallel_attention_is_that_of_a_stage(fails_to: str | None, tmp_path: Path) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def run() -> None:
+        before = set(AttentionInterface()), set(AttentionMaskInterface())
+        module = CausalLM(config=LLAMA)
+        batches = make_token_batches(4, ragged=False, length=14 if fails_to == "train" else 12)
+        path = tmp_path / "none.ckpt" if fails_to == "load" else None
+        errors = {
+            None: nullcontext(),
+            "load": pytest.raises(FileNotFoundError),
+            "train": pytest.raises(ValueError, match="14"),
+        }
+        for _ in range(2):
+            with errors[fails_to]:
+                make_trainer(FSDP2Strategy(cp_size=2)).fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)
+            assert module.model.config._attn_implementation == "sdpa"
+            assert (set(AttentionInterface()), set(AttentionMaskInterface())) == before
+            assert module(batches[0]["input_ids"]).shape[1] == batches[0]["input_ids"].shape[1], "whole sequences"
+
+    run_ranks(run, WORLD)
 
 
 def test_trainers_of_one_process_share_their_process_groups() -> None:
@@ -1238,6 +1262,11 @@ SIZES = {
         {"dp_replicate_size": 3},
         r"dp_replicate_size=3 does not divide .* 2 .* use one of \[1, 2\]",
     ),
+    "cp_size=3": ({"cp_size": 3}, r"cp_size=3 x tp_size=1 = 3 does not divide the world size 2; .* start 3 processes"),
+    "dp_replicate_size=2": (
+        {"dp_replicate_size": 2, "cp_size": 2},
+        r"dp_replicate_size=2 does not divide the data parallel size 1 .*cp_size=2 x tp_size=1\)\); use one of \[1\]",
+    ),
     "dp_replicate_size=0": ({"dp_replicate_size": 0}, r"dp_replicate_size=0 is not a number of ranks"),
 }
 
@@ -1250,27 +1279,6 @@ def test_sizes_that_do_not_divide_the_world_are_refused_before_a_process_group_e
             assert not dist.is_initialized()
 
     run_ranks(run, WORLD, group=False)
-
-
-def name_of_option(options: dict[str, Any]) -> str:
-    """The first option, or field of a config, that is not at its default."""
-    ((name, value),) = options.items()
-    if name not in ("config", "checkpoint"):
-        return name
-    default = type(value)().to_dict()
-    return next(field for field, own in value.to_dict().items() if own != default[field])
-
-
-NOT_SUPPORTED = [
-    {"config": FSDP2Config(context_parallel_method="ulysses")},
-    {"cp_size": 2},
-]
-
-
-@pytest.mark.parametrize("options", NOT_SUPPORTED, ids=name_of_option)
-def test_options_that_this_version_lacks_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{name_of_option(options)}\b.* is not supported in this version"):
-        FSDP2Strategy(**options)
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_name() -> None:

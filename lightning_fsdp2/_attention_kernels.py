@@ -1,0 +1,126 @@
+"""The fused attention of each device, with the logarithm of its softmax's denominator.
+
+``torch.nn.functional.scaled_dot_product_attention`` calls the same operations, but keeps that logarithm to itself
+(torch 2.11 to 2.15), and without it results over parts of the keys cannot be merged. They are private; torch's own
+ring attention calls them too.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+
+_ALIGNMENT = 8
+"""Elements by which CUDA kernels want dims of heads and rows of masks to be divisible."""
+
+_LARGEST_FLASH_HEAD = 256
+
+_NORMALIZER_ALIGNMENT = 32
+"""Queries by which CUDA's memory-efficient kernel wants the logarithms of denominators to be divisible."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention and the logarithm of the denominator of its softmax, the *normalizer*.
+
+    Args:
+        query: [batch, heads, queries, dim].
+        key: [batch, heads, keys, dim].
+        value: [batch, heads, keys, value dim].
+        is_causal: Whether the n-th query sees the first n keys alone; there are as many of both.
+        mask: [1 or batch, 1, queries, keys], bool, with a key for every query. None for all keys.
+        scale: Of the scores.
+
+    Returns:
+        [batch, heads, queries, value dim] and [batch, heads, queries], float32.
+    """
+    size = value.size(-1)
+    query, key, value = _pad_heads(query, key, value)
+    bias = _make_bias(mask, query, key)
+    if query.device.type == "cpu":
+        output, normalizer = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    elif _has_flash(query, bias):
+        output, normalizer, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+    else:
+        output, normalizer, *_ = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, is_causal, scale=scale
+        )
+    return output[..., :size], normalizer[..., : query.size(2)]
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    *,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values for the ``gradient`` of the output.
+
+    Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
+    """
+    sizes = query.size(-1), key.size(-1), value.size(-1)
+    query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
+    bias = _make_bias(mask, query, key)
+    inputs = (gradient, query, key, value)
+    if query.device.type == "cpu":
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, output, normalizer, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    elif _has_flash(query, bias):
+        # without dropout there is no random state; lengths are given for packed batches only
+        no_random = torch.empty(0, dtype=torch.uint64, device=query.device)
+        counts = (None, None, query.size(2), key.size(2))
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            *inputs, output, normalizer.contiguous(), *counts, 0.0, is_causal, no_random, no_random, scale=scale
+        )
+    else:
+        # this kernel takes no stride of the output, and reads it position by position
+        output = output.transpose(1, 2).contiguous().transpose(1, 2)
+        padded = F.pad(normalizer, (0, -normalizer.size(-1) % _NORMALIZER_ALIGNMENT)).contiguous()
+        no_random = torch.zeros((), dtype=torch.int64)
+        *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            *inputs, bias, output, padded, no_random, no_random, 0.0, [True, True, True, False], is_causal, scale=scale
+        )
+    return tuple(part[..., :size] for part, size in zip(gradients, sizes, strict=True))
+
+
+def _has_flash(query: Tensor, bias: Tensor | None) -> bool:
+    return (
+        bias is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.size(-1) <= _LARGEST_FLASH_HEAD
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _pad_heads(*tensors: Tensor) -> list[Tensor]:
+    """Give all of them the largest one's dim: columns of zeros change no score, and no value but those added."""
+    alignment = 1 if tensors[0].device.type == "cpu" else _ALIGNMENT
+    size = max(tensor.size(-1) for tensor in tensors)
+    size += -size % alignment
+    return [F.pad(tensor, (0, size - tensor.size(-1))) if tensor.size(-1) < size else tensor for tensor in tensors]
+
+
+def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What the kernels add to the scores, in the dtype of the queries."""
+    if mask is None:
+        return None
+    shape = (query.size(0), query.size(1), query.size(2), key.size(2))
+    # a row of the memory that a kernel reads begins at a multiple of the alignment
+    memory = query.new_zeros(*mask.shape[:-1], shape[-1] + -shape[-1] % _ALIGNMENT)
+    bias = memory[..., : shape[-1]].masked_fill_(~mask, -torch.inf)
+    return bias if query.device.type == "cpu" else bias.expand(shape)
