@@ -95,9 +95,9 @@ class ShardedForward:
 
     def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
         """Run the model's own forward; the first time, see that every layer that runs attends to the other ranks."""
-        ran: list[nn.Module] = []
-        layers = [] if self._is_checked else self._get_layers()
-        hooks = [layer.register_forward_hook(lambda layer, *_: ran.append(layer)) for layer in layers]
+        ran: set[nn.Module] = set()
+        lists = [] if self._is_checked else self._get_layer_lists()
+        hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
         try:
             output = forward(**local)
         except (AttributeError, TypeError) as error:
@@ -107,19 +107,21 @@ class ShardedForward:
         finally:
             for hook in hooks:
                 hook.remove()
-        for layer in ran:
-            if attended.isdisjoint(layer.modules()):
+        for layers in lists:
+            deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
+            # a list of which none attends may be one of projections, if there is another
+            if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
-                    f"has a layer, {get_class_name(layer)}, that calls no attention function of transformers: it would"
-                    " see this rank's part of the sequence alone"
+                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers: it"
+                    " would see this rank's part of the sequence alone"
                 )
         self._is_checked = True
         return output
 
-    def _get_layers(self) -> list[nn.Module]:
-        layers = [layer for layers in get_layer_lists(self.model) for layer in layers]
+    def _get_layer_lists(self) -> list[list[nn.Module]]:
+        lists = get_layer_lists(self.model)
         # what compiled code calls cannot be followed
-        return [] if any(layer._compiled_call_impl is not None for layer in layers) else layers
+        return [] if any(layer._compiled_call_impl is not None for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
         """Refuse what cannot be said of a part of a sequence."""

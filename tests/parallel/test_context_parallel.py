@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from helpers.families import make_family_config, make_family_model
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
-from helpers.oracle import assert_equal_gradients
+from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import to_whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.context_parallel import (
@@ -27,6 +27,14 @@ from lightning_fsdp2.parallel.context_parallel import (
 from lightning_fsdp2.parallel.loss import shift_left, token_cross_entropy
 
 LENGTH = 16
+ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 METHODS = ("allgather", "ulysses")
 
 
@@ -311,6 +319,47 @@ def test_two_models_do_not_disturb_each_other() -> None:
     run_ranks(run, 2)
 
 
+def test_two_models_of_one_config_object() -> None:
+    def run() -> None:
+        first = make_model()
+        pair = Pair()
+        pair.teacher, pair.student = first, type(first)(first.config).train()
+        pair = shard(pair)
+        deactivate_context_parallel(pair.teacher)
+        teacher, student = pair(make_batch())
+        assert (teacher.size(1), student.size(1)) == (LENGTH, LENGTH // 2)
+        deactivate_context_parallel(pair.student)
+        assert pair(make_batch())[1].size(1) == LENGTH
+        assert first.config._attn_implementation == "sdpa"
+
+    run_ranks(run, 2)
+
+
+class Register(nn.Module):
+    """In place of attention: it attends to one more position, which is no one's."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+        hidden_states = torch.cat([hidden_states[:, :1], hidden_states], 1)
+        position_embeddings = tuple(torch.cat([part[:, :1], part], 1) for part in position_embeddings)
+        output, weights = self.attention(hidden_states, position_embeddings=position_embeddings, **kwargs)
+        return output[:, 1:], weights
+
+
+def make_registering() -> nn.Module:
+    model = make_model()
+    model.model.layers[0].self_attn = Register(model.model.layers[0].self_attn)
+    return model
+
+
+def make_roberta() -> nn.Module:
+    config = make_config({"model_type": "roberta", **ENCODER, "vocab_size": VOCABULARY, "is_decoder": True})
+    return AutoModelForCausalLM.from_config(config).train()
+
+
 @pytest.mark.parametrize(
     ("make_arguments", "message"),
     [
@@ -373,9 +422,11 @@ def make_recurrent() -> nn.Module:
             lambda model: model(**make_batch()),
             "has a layer, LlamaDecoderLayer, that calls no attention",
         ),
+        (make_registering, lambda model: model(**make_batch()), "attends from 9 to 9 positions"),
+        (make_roberta, lambda model: model(**make_batch()), "give position_ids"),
         (partial(make_model, "doge"), lambda model: model(**make_batch()), "works on its attention mask"),
     ],
-    ids=["no-shift-labels", "recurrence", "mask-of-its-own"],
+    ids=["no-shift-labels", "recurrence", "register", "positions", "mask-of-its-own"],
 )
 def test_models_that_turn_out_unfit_are_refused_in_the_first_forward(
     make: Callable[[], nn.Module], call: Callable[[nn.Module], Any], message: str
