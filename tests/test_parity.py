@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import MESHES, make_case
-from helpers.models import make_token_batches
+from helpers.models import ENCODER, make_token_batches
 from helpers.oracle import Case, ScalarLossModule, check_parity, hf_loss
 from helpers.ranks import run_ranks
 from torch import nn
@@ -106,16 +106,6 @@ def make_bert() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(BertConfig(**ENCODER, vocab_size=101)), make_token_batches(6, ragged=False)
-
-
-ENCODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 
 
 @pytest.mark.parametrize("make", [make_vit, make_t5, make_bert], ids=["vit-classification", "t5", "bert"])

@@ -68,8 +68,8 @@ def _get_optional_reason(model: Any) -> str | None:
     if get_embedding_and_head(model)[1] is None and model.base_model is not model:
         return "it has no head that makes logits of each position, such as a language model's"
     for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
-        if getattr(config, name, None):
-            return f"its config has {name}={getattr(config, name)}, which context parallel attention does not have"
+        if value := getattr(config, name, None):
+            return f"its config has {name}={value}, which context parallel attention does not have (0 or None would do)"
     if getattr(config, "layerdrop", None):
-        return f"its config has layerdrop={config.layerdrop}, and ranks would leave out different layers"
+        return f"its config has layerdrop={config.layerdrop}, and ranks would leave out different layers (0 would do)"
     return None

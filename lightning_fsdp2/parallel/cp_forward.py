@@ -26,7 +26,7 @@ from lightning_fsdp2.parallel.tp_random import LayerRandom, draws_random_numbers
 
 _REFUSED = {
     "past_key_values": "keys from before this sequence (a prefix)",
-    "use_cache": "but computes this rank's positions, which are no cache; leave it out, or use `generate`",
+    "use_cache": "but computes this rank's positions, which are no cache (`generate` works)",
     "output_attentions": "which are of the whole sequence and never made",
     "start_positions": "which are places in the whole sequence",
     "end_positions": "which are places in the whole sequence",
@@ -127,7 +127,7 @@ class ShardedForward:
         """Refuse what cannot be said of a part of a sequence."""
         for name, reason in _REFUSED.items():
             if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
-                raise self._make_error(f"was given {name}, {reason}")
+                raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
         images = [name for name in given if name.startswith(_NOT_TEXT)]
         if images:
             raise self._make_error(
@@ -138,9 +138,14 @@ class ShardedForward:
             raise self._make_error(
                 "was given logits_to_keep, which counts positions of the whole sequence; leave it out"
             )
-        if "position_ids" in given:  # they say the same, and attention here goes by them
-            for name in _PACKED:
-                given.pop(name, None)
+        packed = [name for name in _PACKED if name in given]
+        if packed and "position_ids" not in given:
+            raise self._make_error(
+                f"was given {packed[0]}, but attention here goes by position_ids; give those, restarting at each"
+                " document"
+            )
+        for name in packed:
+            del given[name]
 
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Take the mask out of the arguments; number the documents, which do not see each other, and find the padding.

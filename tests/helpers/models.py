@@ -36,6 +36,15 @@ GPT2: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
 
 def make_causal_lm(config: dict[str, Any]) -> nn.Module:
     return AutoModelForCausalLM.from_config(make_config(config), attn_implementation="sdpa").train()

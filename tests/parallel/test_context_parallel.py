@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.families import make_family_config, make_family_model
-from helpers.models import LLAMA, VOCABULARY, make_causal_lm
+from helpers.models import ENCODER, LLAMA, VOCABULARY, make_causal_lm
 from helpers.oracle import assert_equal_gradients, make_config
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import to_whole
@@ -27,14 +27,6 @@ from lightning_fsdp2.parallel.context_parallel import (
 from lightning_fsdp2.parallel.loss import shift_left, token_cross_entropy
 
 LENGTH = 16
-ENCODER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 METHODS = ("allgather", "ulysses")
 
 
@@ -369,11 +361,23 @@ def make_roberta() -> nn.Module:
         (lambda: {**make_batch(), "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
         (lambda: {**make_batch(), "past_key_values": DynamicCache()}, "was given past_key_values"),
         (lambda: {**make_batch(), "output_attentions": True}, "was given output_attentions"),
+        (lambda: {**make_batch(), "cu_seq_lens_q": torch.tensor([0, 16])}, "goes by position_ids"),
         (lambda: {**make_batch(), "logits_to_keep": 1}, "logits_to_keep"),
         (lambda: {"input_ids": make_batch()["input_ids"], "labels": torch.ones(2, 5)}, "labels of shape"),
         (lambda: {"labels": make_batch()["labels"]}, "without input_ids"),
     ],
-    ids=["length", "mask", "image", "unknown-tensor", "prefix", "attentions", "logits-to-keep", "labels", "no-inputs"],
+    ids=[
+        "length",
+        "mask",
+        "image",
+        "unknown-tensor",
+        "prefix",
+        "attentions",
+        "lengths",
+        "logits-to-keep",
+        "labels",
+        "no-inputs",
+    ],
 )
 def test_arguments_that_cannot_be_sharded_are_refused(make_arguments: Callable[[], Any], message: str) -> None:
     def run() -> None:
