@@ -50,7 +50,9 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
 		-c .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
-	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint $(ARGS)
+	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint \
+		tests/test_attention_kernels.py tests/strategies/test_context_parallel.py \
+		tests/strategies/test_hybrid_sharding.py $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

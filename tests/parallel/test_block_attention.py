@@ -1,9 +1,12 @@
 """Attention block by block: against one softmax over all keys, and no work that a mask throws away."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.devices import NEEDS_GPU
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -64,7 +67,7 @@ def get_visible(pattern: Pattern) -> Tensor:
 
 def get_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     torch.manual_seed(1)
-    return list(torch.autograd.grad(output, inputs, torch.randn(output.shape).to(output.dtype)))
+    return list(torch.autograd.grad(output, inputs, torch.randn(output.shape).to(output)))
 
 
 def get_error(actual: list[Tensor], expected: list[Tensor]) -> float:
@@ -76,16 +79,37 @@ def get_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_one_process_computes_one_softmax(pattern: str, heads: str, with_sinks: bool) -> None:
+    run_ranks(check_one_softmax, 1, pattern, heads, with_sinks, group=False)
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=NEEDS_GPU) for dtype in (torch.float32, torch.bfloat16)], ids=str
+)
+def test_gpus_compute_one_softmax(dtype: torch.dtype) -> None:
     def run() -> None:
-        inputs = make_inputs(heads, with_sinks=with_sinks)
-        chunks = (Chunk(0, 12), Chunk(12, LENGTH - 12))
-        sinks = inputs[3] if with_sinks else None
-        output = block_attention(*inputs[:3], chunks=chunks, pattern=PATTERNS[pattern], scale=SCALE, sinks=sinks)
-        expected = attend_at_once(PATTERNS[pattern], *inputs)
-        error = get_error([output, *get_gradients(output, inputs)], [expected, *get_gradients(expected, inputs)])
-        assert error < 3e-6
+        for pattern, heads, with_sinks in itertools.product(PATTERNS, HEADS, (False, True)):
+            check_one_softmax(pattern, heads, with_sinks, "cuda", dtype)
 
     run_ranks(run, 1, group=False)
+
+
+def check_one_softmax(
+    pattern: str, heads: str, with_sinks: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
+    inputs = [
+        tensor.detach().to(device).requires_grad_() for tensor in make_inputs(heads, with_sinks=with_sinks, dtype=dtype)
+    ]
+    exact = [tensor.detach().float().cpu().requires_grad_() for tensor in inputs]
+    expected = attend_at_once(PATTERNS[pattern], *exact)
+    seen = PATTERNS[pattern]
+    if seen.documents is not None:
+        seen = replace(seen, documents=seen.documents.to(device))
+    chunks = (Chunk(0, 12), Chunk(12, LENGTH - 12))
+    sinks = inputs[3] if with_sinks else None
+    output = block_attention(*inputs[:3], chunks=chunks, pattern=seen, scale=SCALE, sinks=sinks)
+    actual = [tensor.float().cpu() for tensor in (output, *get_gradients(output, inputs))]
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    assert get_error(actual, [expected, *get_gradients(expected, exact)]) < tolerance
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

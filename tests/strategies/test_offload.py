@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.devices import NEEDS_GPU
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
@@ -13,17 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 
-ACCELERATORS = [
-    "cpu",
-    pytest.param(
-        "gpu",
-        marks=[
-            pytest.mark.gpu,
-            # not `is_available`, which ranks that are forked later could not use CUDA after
-            pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device"),
-        ],
-    ),
-]
+ACCELERATORS = ["cpu", pytest.param("gpu", marks=NEEDS_GPU)]
 
 
 class Watched(CausalLM):
