@@ -49,6 +49,16 @@ class SequenceMask:
     method: Method
     group: dist.ProcessGroup
 
+    def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
+        """Take all of it; Gemma 4 asks for the last ``logits_to_keep`` queries, and 0 are all.
+
+        Raises:
+            TypeError: When asked for a part.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TypeError(f"{type(self).__name__} has no part {index}")
+        return self
+
 
 @dataclass(frozen=True)
 class _Forward:
