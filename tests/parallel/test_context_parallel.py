@@ -14,7 +14,13 @@ from helpers.ranks import run_ranks
 from helpers.tensor_parallel import to_whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    Qwen2VLConfig,
+)
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.context_parallel import (
@@ -52,7 +58,7 @@ def make_batch(size: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
 
 
 def get_gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: to_whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    return {name: to_whole(p.grad).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def compare_with_one_process(
@@ -170,6 +176,35 @@ def test_packed_documents_give_the_losses_of_the_documents_alone(method: str) ->
         compare_with_one_process(make_model, method, packed)
 
     run_ranks(run, 2)
+
+
+def make_vision_language_model() -> nn.Module:
+    torch.manual_seed(0)
+    text = {
+        **LLAMA,
+        "model_type": "qwen2_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    }
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+    model = AutoModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
+    model.model.visual.requires_grad_(False)
+    return model.train()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_of_models_whose_positions_are_places_in_images(method: str) -> None:
+    """The text's position ids, before the three of a place, say where documents begin."""
+    text = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([5, 11], [9, 7])])
+    positions = torch.stack([text, text, text // 2, text // 3])
+    packed = {**make_batch(), "position_ids": positions, "use_cache": False}
+    run_ranks(lambda: compare_with_one_process(make_vision_language_model, method, packed), 2)
+
+    def refuse() -> None:
+        model = shard(make_vision_language_model(), method)
+        with pytest.raises(ValueError, match=r"position_ids of shape \[4, batch, sequence\] only"):
+            model(**{**packed, "position_ids": text})
+
+    run_ranks(refuse, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
