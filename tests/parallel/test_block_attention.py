@@ -156,6 +156,21 @@ def test_bfloat16_is_as_exact_as_one_softmax_in_bfloat16() -> None:
     run_ranks(run, 1, group=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_code_has_the_same_gradients(dtype: torch.dtype) -> None:
+    def attend(*inputs: Tensor) -> Tensor:
+        return block_attention(*inputs[:3], chunks=(Chunk(0, 12), Chunk(12, 36)), pattern=Pattern(), scale=SCALE)
+
+    def run() -> None:
+        inputs = make_inputs("grouped", with_sinks=False, dtype=dtype)
+        output = attend(*inputs)
+        compiled = torch.compile(attend, backend="aot_eager")(*inputs)
+        expected = [output, *get_gradients(output, inputs)]
+        assert get_error([compiled, *get_gradients(compiled, inputs)], expected) < 1e-6
+
+    run_ranks(run, 1, group=False)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_scores_its_share_of_the_causal_pairs_and_no_more(
     ranks: int, monkeypatch: pytest.MonkeyPatch
