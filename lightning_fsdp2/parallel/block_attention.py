@@ -138,8 +138,8 @@ class _BlockAttention(torch.autograd.Function):
             output[:, :, rows] *= (normalizer[:, :, rows] - total).exp_().unsqueeze(-1)
             output[:, :, rows] += part * (part_normalizer - total).exp_().unsqueeze(-1)
             normalizer[:, :, rows] = total
-        # a copy also where the dtype is the same: torch 2.11 gives compiled code no gradient for what a forward changes in
-        # place (https://github.com/pytorch/pytorch/issues/180642)
+        # a copy where the dtype is the same too: compiled by torch 2.11, what a forward has changed in place gets no
+        # gradient (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.chunks, ctx.pattern, ctx.scale, ctx.group = chunks, pattern, scale, group
