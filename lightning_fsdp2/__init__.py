@@ -18,12 +18,12 @@ from lightning_fsdp2.config import (
     MegatronFSDPConfig,
 )
 from lightning_fsdp2.data import TextDataModule
-from lightning_fsdp2.managers import FSDP2Manager
+from lightning_fsdp2.managers import DDPManager, FSDP2Manager
 from lightning_fsdp2.mesh import create_device_mesh
 from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
-from lightning_fsdp2.strategies import FSDP2Strategy
+from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,8 @@ __all__ = [
     "CausalLM",
     "CheckpointConfig",
     "DDPConfig",
+    "DDPManager",
+    "DDPStrategy",
     "DistributedConfig",
     "FSDP2Config",
     "FSDP2Manager",

@@ -1,5 +1,6 @@
 """Every private torch name this package touches, in one place, with the reason and what would let it go."""
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
+from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
 
@@ -34,6 +36,13 @@ tree_map_only: Any = _pytree.tree_map_only
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
 """The same for everything, with the keys on the way to it."""
+
+
+def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:
+    """Wrap ``module`` in DDP, whose ``broadcast_buffers`` has another name and a warning in torch 2.13 and 2.15."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    options["forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"] = broadcast_buffers
+    return DistributedDataParallel(module, **options)
 
 
 def has_own_loading(module: nn.Module) -> bool:

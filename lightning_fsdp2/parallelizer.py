@@ -199,6 +199,42 @@ def fsdp2_strategy_parallelize(
     return model
 
 
+def ddp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    *,
+    activation_checkpointing: ActivationCheckpointing = False,
+    activation_checkpointing_scope: ActivationCheckpointingScope = "all",
+    autocast_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
+
+    Args:
+        model: As for :func:`fsdp2_strategy_parallelize`, the meta device included. Changed in place.
+        device_mesh: Its ranks get the same weights: those of rank 0 where there are any.
+        activation_checkpointing: True or ``"full"`` to compute layers again in backward, ``"selective"`` to keep
+            their expensive results.
+        activation_checkpointing_scope: The parts of the model whose layers it applies to.
+        autocast_dtype: None, or that of matrix products in :class:`torch.autocast`.
+
+    Returns:
+        ``model`` itself, on this rank's device.
+
+    Raises:
+        ValueError: When the model is sharded.
+    """
+    _check_not_sharded(model)
+    device = _get_device(device_mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
+    if activation_checkpointing:
+        apply_activation_checkpointing(model, activation_checkpointing, scope=activation_checkpointing_scope)
+    if autocast_dtype is not None:
+        apply_autocast(model, autocast_dtype, device.type)
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
+    return model.to(device)
+
+
 def apply_fsdp_sharding_recursively(
     module: nn.Module,
     mesh: DeviceMesh,

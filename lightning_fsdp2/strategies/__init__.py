@@ -1,5 +1,6 @@
 """Lightning strategies: they drive a manager through the Trainer's life and hold no sharding code."""
 
+from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy
 
-__all__ = ["FSDP2Strategy"]
+__all__ = ["DDPStrategy", "FSDP2Strategy"]

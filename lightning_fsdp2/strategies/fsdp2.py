@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -18,26 +17,23 @@ from typing_extensions import override
 from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
-from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh, get_mesh_sizes
+from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
-from lightning_fsdp2.parallel.structure import get_class_name, is_metric
+from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.strategies.layout import get_differences
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.precision import get_mp_policy
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
-_FLAGS_OF_A_RUN = ("backend", "defer_fsdp_grad_sync")
-"""Those that leave the module as it is."""
-
-_SHARDED_ATTRIBUTE = "_lightning_fsdp2_sharded"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP2Strategy(MeshStrategy):
+class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     """Trains a LightningModule sharded over a device mesh with PyTorch's FSDP2, without sharding code in the module.
 
     Build the model in ``__init__``, or under ``torch.device("meta")`` in ``configure_model`` if it is too large for
@@ -75,29 +71,13 @@ class FSDP2Strategy(MeshStrategy):
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        for name, value, kind in (
-            ("config", config, FSDP2Config),
-            ("checkpoint", checkpoint, CheckpointConfig),
-            ("timeout", timeout, timedelta),
-        ):
-            if not isinstance(value, kind) and (value is not None or name == "timeout"):
-                raise TypeError(
-                    f"FSDP2Strategy({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...)."
-                )
+        self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, timeout=timeout)
         config = config or FSDP2Config()
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
         super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
-        self._manager: FSDP2Manager | None = None
         self._patches = ExitStack()
-
-    @property
-    def manager(self) -> FSDP2Manager:
-        """The manager that shards the module; it exists once the Trainer has started its processes."""
-        if self._manager is None:
-            raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
-        return self._manager
 
     @override
     def setup_environment(self) -> None:
@@ -129,15 +109,7 @@ class FSDP2Strategy(MeshStrategy):
             yield
 
     @override
-    def parallelize(self) -> None:
-        module = self.lightning_module
-        sharded = (self.full_device_mesh, self.manager.config)
-        earlier: tuple[DeviceMesh, FSDP2Config] | None = module.__dict__.get(_SHARDED_ATTRIBUTE)
-        if earlier is not None:
-            _check_same_sharding(earlier, sharded)
-            return
-        self._apply_layer_sync(module)
-        self.precision_plugin.convert_module(module)
+    def parallelize_module(self, module: "LightningModule") -> None:
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
@@ -152,25 +124,6 @@ class FSDP2Strategy(MeshStrategy):
                 register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
-        self._synchronise_metrics_over_data(module)
-        module.__dict__[_SHARDED_ATTRIBUTE] = sharded
-
-    def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
-        """Ranks that read the same batch must not be counted twice by a metric that adds up or collects."""
-        group = get_mesh(self.full_device_mesh, DATA_PARALLEL).get_group()
-        for submodule in module.modules():
-            if is_metric(submodule) and submodule.process_group is None:
-                submodule.process_group = group  # type: ignore[assignment]
-
-    def _apply_layer_sync(self, module: nn.Module) -> None:
-        """``Trainer(sync_batchnorm=True)``: new layers take the place of the old, so before they are sharded."""
-        if self._layer_sync is None:
-            return
-        if self.root_device.type == "cpu":
-            raise ValueError(
-                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU."
-            )
-        self._layer_sync.apply(module)
 
     @contextmanager
     @override
@@ -189,44 +142,12 @@ def _check_manual_optimization(module: Any) -> None:
         )
 
 
-def _check_same_sharding(earlier: tuple[DeviceMesh, FSDP2Config], current: tuple[DeviceMesh, FSDP2Config]) -> None:
-    (old_mesh, old_config), (mesh, config) = earlier, current
-    if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
-        raise ValueError(
-            f"The module was sharded over {old_mesh} by an earlier Trainer, but this strategy asks for {mesh}. Use the"
-            " same sizes, or load a checkpoint into a new module."
-        )
-    for name, (old, new) in _get_differences(old_config, config).items():
-        raise ValueError(
-            f"The module was sharded with {name}={old!r} by an earlier Trainer, but this one asks for {new!r}. Use the"
-            f" same {'precision' if name == 'mp_policy' else name}, or load a checkpoint into a new module."
-        )
-
-
 def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
-    for name, (default, value) in _get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
+    for name, (default, value) in get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
         raise ValueError(
             f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, whose `configure_model` shards"
             f" it. Leave it at {default!r} and do it there, or leave all sharding to the strategy."
         )
-
-
-def _get_differences(first: FSDP2Config, second: FSDP2Config) -> dict[str, tuple[Any, Any]]:
-    """The flags that change a module, and differ."""
-    flags, others = _get_flags(first), _get_flags(second)
-    return {
-        name: (value, others[name])
-        for name, value in flags.items()
-        # the styles of a plan are compared by identity, but say what they are
-        if value != others[name] and repr(value) != repr(others[name])
-    }
-
-
-def _get_flags(config: FSDP2Config) -> dict[str, Any]:
-    flags = {name: value for name, value in config.to_dict().items() if name not in _FLAGS_OF_A_RUN}
-    if flags["activation_checkpointing"] is True:
-        flags["activation_checkpointing"] = "full"
-    return flags
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:

@@ -1,6 +1,7 @@
 """What the mesh strategies share: the Trainer's stages, steps and data loaders."""
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,15 +32,18 @@ from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.parallel.random_state import share_random_state
-from lightning_fsdp2.parallel.structure import get_modules
+from lightning_fsdp2.parallel.structure import get_modules, is_metric
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+ManagerT = TypeVar("ManagerT")
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 """How long a rank that calls a sharded module outside of a step waits for the others, at most."""
@@ -54,7 +58,7 @@ _PEER_IS_GONE = (
 """What gloo, the store and nccl say where another rank is no longer there."""
 
 
-class MeshStrategy(CheckpointingStrategy):
+class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     """Base of the strategies that train on a device mesh.
 
     Modules may leave models on the meta device: the strategy gives them weights once they are sharded.
@@ -65,6 +69,8 @@ class MeshStrategy(CheckpointingStrategy):
     """
 
     materializes_models = True
+    shards = True
+    """Whether ranks hold parts of the parameters."""
 
     def __init__(
         self,
@@ -77,10 +83,30 @@ class MeshStrategy(CheckpointingStrategy):
         super().__init__(get_sizes=get_sizes, config=config, timeout=timeout)
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.token_mean: TokenMean | None = None
+        self._manager: ManagerT | None = None
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
         self._buffer_owners: list[tuple[nn.Module, str]] = []
+
+    def _check_arguments(self, config_class: type[DistributedConfig], **arguments: Any) -> None:
+        """Refuse what is of another type, such as a mapping for a config."""
+        kinds = {"config": config_class, "checkpoint": CheckpointConfig, "timeout": timedelta}
+        for name, value in arguments.items():
+            if not isinstance(value, kinds[name]) and (value is not None or name == "timeout"):
+                kind = kinds[name].__name__
+                raise TypeError(f"{type(self).__name__}({name}={value!r}) must be a {kind}; pass {kind}(...).")
+
+    @property
+    def manager(self) -> ManagerT:
+        """The manager that parallelises the module; it exists once the Trainer has started its processes."""
+        if self._manager is None:
+            raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
+        return self._manager
+
+    @abstractmethod
+    def parallelize_module(self, module: "LightningModule") -> None:
+        """Let the manager parallelise a module that no Trainer has had before."""
 
     # ------------------------------------------------------------------ stages
 
@@ -139,7 +165,8 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        _check_callbacks(trainer)
+        if self.shards:
+            _check_callbacks(trainer)
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards
@@ -160,6 +187,40 @@ class MeshStrategy(CheckpointingStrategy):
         drop_token_windows(self.lightning_module)  # of a run that was aborted
 
     @override
+    def parallelize(self) -> None:
+        module = self.lightning_module
+        layout = Layout(
+            self.full_device_mesh,
+            cast(Any, self.manager).config,
+            has_half_weights=self.precision_plugin.precision == "bf16-true",
+        )
+        earlier = get_optional_layout(module)
+        if earlier is not None:
+            check_same_layout(earlier, layout)
+            return
+        self._apply_layer_sync(module)
+        self.precision_plugin.convert_module(module)
+        self.parallelize_module(module)
+        self._synchronise_metrics_over_data(module)
+        set_layout(module, layout)
+
+    def _apply_layer_sync(self, module: nn.Module) -> None:
+        """``Trainer(sync_batchnorm=True)``: new layers take the place of the old, so before they are sharded."""
+        if self._layer_sync is None:
+            return
+        if self.root_device.type == "cpu":
+            raise ValueError(
+                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU."
+            )
+        self._layer_sync.apply(module)
+
+    def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
+        """Ranks that read the same batch must not be counted twice by a metric that adds up or collects."""
+        for submodule in module.modules():
+            if is_metric(submodule) and submodule.process_group is None:
+                submodule.process_group = self._data_group  # type: ignore[assignment]
+
+    @override
     def model_to_device(self) -> None:
         """Move what is not sharded: buffers, metrics, parameters outside of all units."""
         for parameter in self.lightning_module.parameters():
@@ -178,7 +239,8 @@ class MeshStrategy(CheckpointingStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            _check_optimizer(optimizer)
+            if self.shards:
+                _check_optimizer(optimizer)
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     @override
@@ -214,21 +276,21 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.wait_for_all_ranks_to_save()
-        self._share_buffers()
+        self.share_buffers()
         return super().lightning_module_state_dict()
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
         buffers = [module._buffers.get(name) for module, name in self._buffer_owners]
         distributed.broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
     @override
     def on_validation_start(self) -> None:
-        self._share_buffers()
+        self.share_buffers()
 
     @override
     def on_test_start(self) -> None:
-        self._share_buffers()
+        self.share_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -247,7 +309,7 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # in every step, or training would depend on how often it is interrupted by an evaluation or a checkpoint
-        self._share_buffers()
+        self.share_buffers()
         with self._step_region():
             return super().training_step(*args, **kwargs)
 
@@ -273,7 +335,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        self._share_buffers()
+        self.share_buffers()
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)

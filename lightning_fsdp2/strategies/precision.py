@@ -49,8 +49,8 @@ class ShardedPrecision(Precision):
         if precision not in ("32-true", "bf16-mixed", "bf16-true"):
             remedy = _REMEDIES.get(precision, '"32-true", "bf16-mixed" or "bf16-true"')
             raise ValueError(
-                f"precision={precision!r} is not supported by this strategy: FSDP2 has no gradient scaler and shards"
-                f" float32 or bfloat16 weights; use precision={remedy}."
+                f"precision={precision!r} is not supported by this strategy: it has no gradient scaler, and float32 or"
+                f" bfloat16 weights; use precision={remedy}."
             )
         self.precision = precision  # type: ignore[assignment]
         # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -48,6 +49,7 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     precision: str = "32-true"
+    strategy_class: Callable[..., Strategy] = FSDP2Strategy
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,13 +87,13 @@ def check_parity(case: Case) -> None:
 
 
 def train_on_mesh(case: Case) -> Record:
-    """Train through the Trainer with FSDP2Strategy and return what this rank saw."""
+    """Train through the Trainer with the strategy and return what this rank saw."""
     module = case.make_module()
     recorder, logger = _Recorder(), MetricsLogger()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(**case.strategy),
+        strategy=case.strategy_class(**case.strategy),
         precision=case.precision,
         max_steps=case.steps,
         accumulate_grad_batches=case.accumulate,

@@ -1,13 +1,11 @@
 """What a user of ``Trainer(strategy=FSDP2Strategy())`` relies on, apart from dtypes, data loaders and launchers."""
 
-import copy
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,15 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, token_sum_loss, whole
+from helpers.models import LLAMA, make_token_batches
+from helpers.oracle import QUIET
 from helpers.ranks import RankError, run_ranks
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
+from helpers.user_modules import (
+    PROMPT,
+    WIDTH,
+    WORLD,
+    Batch,
+    CountsSamples,
+    Gan,
+    Regressor,
+    assert_same_weights,
+    make_batches,
+    make_language_model,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+    train_alone,
+    train_language_model_alone,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
@@ -34,158 +42,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
 
 from lightning_fsdp2 import CausalLM, DDPConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
-
-WIDTH = 8
-WORLD = 2
-
-Batch = dict[str, Tensor]
-
-
-class Regressor(pl.LightningModule):
-    """A user's own module: blocks, a head, a parameter of its own; nothing of this package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.build()
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = torch.tanh(block(inputs))
-        return self.head(inputs * self.scale)
-
-    def loss(self, batch: Batch) -> Tensor:
-        return F.mse_loss(self(batch["inputs"]), batch["targets"])
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch["inputs"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
-
 
 REGRESSOR_UNITS = 5
 """Three blocks, the head, and what the LightningModule holds itself."""
 
 
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def make_batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"inputs": torch.randn(2, WIDTH, generator=generator), "targets": torch.randn(2, 1, generator=generator)}
-        for _ in range(count)
-    ]
-
-
-def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
-    """Rank r of n reads the batches r, r + n, ..."""
-    return DataLoader(list(batches[dist.get_rank() :: dist.get_world_size()]), batch_size=None)
-
-
-def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
-    world_size = dist.get_world_size() if dist.is_initialized() else WORLD
-    options = {"max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
-    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy or FSDP2Strategy(), **options)
-
-
-def train_alone(
-    module: pl.LightningModule,
-    batches: Sequence[Batch],
-    *,
-    steps: int = 2,
-    window: int = WORLD,
-    clip: Callable[[Any], Any] = lambda parameters: None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = make_optimizer,
-) -> None:
-    """The oracle: step s takes the next ``window`` batches, which are those of all ranks and micro-batches."""
-    stepper = optimizer(module.parameters())
-    for step in range(steps):
-        stepper.zero_grad()
-        (sum(module.loss(batch) for batch in batches[step * window : (step + 1) * window]) / window).backward()
-        clip(module.parameters())
-        stepper.step()
-
-
-def assert_same_weights(module: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(whole(dict(module.named_parameters())), dict(expected.named_parameters()))
-
-
 # ---------------------------------------------------------------------- lifetime
-
-STAGES = ["fit, save, test, fit", "validate, fit", "fit, predict, validate", "predict, fit, fit"]
-
-
-@pytest.mark.parametrize("stages", STAGES)
-def test_stages_in_any_order_on_one_module(stages: str, tmp_path: Path) -> None:
-    batches = make_batches(2 * WORLD)
-
-    def run() -> None:
-        module, trainer = Regressor(), make_trainer(max_steps=0)
-        loader = make_loader(batches)
-        expected = Regressor()
-        for stage in stages.split(", "):
-            if stage == "fit":
-                trainer.fit_loop.epoch_loop.max_steps += 2
-                trainer.fit(module, loader)
-                train_alone(expected, batches)
-                assert_same_weights(module, expected)
-            elif stage == "save":
-                trainer.save_checkpoint(tmp_path / "x.ckpt")
-            elif stage == "predict":
-                predictions = trainer.predict(module, loader)
-                inputs = [batch["inputs"] for batch in loader]
-                torch.testing.assert_close(predictions, [expected(x).detach() for x in inputs])
-            else:
-                (metrics,) = getattr(trainer, stage)(module, loader, verbose=False)
-                loss = sum(expected.loss(batch).item() for batch in batches) / len(batches)
-                assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        if "save" in stages:
-            other = Regressor()
-            (metrics,) = make_trainer().test(other, loader, ckpt_path=tmp_path / "x.ckpt", verbose=False)
-            after_first_fit = Regressor()
-            train_alone(after_first_fit, batches)
-            assert_same_weights(other, after_first_fit)
-
-    run_ranks(run, WORLD)
-
-
-def test_second_trainer_on_the_same_mesh_trains_the_same_module_on() -> None:
-    batches = make_batches(2 * WORLD)
-
-    def run() -> None:
-        module, expected = Regressor(), Regressor()
-        with patch.object(dist, "monitored_barrier", side_effect=AssertionError("a step waited for all ranks")):
-            for _ in range(2):
-                trainer = make_trainer()
-                trainer.fit(module, make_loader(batches))
-                train_alone(expected, batches)
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
-def count_process_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 @pytest.mark.parametrize("fails_to", [None, "load", pytest.param("train", marks=pytest.mark.slow)])
@@ -212,33 +77,6 @@ def test_context_parallel_attention_is_that_of_a_stage(fails_to: str | None, tmp
     run_ranks(run, WORLD)
 
 
-def test_trainers_of_one_process_share_their_process_groups() -> None:
-    """A sweep of a hundred trials must not hold a hundred communicators."""
-
-    def run() -> None:
-        loader, counts = make_loader(make_batches(2 * WORLD)), []
-        for timeout in (20, 40):
-            trainer = make_trainer(FSDP2Strategy(timeout=timedelta(seconds=timeout)), max_steps=1)
-            trainer.fit(Regressor(), loader)
-            counts.append(count_process_groups())
-            groups = trainer.strategy.full_device_mesh.get_all_groups()
-            for group in (*groups, trainer.strategy._control_group):
-                backend = group._get_backend(torch.device("cpu"))
-                assert backend.options._timeout == timedelta(seconds=timeout)
-        assert counts[0] == counts[1]
-
-    run_ranks(run, WORLD)
-
-
-def test_a_process_group_of_another_size_is_refused() -> None:
-    def run() -> None:
-        os.environ["WORLD_SIZE"] = "1"
-        with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
-            make_trainer().fit(Regressor(), make_loader(make_batches(2)))
-
-    run_ranks(run, WORLD)
-
-
 def test_a_process_group_of_another_backend_is_refused() -> None:
     def run() -> None:
         loader = make_loader(make_batches(4))
@@ -260,7 +98,7 @@ def test_a_second_trainer_with_other_flags_of_the_model_is_refused_and_one_with_
         make_trainer().fit(module, loader)
         make_trainer(FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))).fit(module, loader)
         with pytest.raises(
-            ValueError, match=f"sharded with {flag}=.* by an earlier Trainer, but this one asks for {value}"
+            ValueError, match=f"parallelised with {flag}=.* by an earlier Trainer, but this one asks for {value}"
         ):
             make_trainer(FSDP2Strategy(config=FSDP2Config(**{flag: value}))).fit(module, loader)
 
@@ -295,7 +133,7 @@ def test_second_trainer_on_another_mesh_trains_a_new_module_and_refuses_the_old_
         with pytest.raises(ValueError, match=r"sharded over .* by an earlier Trainer.*same sizes"):
             make_trainer(FSDP2Strategy(dp_replicate_size=2)).fit(module, loader)
         for precision in ("bf16-mixed", "bf16-true"):
-            with pytest.raises(ValueError, match=r"sharded with .* by an earlier Trainer.*same precision"):
+            with pytest.raises(ValueError, match=r"by an earlier Trainer.*same precision"):
                 make_trainer(precision=precision).fit(module, loader)
         other_policy = FSDP2Strategy(config=FSDP2Config(mp_policy={"param_dtype": "bfloat16"}))
         with pytest.raises(ValueError, match="same precision"):
@@ -350,55 +188,6 @@ class RecordReductions(pl.Callback):
 # ---------------------------------------------------------------------- manual optimisation
 
 
-class Gan(pl.LightningModule):
-    """Two optimizers, each stepped every ``accumulate`` batches."""
-
-    def __init__(self, accumulate: int, order: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.accumulate, self.order = accumulate, order
-        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def loss(self, player: str, batch: Batch) -> Tensor:
-        noise, real = batch["inputs"], batch["inputs"] ** 2
-        if player == "generator":
-            return F.softplus(-self.discriminator(self.generator(noise))).mean()
-        with torch.no_grad():
-            fake = self.generator(noise)
-        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizers = dict(zip(("generator", "discriminator"), self.optimizers(), strict=True))
-        steps = (batch_idx + 1) % self.accumulate == 0
-        for player in self.order.split(", "):
-            optimizer = optimizers[player]
-            with optimizer.toggle_model(sync_grad=steps):
-                self.manual_backward(self.loss(player, batch) / self.accumulate)
-                if steps:
-                    self.gradients.append(whole({n: p.grad for n, p in getattr(self, player).named_parameters()}))
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-    def train_alone(self, batches: Sequence[Batch]) -> None:
-        optimizers = dict(zip(("generator", "discriminator"), self.configure_optimizers(), strict=True))
-        for micro_batch in range(len(batches) // WORLD):
-            for player in self.order.split(", "):
-                parameters = dict(getattr(self, player).named_parameters())
-                losses = [self.loss(player, batch) for batch in batches[micro_batch * WORLD :][:WORLD]]
-                loss = sum(losses) / WORLD / self.accumulate
-                loss.backward(inputs=list(parameters.values()))
-                if (micro_batch + 1) % self.accumulate == 0:
-                    self.gradients.append({name: p.grad.clone() for name, p in parameters.items()})
-                    optimizers[player].step()
-                    optimizers[player].zero_grad()
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [make_optimizer(model.parameters()) for model in (self.generator, self.discriminator)]
-
-
 @pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
 def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
     batches = make_batches(3 * accumulate * WORLD)
@@ -445,47 +234,6 @@ def test_accumulation_communicates_no_gradient_that_can_wait(
             assert_same_weights(module, expected)
 
     run_ranks(run, world_size)
-
-
-def test_gradients_of_a_partial_last_window_are_synchronised() -> None:
-    # 5 micro-batches, 3 per step: the second step has two, and Lightning divides them by 3 all the same
-    batches = make_batches(5 * WORLD)
-
-    def run() -> None:
-        module, expected = Regressor(), Regressor()
-        make_trainer(max_epochs=1, max_steps=-1, accumulate_grad_batches=3).fit(module, make_loader(batches))
-        optimizer = make_optimizer(expected.parameters())
-        for window in (batches[: 3 * WORLD], batches[3 * WORLD :]):
-            optimizer.zero_grad()
-            (sum(expected.loss(batch) for batch in window) / (3 * WORLD)).backward()
-            optimizer.step()
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
-# ---------------------------------------------------------------------- clipping
-
-CLIPS = [
-    ("norm", 0.05, 2, partial(nn.utils.clip_grad_norm_, max_norm=0.05)),
-    ("value", 0.01, 1, partial(nn.utils.clip_grad_value_, clip_value=0.01)),
-]
-
-
-def test_clipping_is_that_of_one_process() -> None:
-    batches = make_batches(4 * WORLD)
-
-    def run() -> None:
-        for algorithm, limit, accumulate, clip in CLIPS:
-            module, expected, unclipped = Regressor(), Regressor(), Regressor()
-            options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-            make_trainer(accumulate_grad_batches=accumulate, **options).fit(module, make_loader(batches))
-            train_alone(expected, batches, window=accumulate * WORLD, clip=clip)
-            assert_same_weights(module, expected)
-            train_alone(unclipped, batches, window=accumulate * WORLD)
-            assert not torch.allclose(expected.head.weight, unclipped.head.weight), "nothing was clipped"
-
-    run_ranks(run, WORLD)
 
 
 # ---------------------------------------------------------------------- where the module comes from
@@ -550,118 +298,6 @@ def test_flags_that_a_module_which_shards_itself_would_ignore_are_refused() -> N
     run_ranks(run, WORLD)
 
 
-class BuiltOnMeta(Regressor):
-    def build(self) -> None:
-        self.blocks = None
-
-    def configure_model(self) -> None:
-        if self.blocks is None:
-            with torch.device("meta"):
-                super().build()
-
-    def on_fit_start(self) -> None:
-        self.initial = whole(self.state_dict())
-
-
-def test_module_built_on_the_meta_device() -> None:
-    batches = make_batches(2 * WORLD)
-
-    def run() -> None:
-        module, expected = BuiltOnMeta(), Regressor()
-        torch.manual_seed(dist.get_rank())  # ranks may disagree about it
-        make_trainer().fit(module, make_loader(batches))
-        expected.load_state_dict(module.initial)
-        assert all(block.weight.std() > 0.1 for block in expected.blocks)
-        train_alone(expected, batches)
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
-class OwnParameters(pl.LightningModule):
-    """All parameters lie directly on the LightningModule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight, self.bias = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.zeros(1))
-
-    def loss(self, batch: Batch) -> Tensor:
-        return F.mse_loss(F.linear(batch["inputs"], self.weight, self.bias), batch["targets"])
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
-
-
-def test_parameters_directly_on_the_module_are_trained_in_sync() -> None:
-    batches = make_batches(2 * WORLD)
-
-    def run() -> None:
-        module, expected = OwnParameters(), OwnParameters()
-        make_trainer().fit(module, make_loader(batches))
-        train_alone(expected, batches)
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
-def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0() -> None:
-    batches = make_batches(2 * WORLD)
-
-    def run() -> None:
-        module, expected = Regressor(), Regressor()
-        with torch.no_grad():
-            module.head.weight += dist.get_rank()
-        make_trainer().fit(module, make_loader(batches))
-        train_alone(expected, batches)
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
-class Unfreezes(BaseFinetuning):
-    """Trains the head alone, and all blocks from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.blocks)
-
-    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.blocks, optimizer, lr=0.01)
-
-
-class TrainsWhatIsNotFrozen(Regressor):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-def test_lightning_callbacks_that_freeze_and_accumulate() -> None:
-    batches = make_batches(4 * WORLD)
-
-    def run() -> None:
-        module = TrainsWhatIsNotFrozen()
-        callbacks = [Unfreezes(), GradientAccumulationScheduler({1: 2})]
-        make_trainer(max_steps=-1, max_epochs=2, callbacks=callbacks).fit(module, make_loader(batches))
-
-        expected = Regressor()
-        optimizer = make_optimizer([*expected.head.parameters(), expected.scale])
-        expected.blocks.requires_grad_(False)
-        for epoch, window in ((0, WORLD), (1, 2 * WORLD)):
-            if epoch == 1:
-                expected.blocks.requires_grad_(True)
-                optimizer.add_param_group({"params": list(expected.blocks.parameters()), "lr": 0.01})
-            for start in range(0, len(batches), window):
-                optimizer.zero_grad()
-                (sum(map(expected.loss, batches[start : start + window])) / window).backward()
-                optimizer.step()
-        assert_same_weights(module, expected)
-
-    run_ranks(run, WORLD)
-
-
 class StaleOptimizer(Regressor):
     def __init__(self) -> None:
         super().__init__()
@@ -675,60 +311,6 @@ def test_optimizer_built_before_sharding_is_refused() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* inside `configure_optimizers`"):
             make_trainer().fit(StaleOptimizer(), make_loader(make_batches(4)))
-
-    run_ranks(run, WORLD)
-
-
-OPTIMIZERS = {
-    name: kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
-}
-"""All of torch's; SparseAdam has no step for dense gradients, sharded or not."""
-
-REFUSED_OPTIMIZERS = ("LBFGS", "Adafactor", "Rprop")
-
-
-class UsesOptimizer(Regressor):
-    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.kind is torch.optim.Muon:  # for matrices only
-            return self.kind([block.weight for block in self.blocks])
-        return self.kind(self.parameters())
-
-
-def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused() -> None:
-    batches = make_batches(3 * WORLD)
-
-    def run() -> None:
-        for name, kind in OPTIMIZERS.items():
-            module, trainer = UsesOptimizer(kind), make_trainer(max_steps=3)
-            if name in REFUSED_OPTIMIZERS:
-                with pytest.raises(ValueError, match=f"{name} has no step for sharded parameters.* such as AdamW"):
-                    trainer.fit(module, make_loader(batches))
-                continue
-            trainer.fit(module, make_loader(batches))
-            expected = UsesOptimizer(kind)
-            train_alone(expected, batches, steps=3, optimizer=lambda _, alone=expected: alone.configure_optimizers())
-            # Muon computes in bfloat16: rounding differs with the split of a matrix
-            tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "Muon" else {}
-            torch.testing.assert_close(
-                whole(dict(module.named_parameters())), dict(expected.named_parameters()), **tolerance, msg=name
-            )
-
-    run_ranks(run, WORLD)
-
-
-def test_callbacks_that_need_whole_weights_are_refused_in_setup() -> None:
-    def run() -> None:
-        loader = make_loader(make_batches(4))
-        pruning = ModelPruning("l1_unstructured", amount=0.5)
-        for callback in (StochasticWeightAveraging(swa_lrs=0.1), EMAWeightAveraging(), pruning):
-            with pytest.raises(ValueError, match=rf"{type(callback).__name__}\(...\)\]\) needs whole weights"):
-                make_trainer(callbacks=[callback]).fit(Regressor(), loader)
 
     run_ranks(run, WORLD)
 
@@ -810,174 +392,7 @@ def test_logged_values_with_sync_dist() -> None:
     run_ranks(run, WORLD)
 
 
-class Gathering(pl.LightningModule):
-    """Runs ``check`` in the middle of a training step."""
-
-    def __init__(self, check: Callable[[pl.LightningModule], None]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-        self.check = check
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.check(self)
-        return self.layer(batch["inputs"]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
-
-
-def test_all_gather_and_boolean_decisions() -> None:
-    def check(module: pl.LightningModule) -> None:
-        rank = module.global_rank
-        own = torch.tensor([1.0, 2.0]) + 10 * rank
-        everyone = torch.tensor([[1.0, 2.0], [11.0, 12.0]])
-        assert torch.equal(module.all_gather(own), everyone)
-        assert torch.equal(module.all_gather(torch.tensor(rank)), torch.tensor([0, 1]))
-        nested = module.all_gather({"a": own, "b": [own]})
-        assert torch.equal(nested["a"], everyone)
-        assert torch.equal(nested["b"][0], everyone)
-
-        own.requires_grad_()
-        gathered = module.all_gather(own, sync_grads=True)
-        assert torch.equal(gathered, everyone)
-        # rank r weighs row i by 2 r + i + 1, and every rank's loss counts
-        weights = torch.tensor([[2.0 * rank + 1], [2.0 * rank + 2]])
-        (gathered * weights).sum().backward()
-        assert torch.equal(own.grad, torch.full((2,), [1.0 + 3.0, 2.0 + 4.0][rank]))
-        assert not module.all_gather(own).requires_grad
-
-        decide = module.trainer.strategy.reduce_boolean_decision
-        assert [decide(x) for x in (True, rank == 0, False)] == [True, False, False]
-        assert [decide(x, all=False) for x in (True, rank == 0, False)] == [True, True, False]
-
-    def run() -> None:
-        make_trainer(max_steps=1).fit(Gathering(check), make_loader(make_batches(4)))
-
-    run_ranks(run, WORLD)
-
-
 # ---------------------------------------------------------------------- calls from hooks and callbacks
-
-PROMPT = torch.tensor([[1, 5, 9, 7]])
-SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 2}
-
-
-def make_language_model() -> CausalLM:
-    torch.manual_seed(0)
-    module = CausalLM(config=SMALL_LLAMA, optimizer=partial(torch.optim.SGD, lr=0.3))
-    module.model = make_causal_lm(SMALL_LLAMA)
-    return module
-
-
-class CallsModel(pl.Callback):
-    """Calls the model and generates from one hook, and keeps what came of it with the step it happened at."""
-
-    def __init__(self, hook: str, with_grad: bool) -> None:
-        setattr(self, hook, self._call)
-        self.with_grad = with_grad
-        self.results: list[tuple[int, Tensor, Tensor]] = []
-
-    def _call(self, trainer: pl.Trainer, module: CausalLM, *args: Any) -> None:
-        with torch.set_grad_enabled(self.with_grad):
-            logits = module.model(input_ids=PROMPT).logits
-        self.results.append((trainer.global_step, logits.detach().clone(), generate(module.model)))
-
-
-def generate(model: Any) -> Tensor:
-    return model.generate(PROMPT, max_new_tokens=2, do_sample=False)
-
-
-def train_language_model_alone(batches: Sequence[Batch], steps: int, window: int) -> tuple[list[nn.Module], float]:
-    """The models after 0, 1, 2, ... steps, and the last step's gradient norm before clipping."""
-    models, norm = [make_language_model().model], torch.tensor(0.0)
-    for step in range(steps):
-        model = copy.deepcopy(models[-1])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        parts = [token_sum_loss(model, batch) for batch in batches[step * window : (step + 1) * window]]
-        optimizer.zero_grad()
-        (sum(loss for loss, _ in parts) / sum(tokens for _, tokens in parts)).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        models.append(model)
-    return models, norm.item()
-
-
-@pytest.mark.parametrize(
-    ("with_grad", "hooks"),
-    [
-        pytest.param(
-            False,
-            ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end"],
-            id="no_grad",
-        ),
-        pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad"),
-        pytest.param(
-            False,
-            ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_epoch_end"],
-            id="no_grad-other_hooks",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            True,
-            ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"],
-            id="grad-other_hooks",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
-    with_grad: bool, hooks: list[str]
-) -> None:
-    steps, accumulate = 2, 2
-    batches = make_token_batches(steps * accumulate * WORLD)
-
-    def check(hook: str, models: list[nn.Module], norm: float) -> None:
-        module, callback = make_language_model(), CallsModel(hook, with_grad)
-        loader = make_loader(batches)
-        trainer = make_trainer(
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=0.5,
-            val_check_interval=4,
-            limit_val_batches=1,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            callbacks=[callback],
-        )
-        trainer.fit(module, loader, loader)
-        assert callback.results, "never called"
-        for step, logits, generated in callback.results:
-            torch.testing.assert_close(logits, models[step](PROMPT).logits)
-            assert torch.equal(generated, generate(models[step]))
-        assert trainer.callback_metrics["train/gradient_norm"].item() == pytest.approx(norm, rel=1e-4)
-        assert_same_weights(module.model, models[-1])
-
-    def run() -> None:
-        models, norm = train_language_model_alone(batches, steps, accumulate * WORLD)
-        for hook in hooks:
-            try:
-                check(hook, models, norm)
-            except AssertionError as error:
-                raise AssertionError(f"{hook}: {error}") from error
-
-    run_ranks(run, WORLD)
-
-
-def test_model_called_after_fit() -> None:
-    batches = make_token_batches(2 * WORLD)
-
-    def run() -> None:
-        module = make_language_model()
-        make_trainer(gradient_clip_val=0.5).fit(module, make_loader(batches))
-        expected = train_language_model_alone(batches, 2, WORLD)[0][-1]
-        with torch.no_grad():
-            torch.testing.assert_close(module.model(PROMPT).logits, expected(PROMPT).logits)
-            torch.testing.assert_close(module(PROMPT), expected(PROMPT).logits)
-        assert torch.equal(generate(module.model), generate(expected))
-        assert_same_weights(module.model, expected)
-        make_trainer().validate(module, make_loader(batches), verbose=False)
-        make_trainer().fit(module, make_loader(batches))
-
-    run_ranks(run, WORLD)
 
 
 class CallsSubmodules(pl.Callback):
@@ -1215,16 +630,6 @@ def test_training_through_another_method_names_the_remedy_which_works() -> None:
 
 
 # ---------------------------------------------------------------------- names and wrong options
-
-
-class CountsSamples(Regressor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = SumMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.counter.update(1.0)
-        self.log("batches", self.counter)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import FSDP2CLI
 from lightning_fsdp2.strategies.precision import ShardedPrecision, get_mp_policy
 
@@ -37,9 +37,8 @@ def make_trainer(config: FSDP2Config | None = None, **options: Any) -> pl.Traine
     return pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size() if dist.is_initialized() else 1,
-        strategy=FSDP2Strategy(config=config),
         use_distributed_sampler=False,
-        **{"max_steps": 2, **QUIET, **options},
+        **{"strategy": FSDP2Strategy(config=config), "max_steps": 2, **QUIET, **options},
     )
 
 
@@ -176,6 +175,30 @@ def test_dtypes(world_size: int) -> None:
                 for row in rows.values():
                     row.pop("reduction")
         assert seen == expected
+
+
+DDP_TABLE = {
+    "32-true": TABLE["32-true"],
+    # autocast: weights are cast where they are used
+    "bf16-mixed": {
+        **TABLE["32-true"],
+        **dict.fromkeys(("inside a block", "logits", "output of an own layer"), BF16),
+    },
+    "bf16-true": TABLE["bf16-true"],
+}
+
+
+def test_dtypes_of_ddp() -> None:
+    batches = make_batches(4)
+
+    def run() -> None:
+        for precision, row in DDP_TABLE.items():
+            module, strategy = Observed(), DDPStrategy()
+            make_trainer(strategy=strategy, precision=precision).fit(module, make_loader(batches))
+            assert module.autocast == {precision == "bf16-mixed"}, precision
+            assert module.dtypes == {name: {dtype} for name, dtype in row.items() if name != "reduction"}, precision
+
+    run_ranks(run, 2)
 
 
 POLICIES = {

@@ -1,0 +1,86 @@
+"""DDP for any torch loop: ``DDPManager(config, device_mesh).parallelize(model)``."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fsdp2._torch_compat import replicate
+from lightning_fsdp2.config import DDPConfig
+from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh
+from lightning_fsdp2.parallel.replicate import reduce_in_float32
+from lightning_fsdp2.parallelizer import ddp_strategy_parallelize
+
+
+class DDPManager:
+    """Replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on a mesh made elsewhere.
+
+    Args:
+        config: The flags.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with data parallel ranks alone, or any mesh with
+            one axis.
+
+    Raises:
+        ValueError: When the mesh has other axes than data parallel ones.
+
+    Example::
+
+        mesh = create_device_mesh(config)
+        model = DDPManager(config, mesh).parallelize(model)
+    """
+
+    def __init__(self, config: DDPConfig, device_mesh: DeviceMesh) -> None:
+        self.config = config
+        self.device_mesh = device_mesh
+        self._data_mesh = device_mesh if device_mesh.ndim == 1 else get_mesh(device_mesh, DATA_PARALLEL)
+        if self._data_mesh.size() < device_mesh.size():
+            raise ValueError(
+                f"{device_mesh} has {device_mesh.size()} ranks, of which {self._data_mesh.size()} are data parallel:"
+                " DDP knows no others. Make the mesh with `create_device_mesh(DDPConfig())`, or use FSDP2Manager."
+            )
+
+    def parallelize(self, model: nn.Module) -> DistributedDataParallel:
+        """Give every rank the same ``model``, and return it wrapped, so that backward averages the gradients.
+
+        Raises:
+            ValueError: When the model is sharded.
+        """
+        self.prepare(model)
+        return self.replicate(model, broadcast_buffers=self.config.broadcast_buffers)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Do all of it but the wrapping, which only training needs."""
+        ddp_strategy_parallelize(
+            model,
+            self.device_mesh,
+            activation_checkpointing=self.config.activation_checkpointing,
+            activation_checkpointing_scope=self.config.activation_checkpointing_scope,
+            autocast_dtype=self.config.autocast_dtype,
+        )
+
+    def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
+        """Wrap a model that :meth:`prepare` was called with; gradients in bfloat16 are reduced in float32.
+
+        Args:
+            model: With the same weights on all ranks.
+            broadcast_buffers: Whether the wrapper gives all ranks rank 0's buffers before each forward.
+
+        Raises:
+            RuntimeError: When no parameter of it requires a gradient (torch).
+        """
+        parameters = list(model.parameters())
+        device, group = parameters[0].device, self._data_mesh.get_group()
+        wrapper = replicate(
+            model,
+            device_ids=None if device.type == "cpu" else [device.index],
+            process_group=group,
+            init_sync=False,
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=self.config.find_unused_parameters,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            static_graph=self.config.static_graph,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+        )
+        if any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad):
+            wrapper.register_comm_hook(group, reduce_in_float32)
+        return wrapper

@@ -1,0 +1,164 @@
+"""DDP for the Lightning Trainer: ``Trainer(strategy=DDPStrategy())``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp2.checkpoint.coordination import wait_for_all_ranks
+from lightning_fsdp2.config import CheckpointConfig, DDPConfig
+from lightning_fsdp2.managers.ddp import DDPManager
+from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.parallel.replicate import Replica
+from lightning_fsdp2.strategies.mesh_strategy import OUTSIDE_CALL_TIMEOUT, MeshStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+class DDPStrategy(MeshStrategy[DDPManager]):
+    """Trains a LightningModule that every rank holds as a whole, with torch's ``DistributedDataParallel``.
+
+    Losses, clipping, checkpoints and logs are those of :class:`~lightning_fsdp2.FSDP2Strategy`, whose checkpoints it
+    reads and which reads its own. ``precision="bf16-mixed"`` keeps float32 weights and computes under autocast.
+
+    Args:
+        config: The flags of DDP.
+        checkpoint: How checkpoints are written and read.
+        timeout: Of collectives: after it a hang becomes an error.
+
+    Raises:
+        TypeError: When an argument is of another type, such as a mapping for a config.
+
+    Example::
+
+        trainer = Trainer(strategy=DDPStrategy(DDPConfig(static_graph=True)), precision="bf16-mixed")
+        trainer.fit(module, datamodule)
+    """
+
+    strategy_name = "lightning_fsdp2_ddp"
+    config: DDPConfig
+    shards = False
+
+    def __init__(
+        self,
+        config: DDPConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, timeout=timeout)
+        super().__init__(get_sizes=get_mesh_sizes, config=config or DDPConfig(), checkpoint=checkpoint, timeout=timeout)
+        self._forward_redirection = _DDPForwardRedirection()
+        self._replica: Replica | None = None
+        self._has_stepped = self._has_backward = False
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        config = self.config
+        if config.autocast_dtype is None and self.precision_plugin.precision == "bf16-mixed":
+            config = replace(config, autocast_dtype=torch.bfloat16)
+        self._manager = DDPManager(config, self.full_device_mesh)
+
+    @override
+    def setup(self, trainer: "Trainer") -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            wrap = partial(self.manager.replicate, broadcast_buffers=False)
+            self._replica = Replica(self.lightning_module, wrap, self._data_group, self._wait_to_wrap_again)
+            self.model = self._replica.root
+
+    @override
+    def teardown(self) -> None:
+        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks in the parameters end with it
+        super().teardown()
+
+    @override
+    def parallelize_module(self, module: "LightningModule") -> None:
+        self.manager.prepare(module)
+
+    @override
+    def share_buffers(self) -> None:
+        # here and not in torch's forward, which does so behind some micro-batches only
+        if self.config.broadcast_buffers:
+            super().share_buffers()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.replica.refresh()
+        self.model = self.replica.root
+        if self._has_stepped:
+            self._has_stepped = self._has_backward = False
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.replica.check_known()
+        self._has_backward = True
+        if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.replica.finish_backward(is_manual=not self.lightning_module.automatic_optimization)
+        super().post_backward(closure_loss)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.lightning_module.automatic_optimization:
+            _check_manual_backward(optimizer, has_backward=self._has_backward)
+        self._has_stepped = True
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if _UNFINISHED in str(exception):
+            exception.args = (
+                f"{exception}\nSome parameters take no part in the loss. Freeze them, or set"
+                " DDPConfig(find_unused_parameters=True).",
+            )
+        super().on_exception(exception)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.accumulating(), self.replica.defer_sync():
+            yield
+
+    @property
+    def replica(self) -> Replica:
+        """The module while it is trained."""
+        if self._replica is None:
+            raise RuntimeError("The module is wrapped in DDP for the time of a fit.")
+        return self._replica
+
+    def _wait_to_wrap_again(self) -> None:
+        wait_for_all_ranks(
+            "freeze or unfreeze parameters",
+            min(self._timeout, OUTSIDE_CALL_TIMEOUT),
+            "All ranks train the same parameters: set `requires_grad` on all of them in the same step.",
+        )
+
+
+def _check_manual_backward(optimizer: Optimizer, *, has_backward: bool) -> None:
+    """Plain ``loss.backward()`` would leave each rank with gradients of its own, and no error."""
+    has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    if has_gradients and not has_backward:
+        raise ValueError(
+            "The optimizer has gradients that no `self.manual_backward(loss)` has synchronised over the ranks; call"
+            " that in place of `loss.backward()`."
+        )

@@ -1,0 +1,198 @@
+"""A user's own modules, the loop that trains them in one process, and Trainers for them."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+
+from helpers.models import LLAMA, make_causal_lm
+from helpers.oracle import QUIET, token_sum_loss, whole
+from lightning_fsdp2 import CausalLM, FSDP2Strategy
+
+WIDTH = 8
+
+
+WORLD = 2
+
+
+Batch = dict[str, Tensor]
+
+
+class Regressor(pl.LightningModule):
+    """A user's own module: blocks, a head, a parameter of its own; nothing of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.build()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        return self.head(inputs * self.scale)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self(batch["inputs"]), batch["targets"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch["inputs"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"inputs": torch.randn(2, WIDTH, generator=generator), "targets": torch.randn(2, 1, generator=generator)}
+        for _ in range(count)
+    ]
+
+
+def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
+    """Rank r of n reads the batches r, r + n, ..."""
+    return DataLoader(list(batches[dist.get_rank() :: dist.get_world_size()]), batch_size=None)
+
+
+def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
+    world_size = dist.get_world_size() if dist.is_initialized() else WORLD
+    options = {"max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
+    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy or FSDP2Strategy(), **options)
+
+
+def train_alone(
+    module: pl.LightningModule,
+    batches: Sequence[Batch],
+    *,
+    steps: int = 2,
+    window: int = WORLD,
+    clip: Callable[[Any], Any] = lambda parameters: None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = make_optimizer,
+) -> None:
+    """The oracle: step s takes the next ``window`` batches, which are those of all ranks and micro-batches."""
+    stepper = optimizer(module.parameters())
+    for step in range(steps):
+        stepper.zero_grad()
+        (sum(module.loss(batch) for batch in batches[step * window : (step + 1) * window]) / window).backward()
+        clip(module.parameters())
+        stepper.step()
+
+
+def assert_same_weights(module: nn.Module, expected: nn.Module) -> None:
+    torch.testing.assert_close(whole(dict(module.named_parameters())), dict(expected.named_parameters()))
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, each stepped every ``accumulate`` batches."""
+
+    def __init__(self, accumulate: int, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.accumulate, self.order = accumulate, order
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def loss(self, player: str, batch: Batch) -> Tensor:
+        noise, real = batch["inputs"], batch["inputs"] ** 2
+        if player == "generator":
+            return F.softplus(-self.discriminator(self.generator(noise))).mean()
+        with torch.no_grad():
+            fake = self.generator(noise)
+        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers = dict(zip(("generator", "discriminator"), self.optimizers(), strict=True))
+        steps = (batch_idx + 1) % self.accumulate == 0
+        for player in self.order.split(", "):
+            optimizer = optimizers[player]
+            with optimizer.toggle_model(sync_grad=steps):
+                self.manual_backward(self.loss(player, batch) / self.accumulate)
+                if steps:
+                    self.gradients.append(whole({n: p.grad for n, p in getattr(self, player).named_parameters()}))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def train_alone(self, batches: Sequence[Batch]) -> None:
+        optimizers = dict(zip(("generator", "discriminator"), self.configure_optimizers(), strict=True))
+        for micro_batch in range(len(batches) // WORLD):
+            for player in self.order.split(", "):
+                parameters = dict(getattr(self, player).named_parameters())
+                losses = [self.loss(player, batch) for batch in batches[micro_batch * WORLD :][:WORLD]]
+                loss = sum(losses) / WORLD / self.accumulate
+                loss.backward(inputs=list(parameters.values()))
+                if (micro_batch + 1) % self.accumulate == 0:
+                    self.gradients.append({name: p.grad.clone() for name, p in parameters.items()})
+                    optimizers[player].step()
+                    optimizers[player].zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [make_optimizer(model.parameters()) for model in (self.generator, self.discriminator)]
+
+
+PROMPT = torch.tensor([[1, 5, 9, 7]])
+
+
+SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 2}
+
+
+def make_language_model() -> CausalLM:
+    torch.manual_seed(0)
+    module = CausalLM(config=SMALL_LLAMA, optimizer=partial(torch.optim.SGD, lr=0.3))
+    module.model = make_causal_lm(SMALL_LLAMA)
+    return module
+
+
+def generate(model: Any) -> Tensor:
+    return model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+
+
+def train_language_model_alone(batches: Sequence[Batch], steps: int, window: int) -> tuple[list[nn.Module], float]:
+    """The models after 0, 1, 2, ... steps, and the last step's gradient norm before clipping."""
+    models, norm = [make_language_model().model], torch.tensor(0.0)
+    for step in range(steps):
+        model = copy.deepcopy(models[-1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        parts = [token_sum_loss(model, batch) for batch in batches[step * window : (step + 1) * window]]
+        optimizer.zero_grad()
+        (sum(loss for loss, _ in parts) / sum(tokens for _, tokens in parts)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        models.append(model)
+    return models, norm.item()
+
+
+class CountsSamples(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.counter.update(1.0)
+        self.log("batches", self.counter)

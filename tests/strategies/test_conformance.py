@@ -1,0 +1,714 @@
+"""One behaviour: what every strategy of the package does alike. A new one is added to ``STRATEGIES`` and passes."""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from helpers.cases import make_case
+from helpers.models import LLAMA, make_token_batches
+from helpers.oracle import check_parity, whole
+from helpers.ranks import run_ranks
+from helpers.user_modules import (
+    PROMPT,
+    WIDTH,
+    WORLD,
+    Batch,
+    CountsSamples,
+    Gan,
+    Regressor,
+    assert_same_weights,
+    generate,
+    make_batches,
+    make_language_model,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+    train_alone,
+    train_language_model_alone,
+)
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+
+from lightning_fsdp2 import CausalLM, CheckpointConfig, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A strategy, and what differs between strategies by their nature."""
+
+    strategy: type[MeshStrategy[Any]]
+    config: type[Any]
+    shards: bool
+    flags_for_unused: dict[str, Any] = field(default_factory=dict)
+    """What a step needs in which some parameters take no part."""
+
+    def make_trainer(
+        self,
+        flags: dict[str, Any] | None = None,
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        timeout: int = 60,
+        **options: Any,
+    ) -> pl.Trainer:
+        config = self.config(**(flags or {}))
+        strategy = self.strategy(config=config, checkpoint=checkpoint, timeout=timedelta(seconds=timeout))
+        return make_trainer(strategy, **options)
+
+
+STRATEGIES = {
+    "fsdp2": Kind(FSDP2Strategy, FSDP2Config, shards=True),
+    "ddp": Kind(DDPStrategy, DDPConfig, shards=False, flags_for_unused={"find_unused_parameters": True}),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return STRATEGIES[request.param]
+
+
+# ---------------------------------------------------------------------- lifetime
+
+STAGES = ["fit, save, test, fit", "validate, fit", "fit, predict, validate", "predict, fit, fit"]
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_stages_in_any_order_on_one_module(kind: Kind, stages: str, tmp_path: Path) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, trainer = Regressor(), kind.make_trainer(max_steps=0)
+        loader = make_loader(batches)
+        expected = Regressor()
+        for stage in stages.split(", "):
+            if stage == "fit":
+                trainer.fit_loop.epoch_loop.max_steps += 2
+                trainer.fit(module, loader)
+                train_alone(expected, batches)
+                assert_same_weights(module, expected)
+            elif stage == "save":
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            elif stage == "predict":
+                predictions = trainer.predict(module, loader)
+                inputs = [batch["inputs"] for batch in loader]
+                torch.testing.assert_close(predictions, [expected(x).detach() for x in inputs])
+            else:
+                (metrics,) = getattr(trainer, stage)(module, loader, verbose=False)
+                loss = sum(expected.loss(batch).item() for batch in batches) / len(batches)
+                assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        if "save" in stages:
+            other = Regressor()
+            (metrics,) = kind.make_trainer().test(other, loader, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+            after_first_fit = Regressor()
+            train_alone(after_first_fit, batches)
+            assert_same_weights(other, after_first_fit)
+
+    run_ranks(run, WORLD)
+
+
+def test_second_trainer_on_the_same_mesh_trains_the_same_module_on(kind: Kind) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        with patch.object(dist, "monitored_barrier", side_effect=AssertionError("a step waited for all ranks")):
+            for _ in range(2):
+                trainer = kind.make_trainer()
+                trainer.fit(module, make_loader(batches))
+                train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+def count_process_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
+    """A sweep of a hundred trials must not hold a hundred communicators."""
+
+    def run() -> None:
+        loader, counts = make_loader(make_batches(2 * WORLD)), []
+        for timeout in (20, 40):
+            trainer = kind.make_trainer(timeout=timeout, max_steps=1)
+            trainer.fit(Regressor(), loader)
+            counts.append(count_process_groups())
+            groups = trainer.strategy.full_device_mesh.get_all_groups()
+            for group in (*groups, trainer.strategy._control_group):
+                backend = group._get_backend(torch.device("cpu"))
+                assert backend.options._timeout == timedelta(seconds=timeout)
+        assert counts[0] == counts[1]
+
+    run_ranks(run, WORLD)
+
+
+def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
+    def run() -> None:
+        os.environ["WORLD_SIZE"] = "1"
+        with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
+            kind.make_trainer().fit(Regressor(), make_loader(make_batches(2)))
+
+    run_ranks(run, WORLD)
+
+
+def test_gradients_of_a_partial_last_window_are_synchronised(kind: Kind) -> None:
+    # 5 micro-batches, 3 per step: the second step has two, and Lightning divides them by 3 all the same
+    batches = make_batches(5 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        kind.make_trainer(max_epochs=1, max_steps=-1, accumulate_grad_batches=3).fit(module, make_loader(batches))
+        optimizer = make_optimizer(expected.parameters())
+        for window in (batches[: 3 * WORLD], batches[3 * WORLD :]):
+            optimizer.zero_grad()
+            (sum(expected.loss(batch) for batch in window) / (3 * WORLD)).backward()
+            optimizer.step()
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+CLIPS = [
+    ("norm", 0.05, 2, partial(nn.utils.clip_grad_norm_, max_norm=0.05)),
+    ("value", 0.01, 1, partial(nn.utils.clip_grad_value_, clip_value=0.01)),
+]
+
+
+def test_clipping_is_that_of_one_process(kind: Kind) -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        for algorithm, limit, accumulate, clip in CLIPS:
+            module, expected, unclipped = Regressor(), Regressor(), Regressor()
+            options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+            kind.make_trainer(accumulate_grad_batches=accumulate, **options).fit(module, make_loader(batches))
+            train_alone(expected, batches, window=accumulate * WORLD, clip=clip)
+            assert_same_weights(module, expected)
+            train_alone(unclipped, batches, window=accumulate * WORLD)
+            assert not torch.allclose(expected.head.weight, unclipped.head.weight), "nothing was clipped"
+
+    run_ranks(run, WORLD)
+
+
+class BuiltOnMeta(Regressor):
+    def build(self) -> None:
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device("meta"):
+                super().build()
+
+    def on_fit_start(self) -> None:
+        self.initial = whole(self.state_dict())
+
+
+def test_module_built_on_the_meta_device(kind: Kind) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = BuiltOnMeta(), Regressor()
+        torch.manual_seed(dist.get_rank())  # ranks may disagree about it
+        kind.make_trainer().fit(module, make_loader(batches))
+        expected.load_state_dict(module.initial)
+        assert all(block.weight.std() > 0.1 for block in expected.blocks)
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+class OwnParameters(pl.LightningModule):
+    """All parameters lie directly on the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.zeros(1))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(F.linear(batch["inputs"], self.weight, self.bias), batch["targets"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def test_parameters_directly_on_the_module_are_trained_in_sync(kind: Kind) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = OwnParameters(), OwnParameters()
+        kind.make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0(kind: Kind) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        with torch.no_grad():
+            module.head.weight += dist.get_rank()
+        kind.make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the head alone, and all blocks from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks, optimizer, lr=0.01)
+
+
+class TrainsWhatIsNotFrozen(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def test_lightning_callbacks_that_freeze_and_accumulate(kind: Kind) -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        module = TrainsWhatIsNotFrozen()
+        callbacks = [Unfreezes(), GradientAccumulationScheduler({1: 2})]
+        kind.make_trainer(max_steps=-1, max_epochs=2, callbacks=callbacks).fit(module, make_loader(batches))
+
+        expected = Regressor()
+        optimizer = make_optimizer([*expected.head.parameters(), expected.scale])
+        expected.blocks.requires_grad_(False)
+        for epoch, window in ((0, WORLD), (1, 2 * WORLD)):
+            if epoch == 1:
+                expected.blocks.requires_grad_(True)
+                optimizer.add_param_group({"params": list(expected.blocks.parameters()), "lr": 0.01})
+            for start in range(0, len(batches), window):
+                optimizer.zero_grad()
+                (sum(map(expected.loss, batches[start : start + window])) / window).backward()
+                optimizer.step()
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
+}
+"""All of torch's; SparseAdam has no step for dense gradients, sharded or not."""
+
+
+REFUSED_OPTIMIZERS = ("LBFGS", "Adafactor", "Rprop")
+
+
+class UsesOptimizer(Regressor):
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind is torch.optim.Muon:  # for matrices only
+            return self.kind([block.weight for block in self.blocks])
+        return self.kind(self.parameters())
+
+
+def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind) -> None:
+    batches = make_batches(3 * WORLD)
+
+    def run() -> None:
+        for name, optimizer_class in OPTIMIZERS.items():
+            module, trainer = UsesOptimizer(optimizer_class), kind.make_trainer(max_steps=3)
+            if name == "LBFGS" and not kind.shards:
+                continue  # its steps call the model as often as they like: no loop to compare with
+            if kind.shards and name in REFUSED_OPTIMIZERS:
+                with pytest.raises(ValueError, match=f"{name} has no step for sharded parameters.* such as AdamW"):
+                    trainer.fit(module, make_loader(batches))
+                continue
+            trainer.fit(module, make_loader(batches))
+            expected = UsesOptimizer(optimizer_class)
+            train_alone(expected, batches, steps=3, optimizer=lambda _, alone=expected: alone.configure_optimizers())
+            # Muon computes in bfloat16: rounding differs with the split of a matrix
+            tolerance = {"rtol": 0.0, "atol": 1e-3} if name == "Muon" else {}
+            torch.testing.assert_close(
+                whole(dict(module.named_parameters())), dict(expected.named_parameters()), **tolerance, msg=name
+            )
+
+    run_ranks(run, WORLD)
+
+
+def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_none(kind: Kind) -> None:
+    def run() -> None:
+        averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        for callback in (averaging, EMAWeightAveraging(), ModelPruning("l1_unstructured", amount=0.5)):
+            error = pytest.raises(ValueError, match=rf"{type(callback).__name__}\(...\)\]\) needs whole weights")
+            with error if kind.shards else nullcontext():
+                trainer = kind.make_trainer(callbacks=[callback], max_epochs=2, max_steps=-1)
+                trainer.fit(Regressor(), make_loader(make_batches(4)))
+
+    run_ranks(run, WORLD)
+
+
+class Gathering(pl.LightningModule):
+    """Runs ``check`` in the middle of a training step."""
+
+    def __init__(self, check: Callable[[pl.LightningModule], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.check = check
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.check(self)
+        return self.layer(batch["inputs"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def test_all_gather_and_boolean_decisions(kind: Kind) -> None:
+    def check(module: pl.LightningModule) -> None:
+        rank = module.global_rank
+        own = torch.tensor([1.0, 2.0]) + 10 * rank
+        everyone = torch.tensor([[1.0, 2.0], [11.0, 12.0]])
+        assert torch.equal(module.all_gather(own), everyone)
+        assert torch.equal(module.all_gather(torch.tensor(rank)), torch.tensor([0, 1]))
+        nested = module.all_gather({"a": own, "b": [own]})
+        assert torch.equal(nested["a"], everyone)
+        assert torch.equal(nested["b"][0], everyone)
+
+        own.requires_grad_()
+        gathered = module.all_gather(own, sync_grads=True)
+        assert torch.equal(gathered, everyone)
+        # rank r weighs row i by 2 r + i + 1, and every rank's loss counts
+        weights = torch.tensor([[2.0 * rank + 1], [2.0 * rank + 2]])
+        (gathered * weights).sum().backward()
+        assert torch.equal(own.grad, torch.full((2,), [1.0 + 3.0, 2.0 + 4.0][rank]))
+        assert not module.all_gather(own).requires_grad
+
+        decide = module.trainer.strategy.reduce_boolean_decision
+        assert [decide(x) for x in (True, rank == 0, False)] == [True, False, False]
+        assert [decide(x, all=False) for x in (True, rank == 0, False)] == [True, True, False]
+
+    def run() -> None:
+        kind.make_trainer(max_steps=1).fit(Gathering(check), make_loader(make_batches(4)))
+
+    run_ranks(run, WORLD)
+
+
+class CallsModel(pl.Callback):
+    """Calls the model and generates from one hook, and keeps what came of it with the step it happened at."""
+
+    def __init__(self, hook: str, with_grad: bool) -> None:
+        setattr(self, hook, self._call)
+        self.with_grad = with_grad
+        self.results: list[tuple[int, Tensor, Tensor]] = []
+
+    def _call(self, trainer: pl.Trainer, module: CausalLM, *args: Any) -> None:
+        with torch.set_grad_enabled(self.with_grad):
+            logits = module.model(input_ids=PROMPT).logits
+        self.results.append((trainer.global_step, logits.detach().clone(), generate(module.model)))
+
+
+@pytest.mark.parametrize(
+    ("with_grad", "hooks"),
+    [
+        pytest.param(
+            False,
+            ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end"],
+            id="no_grad",
+        ),
+        pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad"),
+        pytest.param(
+            False,
+            ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_epoch_end"],
+            id="no_grad-other_hooks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            True,
+            ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"],
+            id="grad-other_hooks",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
+    kind: Kind, with_grad: bool, hooks: list[str]
+) -> None:
+    steps, accumulate = 2, 2
+    batches = make_token_batches(steps * accumulate * WORLD)
+
+    def check(hook: str, models: list[nn.Module], norm: float) -> None:
+        module, callback = make_language_model(), CallsModel(hook, with_grad)
+        loader = make_loader(batches)
+        trainer = kind.make_trainer(
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=0.5,
+            val_check_interval=4,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            callbacks=[callback],
+        )
+        trainer.fit(module, loader, loader)
+        assert callback.results, "never called"
+        for step, logits, generated in callback.results:
+            torch.testing.assert_close(logits, models[step](PROMPT).logits)
+            assert torch.equal(generated, generate(models[step]))
+        assert trainer.callback_metrics["train/gradient_norm"].item() == pytest.approx(norm, rel=1e-4)
+        assert_same_weights(module.model, models[-1])
+
+    def run() -> None:
+        models, norm = train_language_model_alone(batches, steps, accumulate * WORLD)
+        for hook in hooks:
+            try:
+                check(hook, models, norm)
+            except AssertionError as error:
+                raise AssertionError(f"{hook}: {error}") from error
+
+    run_ranks(run, WORLD)
+
+
+def test_model_called_after_fit(kind: Kind) -> None:
+    batches = make_token_batches(2 * WORLD)
+
+    def run() -> None:
+        module = make_language_model()
+        kind.make_trainer(gradient_clip_val=0.5).fit(module, make_loader(batches))
+        expected = train_language_model_alone(batches, 2, WORLD)[0][-1]
+        with torch.no_grad():
+            torch.testing.assert_close(module.model(PROMPT).logits, expected(PROMPT).logits)
+            torch.testing.assert_close(module(PROMPT), expected(PROMPT).logits)
+        assert torch.equal(generate(module.model), generate(expected))
+        assert_same_weights(module.model, expected)
+        kind.make_trainer().validate(module, make_loader(batches), verbose=False)
+        kind.make_trainer().fit(module, make_loader(batches))
+
+    run_ranks(run, WORLD)
+
+
+def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
+    def run() -> None:
+        trainer = kind.make_trainer()
+        trainer.validate(CountsSamples(), make_loader(make_batches(4)), verbose=False)
+        assert trainer.callback_metrics["batches"] == 4
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- manual optimisation
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
+def test_two_optimizers_that_are_stepped_by_hand(kind: Kind, accumulate: int) -> None:
+    batches = make_batches(3 * accumulate * WORLD)
+
+    def run() -> None:
+        for order in ("generator, discriminator", "discriminator, generator"):
+            module, expected = Gan(accumulate, order), Gan(accumulate, order)
+            kind.make_trainer(kind.flags_for_unused, max_steps=6).fit(module, make_loader(batches))
+            expected.train_alone(batches)
+            torch.testing.assert_close(module.gradients, expected.gradients)
+            assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision", "accumulate", "clip", "tied", "meta"),
+    [
+        (1, "32-true", 3, 0.1, False, True),
+        (2, "32-true", 1, 0.1, True, False),
+        (3, "32-true", 3, None, True, True),
+        (2, "bf16-mixed", 3, 0.1, True, False),
+        (2, "bf16-true", 1, None, False, False),
+    ],
+)
+def test_a_language_model_has_the_numbers_of_one_process(
+    kind: Kind, world_size: int, precision: str, accumulate: int, clip: float | None, tied: bool, meta: bool
+) -> None:
+    def run() -> None:
+        options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta, "precision": precision}
+        check_parity(make_case("llama", **options, strategy_class=kind.strategy))
+
+    run_ranks(run, world_size)
+
+
+class Scheduled(Regressor):
+    """Two groups of parameters, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
+        others = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
+        groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.98**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train_scheduled_alone(module: Scheduled, batches: list[Batch], window: int, clip: float | None) -> list[float]:
+    configured = module.configure_optimizers()
+    optimizer, schedule, losses = configured["optimizer"], configured["lr_scheduler"]["scheduler"], []
+    for start in range(0, len(batches), window):
+        optimizer.zero_grad()
+        loss = sum(module.loss(batch) for batch in batches[start : start + window]) / window
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, None), pytest.param(3, 0.5, marks=pytest.mark.slow)])
+def test_twenty_steps_with_groups_and_a_schedule(
+    kind: Kind, world_size: int, accumulate: int, clip: float | None
+) -> None:
+    batches = make_batches(20 * accumulate * world_size)
+
+    def run() -> None:
+        module, expected = Scheduled(), Scheduled()
+        options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "max_steps": 20}
+        kind.make_trainer(**options).fit(module, make_loader(batches))
+        train_scheduled_alone(expected, batches, accumulate * world_size, clip)
+        actual = whole(dict(module.named_parameters()))
+        torch.testing.assert_close(actual, dict(expected.named_parameters()), atol=3e-4, rtol=0)
+
+    run_ranks(run, world_size)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("format_", ["sharded", "full"])
+@pytest.mark.parametrize("reader", STRATEGIES)
+def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
+    kind: Kind, reader: str, format_: Any, tmp_path: Path
+) -> None:
+    # every step reads the same, so that it does not matter where in an epoch a run goes on
+    batches = 4 * make_batches(WORLD)
+
+    def run() -> None:
+        checkpoint = CheckpointConfig(format=format_)
+        trainer = kind.make_trainer(checkpoint=checkpoint)
+        trainer.fit(Scheduled(), make_loader(batches))
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        module, expected = Scheduled(), Scheduled()
+        trainer = STRATEGIES[reader].make_trainer(max_steps=4)
+        trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "half.ckpt")
+        train_scheduled_alone(expected, batches, WORLD, None)
+        actual = whole(dict(module.named_parameters()))
+        torch.testing.assert_close(actual, dict(expected.named_parameters()), atol=5e-5, rtol=0)
+        assert trainer.global_step == 4
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- from a file
+
+
+def test_one_file_trains_to_the_same_losses_with_any_class_path(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("In the beginning was the word, and the word was split over ranks.\n" * 40)
+    options = {
+        "seed_everything": 1,
+        "trainer": {
+            **{"accelerator": "cpu", "devices": WORLD, "max_steps": 4, "gradient_clip_val": 1.0, "num_nodes": 1},
+            **{"accumulate_grad_batches": 2, "log_every_n_steps": 1},
+            **{"val_check_interval": 8, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0},
+            **{"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False},
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}},
+        },
+        "model": {
+            "class_path": "lightning_fsdp2.CausalLM",
+            "init_args": {"config": {**LLAMA, "vocab_size": 257, "eos_token_id": 256, "bos_token_id": None}},
+        },
+        "data": {
+            "class_path": "lightning_fsdp2.TextDataModule",
+            "init_args": {
+                "path": str(tmp_path / "text.txt"),
+                "sequence_length": 32,
+                "batch_size": 1,
+                "validation_fraction": 0.1,
+            },
+        },
+    }
+
+    def run(name: str) -> dict[str, float]:
+        options["trainer"]["strategy"] = {"class_path": f"lightning_fsdp2.{STRATEGIES[name].strategy.__name__}"}
+        file = tmp_path / f"{name}-{os.environ['RANK']}.yaml"
+        file.write_text(yaml.safe_dump(options))
+        cli = FSDP2CLI(["fit", "--config", str(file)])
+        assert type(cli.trainer.strategy) is STRATEGIES[name].strategy
+        return {key: value.item() for key, value in cli.trainer.callback_metrics.items()}
+
+    first, *others = (run_ranks(run, WORLD, name, group=False)[0] for name in STRATEGIES)
+    assert {"train/loss", "train/gradient_norm", "val/loss"} <= first.keys()
+    for metrics in others:
+        assert metrics == pytest.approx(first, rel=2e-5)
+
+
+# ---------------------------------------------------------------------- wrong options
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name(kind: Kind) -> None:
+    name = kind.strategy.__name__
+    with pytest.raises(TypeError, match=rf"{name}\(config=.* must be a {kind.config.__name__}"):
+        kind.strategy(config={"backend": "gloo"})
+    with pytest.raises(TypeError, match=rf"{name}\(checkpoint=.* must be a CheckpointConfig"):
+        kind.strategy(checkpoint={"format": "full"})
+    with pytest.raises(TypeError, match=rf"{name}\(timeout=60\) must be a timedelta"):
+        kind.strategy(timeout=60)
+
+
+@pytest.mark.parametrize(("precision", "remedy"), [("16-true", "bf16-true"), ("64-true", "32-true")])
+def test_other_precisions_are_refused_and_the_alternative_named(kind: Kind, precision: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f'precision=.{precision}. is not supported.*"{remedy}"'):
+        kind.make_trainer(precision=precision)
+
+
+def test_a_module_of_another_strategy_is_refused(kind: Kind) -> None:
+    (other,) = [other for other in STRATEGIES.values() if other is not kind][:1]
+
+    def run() -> None:
+        module, loader = Regressor(), make_loader(make_batches(4))
+        kind.make_trainer().fit(module, loader)
+        with pytest.raises(ValueError, match=f"as a {kind.config.__name__} says, .* {other.config.__name__} does"):
+            other.make_trainer().validate(module, loader)
+
+    run_ranks(run, WORLD)
