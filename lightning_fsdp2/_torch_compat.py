@@ -39,7 +39,10 @@ tree_map_with_path: Any = _pytree.tree_map_with_path
 
 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:
-    """Wrap ``module`` in DDP, whose ``broadcast_buffers`` has another name and a warning in torch 2.13 and 2.15."""
+    """Wrap ``module`` in DDP, whose ``broadcast_buffers`` warns in torch 2.13 and 2.15, for a flag of another name.
+
+    Under that name False still shares buffers when the module is wrapped, unless ``init_sync=False`` is given too.
+    """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     options["forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"] = broadcast_buffers
     return DistributedDataParallel(module, **options)
