@@ -64,6 +64,7 @@ def test_losses_gradients_norm_and_weights_are_those_of_one_process(
     def run() -> None:
         for accumulate, clip, tied, meta in combinations:
             options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta}
+            torch.manual_seed(0)  # of bfloat16 the error depends on the weights: the same ones whatever ran before
             case = make_case(model, precision=precision, strategy=strategy, **options)
             try:
                 check_parity(case)
