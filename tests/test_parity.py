@@ -64,7 +64,9 @@ def test_losses_gradients_norm_and_weights_are_those_of_one_process(
     def run() -> None:
         for accumulate, clip, tied, meta in combinations:
             options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta}
-            torch.manual_seed(0)  # of bfloat16 the error depends on the weights: the same ones whatever ran before
+            # the same weights whatever ran before: in bfloat16 the error depends on them; and with those of seed 0 one
+            # process in float32, on the data of dp2xtp2, is a hundred times further from float64 than with 13 others
+            torch.manual_seed(1)
             case = make_case(model, precision=precision, strategy=strategy, **options)
             try:
                 check_parity(case)
