@@ -18,12 +18,12 @@ from lightning_fsdp2.config import (
     MegatronFSDPConfig,
 )
 from lightning_fsdp2.data import TextDataModule
-from lightning_fsdp2.managers import DDPManager, FSDP2Manager
+from lightning_fsdp2.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from lightning_fsdp2.mesh import create_device_mesh
 from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
-from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
+from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,8 @@ __all__ = [
     "FSDP2Manager",
     "FSDP2Strategy",
     "MegatronFSDPConfig",
+    "MegatronFSDPManager",
+    "MegatronFSDPStrategy",
     "TextDataModule",
     "apply_token_mean_",
     "clip_grad_norm_",

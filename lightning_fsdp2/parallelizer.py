@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
 
 from lightning_fsdp2.config import ActivationCheckpointing, ActivationCheckpointingScope, ContextParallelMethod
 from lightning_fsdp2.mesh import (
@@ -30,6 +31,7 @@ from lightning_fsdp2.parallel.compile import apply_compile
 from lightning_fsdp2.parallel.context_parallel import apply_context_parallel
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.parallel.megatron_fsdp import apply_megatron_fsdp, attach_optimizer, get_unit_classes
 from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
@@ -197,6 +199,63 @@ def fsdp2_strategy_parallelize(
     materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), fsdp_mesh)
     return model
+
+
+def megatron_fsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    megatron_fsdp_unit_modules: Sequence[str] | None = None,
+    zero_dp_strategy: int = 3,
+    init_fsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = True,
+    preserve_fp32_weights: bool = True,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    report_nan_in_param_grad: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    activation_checkpointing: bool = False,
+) -> tuple[Any, Optimizer | None]:
+    """Shard a model with NVIDIA's Megatron-FSDP.
+
+    Returns:
+        The wrapper, to be called in place of ``model``, and ``optimizer``.
+    """
+    _check_not_sharded(model)
+    device = _get_device(device_mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
+    if activation_checkpointing:
+        apply_activation_checkpointing(model, True)
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
+    if megatron_fsdp_unit_modules is not None:
+        unit_classes = [import_class_from_path(path) for path in megatron_fsdp_unit_modules]
+    else:
+        unit_classes = get_unit_classes(model)
+    wrapper = apply_megatron_fsdp(
+        model,
+        device_mesh,
+        device=device,
+        unit_classes=unit_classes,
+        zero_dp_strategy=zero_dp_strategy,
+        main_params_dtype=torch.float32 if preserve_fp32_weights else None,
+        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+        disable_bucketing=disable_bucketing,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+    )
+    if optimizer is not None:
+        attach_optimizer(wrapper, optimizer)
+    return wrapper, optimizer
 
 
 def ddp_strategy_parallelize(
