@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
+from lightning_fsdp2.checkpoint.conversion import convert_all, convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, Draft, StoreDraft, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
-from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like, unpack_all
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
@@ -129,7 +129,7 @@ def take_snapshot(
             warn_of_objects((tensors, rest))
 
     on_first_rank(save_rest, group)
-    return Snapshot(unpack_all(tensors), buffer.getvalue(), summary or {})
+    return Snapshot(convert_all(tensors), buffer.getvalue(), summary or {})
 
 
 def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
@@ -393,9 +393,9 @@ def _make_target(
         return None
     like = _get_optional_like(metadata, key, own)
     dtype = entry.properties.dtype
-    if is_packed(like):
-        contiguous = get_contiguous_placements(like)
-        return distributed_empty(entry.size, dtype=dtype, device_mesh=like.device_mesh, placements=contiguous)
+    if is_converted(like):
+        stored_mesh, placements = get_stored_layout(like)
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=stored_mesh, placements=placements)
     if like is not None:
         if in_place and _is_weight(metadata, key):
             return like
@@ -410,10 +410,10 @@ def _make_target(
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
     """From what DCP has filled to what the model or the optimizer takes."""
-    if not is_packed(like):
+    if not is_converted(like):
         return value
-    packed = pack_like(value, like)
+    converted = convert_back(value, like)
     if not in_place:
-        return packed
+        return converted
     with torch.no_grad():
-        return like.copy_(packed)
+        return like.copy_(converted)

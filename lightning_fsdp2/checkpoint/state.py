@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2._torch_compat import tree_map_only
-from lightning_fsdp2.checkpoint.packed import get_contiguous_placements, is_packed, pack_like
+from lightning_fsdp2.checkpoint.conversion import convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.parallel.failures import list_names
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -84,9 +84,9 @@ def shard_like(value: Any, own: Any) -> Any:
             return value
         value = value.full_tensor()
     # every rank has the whole tensor, in its file or its memory, and takes its part of it
-    placements = get_contiguous_placements(own) if is_packed(own) else own.placements
-    sharded = distribute_tensor(value.to(own.device), own.device_mesh, placements, src_data_rank=None)
-    return pack_like(sharded, own) if is_packed(own) else sharded
+    mesh, placements = get_stored_layout(own) if is_converted(own) else (own.device_mesh, own.placements)
+    sharded = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
+    return convert_back(sharded, own) if is_converted(own) else sharded
 
 
 def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,9 +1,9 @@
 """Megatron-FSDP, NVIDIA's package: parameters, gradients and optimizer states in flat buffers that ranks share.
 
-The package wraps a model and swaps its parameters: *raw* ones, which it gathers, for forward and backward; *distributed*
-ones, DTensors whose shards are whole rows of uneven number, for the optimizer and for checkpoints. It is driven here
-step by step, since what it does by itself depends on what a model returns (hooks look for tensors in it) and on the
-order in which optimizers and schedules are made.
+The package wraps a model and swaps its parameters: *raw* ones, which it gathers, for forward and backward;
+*distributed* ones, DTensors whose shards are whole rows of uneven number, for the optimizer and for checkpoints. It is
+driven here step by step, since what it does by itself depends on what a model returns (hooks look for tensors in it)
+and on the order in which optimizers and schedules are made.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.mesh import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 
@@ -62,13 +63,22 @@ def apply_megatron_fsdp(
             f"{missing[0]}={options[missing[0]]!r}: megatron-fsdp {_get_version()} has no such option; leave it"
             " out, or install a version that has it."
         )
-    if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
+    axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
+    view = get_mesh(device_mesh, axes)
+    # of the same groups, but named so that its tensors are known by it
+    mesh = DeviceMesh.from_group(
+        [view.get_group(axis) for axis in axes],
+        view.device_type,
+        mesh=view.mesh,
+        mesh_dim_names=(DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL),
+    )
+    if mesh.size(0) > 1:
         options["dp_outer_dim"] = DP_REPLICATE
         options["hybrid_fsdp_group"] = get_mesh(device_mesh, DP_CP).get_group()
     return package.fully_shard_model(
         model,
-        device_mesh=get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)),
-        dp_shard_dim=DP_SHARD_CP,
+        device_mesh=mesh,
+        dp_shard_dim=UNEVEN_SHARD,
         tp_dim=TENSOR_PARALLEL,
         fsdp_unit_modules=list(unit_classes),
         zero_dp_strategy=zero_dp_strategy,
@@ -128,7 +138,7 @@ def attach_optimizer(wrapper: Any, optimizer: Optimizer) -> None:
 
 
 def prepare_for_backward(wrapper: Any) -> None:
-    """To be called before a backward: what the package leaves to a hook that looks for tensors in the model's output."""
+    """To be called before a backward; the package leaves it to a hook that looks for tensors in the model's output."""
     wrapper.pre_backward()
 
 

@@ -1,7 +1,7 @@
 """Lets megatron-fsdp run on CPU ranks: stands in for the streams and events of CUDA, which there need not be.
 
-For tests alone. The package calls functions of ``torch.cuda`` around its collectives; those are replaced by ones that do
-nothing, since everything here happens in order anyway. Races between streams are not seen this way.
+For tests alone. The package calls functions of ``torch.cuda`` around its collectives; those are replaced by ones that
+do nothing, since everything here happens in order anyway. Races between streams are not seen this way.
 """
 
 import contextlib

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PretrainedConfig
 
 from lightning_fsdp2 import FSDP2Strategy
+from lightning_fsdp2.parallel.uneven_shards import gather
 
 LEARNING_RATE = 1e-3
 
@@ -204,10 +204,7 @@ def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather DTensors; every rank must call it."""
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
-        for name, tensor in tensors.items()
-    }
+    return {name: gather(tensor).detach().float().clone() for name, tensor in tensors.items()}
 
 
 QUIET: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from helpers.cases import make_case
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import check_parity, whole
 from helpers.ranks import run_ranks
@@ -47,7 +48,16 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from lightning_fsdp2 import CausalLM, CheckpointConfig, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import (
+    CausalLM,
+    CheckpointConfig,
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2Strategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+)
 from lightning_fsdp2.cli import FSDP2CLI
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
@@ -61,6 +71,18 @@ class Kind:
     shards: bool
     flags_for_unused: dict[str, Any] = field(default_factory=dict)
     """What a step needs in which some parameters take no part."""
+
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What stands in for hardware that the tests do without."""
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+        """:func:`run_ranks`, in the strategy's context."""
+
+        def run_in_context(*args: Any) -> Any:
+            with self.context():
+                return function(*args)
+
+        return run_ranks(run_in_context, world_size, *args, group=group)
 
     def make_trainer(
         self,
@@ -78,6 +100,7 @@ class Kind:
 STRATEGIES = {
     "fsdp2": Kind(FSDP2Strategy, FSDP2Config, shards=True),
     "ddp": Kind(DDPStrategy, DDPConfig, shards=False, flags_for_unused={"find_unused_parameters": True}),
+    "megatron_fsdp": Kind(MegatronFSDPStrategy, MegatronFSDPConfig, shards=True, context=cuda_on_cpu),
 }
 
 
@@ -122,7 +145,7 @@ def test_stages_in_any_order_on_one_module(kind: Kind, stages: str, tmp_path: Pa
             train_alone(after_first_fit, batches)
             assert_same_weights(other, after_first_fit)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_second_trainer_on_the_same_mesh_trains_the_same_module_on(kind: Kind) -> None:
@@ -137,7 +160,7 @@ def test_second_trainer_on_the_same_mesh_trains_the_same_module_on(kind: Kind) -
                 train_alone(expected, batches)
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def count_process_groups() -> int:
@@ -159,7 +182,7 @@ def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
                 assert backend.options._timeout == timedelta(seconds=timeout)
         assert counts[0] == counts[1]
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
@@ -168,7 +191,7 @@ def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
         with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
             kind.make_trainer().fit(Regressor(), make_loader(make_batches(2)))
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_gradients_of_a_partial_last_window_are_synchronised(kind: Kind) -> None:
@@ -185,7 +208,7 @@ def test_gradients_of_a_partial_last_window_are_synchronised(kind: Kind) -> None
             optimizer.step()
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 CLIPS = [
@@ -207,7 +230,7 @@ def test_clipping_is_that_of_one_process(kind: Kind) -> None:
             train_alone(unclipped, batches, window=accumulate * WORLD)
             assert not torch.allclose(expected.head.weight, unclipped.head.weight), "nothing was clipped"
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 class BuiltOnMeta(Regressor):
@@ -235,7 +258,7 @@ def test_module_built_on_the_meta_device(kind: Kind) -> None:
         train_alone(expected, batches)
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 class OwnParameters(pl.LightningModule):
@@ -265,7 +288,7 @@ def test_parameters_directly_on_the_module_are_trained_in_sync(kind: Kind) -> No
         train_alone(expected, batches)
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0(kind: Kind) -> None:
@@ -279,7 +302,7 @@ def test_ranks_that_were_seeded_differently_start_from_the_weights_of_rank_0(kin
         train_alone(expected, batches)
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 class Unfreezes(BaseFinetuning):
@@ -319,7 +342,7 @@ def test_lightning_callbacks_that_freeze_and_accumulate(kind: Kind) -> None:
                 optimizer.step()
         assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 OPTIMIZERS = {
@@ -365,7 +388,7 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Ki
                 whole(dict(module.named_parameters())), dict(expected.named_parameters()), **tolerance, msg=name
             )
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_none(kind: Kind) -> None:
@@ -377,7 +400,7 @@ def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_
                 trainer = kind.make_trainer(callbacks=[callback], max_epochs=2, max_steps=-1)
                 trainer.fit(Regressor(), make_loader(make_batches(4)))
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 class Gathering(pl.LightningModule):
@@ -423,7 +446,7 @@ def test_all_gather_and_boolean_decisions(kind: Kind) -> None:
     def run() -> None:
         kind.make_trainer(max_steps=1).fit(Gathering(check), make_loader(make_batches(4)))
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 class CallsModel(pl.Callback):
@@ -497,7 +520,7 @@ def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
             except AssertionError as error:
                 raise AssertionError(f"{hook}: {error}") from error
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_model_called_after_fit(kind: Kind) -> None:
@@ -515,7 +538,7 @@ def test_model_called_after_fit(kind: Kind) -> None:
         kind.make_trainer().validate(module, make_loader(batches), verbose=False)
         kind.make_trainer().fit(module, make_loader(batches))
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
@@ -524,7 +547,7 @@ def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
         trainer.validate(CountsSamples(), make_loader(make_batches(4)), verbose=False)
         assert trainer.callback_metrics["batches"] == 4
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 # ---------------------------------------------------------------------- manual optimisation
@@ -542,7 +565,7 @@ def test_two_optimizers_that_are_stepped_by_hand(kind: Kind, accumulate: int) ->
             torch.testing.assert_close(module.gradients, expected.gradients)
             assert_same_weights(module, expected)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 # ---------------------------------------------------------------------- numbers
@@ -565,7 +588,7 @@ def test_a_language_model_has_the_numbers_of_one_process(
         options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta, "precision": precision}
         check_parity(make_case("llama", **options, strategy_class=kind.strategy))
 
-    run_ranks(run, world_size)
+    kind.run(run, world_size)
 
 
 class Scheduled(Regressor):
@@ -610,7 +633,7 @@ def test_twenty_steps_with_groups_and_a_schedule(
         actual = whole(dict(module.named_parameters()))
         torch.testing.assert_close(actual, dict(expected.named_parameters()), atol=3e-4, rtol=0)
 
-    run_ranks(run, world_size)
+    kind.run(run, world_size)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -637,7 +660,7 @@ def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
         torch.testing.assert_close(actual, dict(expected.named_parameters()), atol=5e-5, rtol=0)
         assert trainer.global_step == 4
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)
 
 
 # ---------------------------------------------------------------------- from a file
@@ -677,7 +700,7 @@ def test_one_file_trains_to_the_same_losses_with_any_class_path(tmp_path: Path) 
         assert type(cli.trainer.strategy) is STRATEGIES[name].strategy
         return {key: value.item() for key, value in cli.trainer.callback_metrics.items()}
 
-    first, *others = (run_ranks(run, WORLD, name, group=False)[0] for name in STRATEGIES)
+    first, *others = (STRATEGIES[name].run(run, WORLD, name, group=False)[0] for name in STRATEGIES)
     assert {"train/loss", "train/gradient_norm", "val/loss"} <= first.keys()
     for metrics in others:
         assert metrics == pytest.approx(first, rel=2e-5)
@@ -711,4 +734,4 @@ def test_a_module_of_another_strategy_is_refused(kind: Kind) -> None:
         with pytest.raises(ValueError, match=f"as a {kind.config.__name__} says, .* {other.config.__name__} does"):
             other.make_trainer().validate(module, loader)
 
-    run_ranks(run, WORLD)
+    kind.run(run, WORLD)

@@ -1,0 +1,88 @@
+"""DTensors whose shards are whole rows, but not as many on each rank as torch would give it.
+
+Megatron-FSDP cuts a buffer of many parameters into equal parts, so that small parameters lie on one rank as a whole and
+larger ones break at some row. Their DTensors say ``Shard(0)`` all the same, and ``full_tensor``, ``redistribute`` and
+checkpoints would take rows for others. What they are is told by the axis of their mesh, which has a name of its own: so
+all ranks agree, and states and gradients made from a parameter are recognised too.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+UNEVEN_SHARD = "uneven_shard"
+"""Name of the axis."""
+
+_EVEN_SHARD = "even_shard"
+
+
+def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether the shards of ``tensor`` are uneven; the same on all ranks."""
+    return (
+        isinstance(tensor, DTensor)
+        and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
+        and any(placement.is_shard() for placement in tensor.placements)
+    )
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The tensor that a DTensor stands for, even or not; a plain one as it is. Every rank of its mesh must call it."""
+    if is_uneven(tensor):
+        return _gather(tensor)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def to_even(tensor: DTensor) -> DTensor:
+    """The same tensor in the shards that torch would make; every rank must call it."""
+    mesh = get_even_mesh(tensor)
+    return DTensor.from_local(
+        Shard(0)._split_tensor(_gather(tensor), mesh.size(), with_padding=False)[0][mesh.get_local_rank()].contiguous(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=torch.empty(tensor.shape, device="meta").stride(),
+    )
+
+
+def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
+    """This rank's rows of ``tensor``, whole or in even shards, as ``like`` has them; every rank must call it."""
+    rows = gather(tensor)
+    counts = _get_counts(like)
+    start = sum(counts[: _get_group(like).rank()])
+    local = rows[start : start + like.to_local().size(0)].to(like.device)
+    return DTensor.from_local(
+        local.clone(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def get_even_mesh(tensor: DTensor) -> DeviceMesh:
+    """The ranks that hold the shards of an uneven tensor."""
+    return DeviceMesh.from_group(_get_group(tensor), tensor.device_mesh.device_type, mesh_dim_names=(_EVEN_SHARD,))
+
+
+def _gather(tensor: DTensor) -> Tensor:
+    counts, group, local = _get_counts(tensor), _get_group(tensor), tensor.to_local().detach()
+    parts = local.new_empty(len(counts) * max(counts), *tensor.shape[1:])
+    own = local.new_zeros(max(counts), *tensor.shape[1:])
+    own[: local.size(0)] = local
+    dist.all_gather_into_tensor(parts, own, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts.chunk(len(counts)), counts, strict=True)])
+
+
+def _get_counts(tensor: DTensor) -> list[int]:
+    """The number of rows on each rank."""
+    group = _get_group(tensor)
+    own = torch.tensor([tensor.to_local().size(0)], device=tensor.device)
+    counts = own.new_empty(group.size())
+    dist.all_gather_into_tensor(counts, own, group=group)
+    return counts.tolist()
+
+
+def _get_group(tensor: DTensor) -> dist.ProcessGroup:
+    mesh = tensor.device_mesh
+    return mesh.get_group(UNEVEN_SHARD) if mesh.ndim > 1 else mesh.get_group()
