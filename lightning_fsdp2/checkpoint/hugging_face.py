@@ -36,6 +36,7 @@ from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, re
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.parallel.uneven_shards import gather
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -256,7 +257,7 @@ class _Gather:
             if isinstance(tensor, DTensor):
                 # offloaded shards are gathered where the mesh communicates
                 sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-                tensor = sharded.full_tensor()
+                tensor = gather(sharded)
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])

@@ -13,6 +13,7 @@ from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_d
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain, warn_of_objects
+from lightning_fsdp2.parallel.uneven_shards import gather as gather_tensor
 
 
 def gather_whole(
@@ -35,7 +36,7 @@ def gather_whole(
 
     def gather(tensor: Tensor) -> Tensor | None:
         tensor = tensor.detach()
-        whole, local = (tensor.full_tensor(), tensor.to_local()) if isinstance(tensor, DTensor) else (tensor, tensor)
+        whole, local = gather_tensor(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # what this rank holds whole is not gathered: without a copy it would change while it is being written
         is_own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         return whole.to("cpu", copy=is_own) if keep else None

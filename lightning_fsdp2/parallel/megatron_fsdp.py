@@ -139,6 +139,7 @@ def attach_optimizer(wrapper: Any, optimizer: Optimizer) -> None:
 
 def prepare_for_backward(wrapper: Any) -> None:
     """To be called before a backward; the package leaves it to a hook that looks for tensors in the model's output."""
+    install_raw_parameters(wrapper)
     wrapper.pre_backward()
 
 
@@ -152,6 +153,11 @@ def finish_backward(wrapper: Any) -> None:
 def install_distributed_parameters(wrapper: Any) -> None:
     """Let the model hold the parameters that optimizers and checkpoints see."""
     wrapper._replace_param_with_distributed_if_needed()
+
+
+def install_raw_parameters(wrapper: Any) -> None:
+    """Let the model hold the parameters that it computes with."""
+    wrapper._replace_param_with_raw_if_needed()
 
 
 @contextmanager

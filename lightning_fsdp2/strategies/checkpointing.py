@@ -56,6 +56,10 @@ class CheckpointingStrategy(WorldStrategy):
     def parallelize(self) -> None:
         """Shard the LightningModule, once; every stage calls it."""
 
+    def release_parameters(self) -> None:
+        """Let the module hold what optimizers and checkpoints see; a forward may have left it with what it read."""
+        reshard(self.lightning_module)
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -140,7 +144,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        reshard(self.lightning_module)
+        self.release_parameters()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state(self.lightning_module, inner)
 
@@ -178,7 +182,7 @@ class CheckpointingStrategy(WorldStrategy):
         path = self.broadcast(checkpoint_path)
         module = self.lightning_module
         self.parallelize()
-        reshard(module)
+        self.release_parameters()
         checkpoint = self.checkpoint_io.load_checkpoint(
             path,
             module,

@@ -53,6 +53,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     strategy_name = "lightning_fsdp2_ddp"
     config: DDPConfig
     shards = False
+    refused_optimizers = ()
 
     def __init__(
         self,

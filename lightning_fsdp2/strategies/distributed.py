@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
+from lightning_fsdp2.parallel.uneven_shards import gather
 
 
 def init_process_group(
@@ -81,7 +82,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
         group: Ranks to reduce over.
         op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
     """
-    result = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    result = gather(tensor) if isinstance(tensor, DTensor) else tensor.clone()
     is_mean = op is None or str(op).lower() in ("mean", "avg") or op == dist.ReduceOp.AVG
     if is_mean and not result.is_floating_point():
         result = result.float()
@@ -92,8 +93,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
     """Gather equally shaped tensors of all ranks into ``[ranks, *tensor.shape]``, with gradients if asked for."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+    tensor = gather(tensor)
     if sync_grads:
         return all_gather_with_gradient(tensor.contiguous()[None], group)
     result = [torch.empty_like(tensor) for _ in range(group.size())]

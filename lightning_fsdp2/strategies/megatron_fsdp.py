@@ -6,20 +6,24 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+import torch
+from torch import nn
 from typing_extensions import override
 
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.megatron_fsdp import (
     attach_optimizer,
     defer_sync,
     finish_backward,
     install_distributed_parameters,
+    install_raw_parameters,
     prepare_for_backward,
 )
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -32,6 +36,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     strategy_name = "megatron_fsdp"
     config: MegatronFSDPConfig
+    refused_optimizers = (*MeshStrategy.refused_optimizers, torch.optim.Muon)
 
     def __init__(
         self,
@@ -61,9 +66,41 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self._manager = MegatronFSDPManager(self.config, self.full_device_mesh)
 
     @override
+    def make_step_region(self, timeout: timedelta) -> StepRegion:
+        return StepRegion(
+            timeout,
+            holds_units=lambda module: next(module.parameters(), None) is not None,
+            before=lambda module: install_raw_parameters(self.wrapper),
+            behind=self._finish_outside_call,
+        )
+
+    @override
+    def release_parameters(self) -> None:
+        install_distributed_parameters(self.wrapper)
+
+    def _finish_outside_call(self, root: nn.Module) -> None:
+        # behind a forward with gradients, backward needs the parameters that were computed with
+        if not torch.is_grad_enabled():
+            self.release_parameters()
+
+    @override
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         self.model = self.wrapper
+        self._trained = self._get_trained()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        changed = self._trained ^ self._get_trained()
+        if changed:
+            raise ValueError(
+                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had made its buffers of what is to be"
+                " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
+            )
+        return super().training_step(*args, **kwargs)
+
+    def _get_trained(self) -> set[str]:
+        return {name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad}
 
     @override
     def teardown(self) -> None:
@@ -77,20 +114,18 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
-        install_distributed_parameters(self.wrapper)
+        self.release_parameters()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             attach_optimizer(self.wrapper, optimizer)
         self.wrapper.zero_grad_buffer()
 
+    @contextmanager
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
+    def surround_backward(self) -> Iterator[None]:
         prepare_for_backward(self.wrapper)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
+        yield
         finish_backward(self.wrapper)
-        super().post_backward(closure_loss)
 
     @contextmanager
     @override

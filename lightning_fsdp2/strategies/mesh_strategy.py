@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -29,10 +29,10 @@ from typing_extensions import override
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
-from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.structure import get_modules, is_metric
+from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
@@ -72,6 +72,13 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     shards = True
     """Whether ranks hold parts of the parameters."""
 
+    refused_optimizers: tuple[type[Optimizer], ...] = (
+        torch.optim.LBFGS,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+    )
+    """Those of torch that fail in their first step on sharded parameters, up to torch 2.15."""
+
     def __init__(
         self,
         *,
@@ -104,6 +111,10 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
         return self._manager
 
+    def make_step_region(self, timeout: timedelta) -> StepRegion:
+        """What watches the module's forwards outside of steps."""
+        return StepRegion(timeout)
+
     @abstractmethod
     def parallelize_module(self, module: "LightningModule") -> None:
         """Let the manager parallelise a module that no Trainer has had before."""
@@ -113,7 +124,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._step_region = StepRegion(min(self._timeout, OUTSIDE_CALL_TIMEOUT))
+        self._step_region = self.make_step_region(min(self._timeout, OUTSIDE_CALL_TIMEOUT))
         self.lightning_module._device_mesh = self.device_mesh
 
     @override
@@ -173,7 +184,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
         self.parallelize()
-        reshard(self.lightning_module)
+        self.release_parameters()
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
@@ -239,8 +250,11 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if self.shards:
-                _check_optimizer(optimizer)
+            if isinstance(optimizer, self.refused_optimizers):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has no step for the shards of {type(self).__name__}; use another"
+                    " optimizer, such as AdamW, or a strategy that does not shard."
+                )
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     @override
@@ -294,15 +308,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def on_validation_end(self) -> None:
-        reshard(self.lightning_module)
+        self.release_parameters()
 
     @override
     def on_test_end(self) -> None:
-        reshard(self.lightning_module)
+        self.release_parameters()
 
     @override
     def on_predict_end(self) -> None:
-        reshard(self.lightning_module)
+        self.release_parameters()
 
     # ------------------------------------------------------------------ steps
 
@@ -349,11 +363,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         # the base class's lines, but for the region, which must not take in the hooks before and after backward
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._step_region():
+        with self._step_region(), self.surround_backward():
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def surround_backward(self) -> AbstractContextManager[None]:
+        """What a strategy does right before and behind the backward itself."""
+        return nullcontext()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -373,7 +391,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         if not self.lightning_module.automatic_optimization:
             self._apply_token_mean()
         output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
-        reshard(self.lightning_module)
+        self.release_parameters()
         return output
 
     @contextmanager
@@ -431,7 +449,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
 
 def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    log(module, name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
+    log(module, name, gather(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
 def _is_log_whole(log: Any) -> bool:
@@ -477,15 +495,6 @@ def _get_optional_remedy(exception: BaseException) -> str | None:
             " `p.grad.norm().full_tensor()` for a single parameter."
         )
     return None
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse torch's optimizers that fail in their first step on sharded parameters, up to torch 2.15."""
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
-        raise ValueError(
-            f"{type(optimizer).__name__} has no step for sharded parameters in torch; use another optimizer, such as"
-            " AdamW, or a strategy that does not shard."
-        )
 
 
 def _check_callbacks(trainer: "Trainer") -> None:

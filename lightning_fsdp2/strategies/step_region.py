@@ -29,10 +29,23 @@ class StepRegion:
 
     Args:
         timeout: How long to wait for the others.
+        holds_units: Whether the forward of a module is a collective.
+        before: Called with the module before such a forward, once all ranks have come to it.
+        behind: Called with the root behind it.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        *,
+        holds_units: Callable[[nn.Module], bool] | None = None,
+        before: Callable[[nn.Module], None] | None = None,
+        behind: Callable[[nn.Module], None] = reshard,
+    ) -> None:
         self._timeout = timeout
+        self._holds_units = holds_units or _holds_units
+        self._before = before
+        self._behind = behind
         self._depth = 0
 
     @contextmanager
@@ -54,7 +67,7 @@ class StepRegion:
         blocks = {module for layers in get_layer_lists(root) for block in layers for module in block.modules()}
         handles = []
         for name, module in root.named_modules():
-            if module not in blocks and _holds_units(module):
+            if module not in blocks and self._holds_units(module):
                 enter_hook = self._make_enter_hook(name or "the LightningModule")
                 handles.append(module.register_forward_pre_hook(enter_hook, prepend=True))
                 handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
@@ -66,6 +79,8 @@ class StepRegion:
             self._depth += 1  # before anything can raise: the exit hook is called in any case
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, _REMEDY)
+                if self._before is not None:
+                    self._before(module)
 
         return enter_hook
 
@@ -74,7 +89,7 @@ class StepRegion:
             self._depth -= 1
             if self._depth == 0 and not is_unsharded_by_user(module):
                 # what stayed gathered would hide sharded parameters and their gradients from later hooks
-                reshard(root)
+                self._behind(root)
 
         return exit_hook
 
