@@ -133,8 +133,13 @@ def attach_optimizer(wrapper: Any, optimizer: Optimizer) -> None:
         zero_grad(set_to_none)
         wrapper.zero_grad_buffer()
 
+    def install_weights(*args: Any) -> None:
+        wrapper.install_optimized_model_weights()
+        # what a call between backward and step has gathered would be taken for the new weights
+        wrapper.synchronize_param_gather()
+
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
-    optimizer.register_step_post_hook(lambda *args: wrapper.install_optimized_model_weights())
+    optimizer.register_step_post_hook(install_weights)
 
 
 def prepare_for_backward(wrapper: Any) -> None:
