@@ -28,9 +28,13 @@ from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPS
 __version__ = "0.1.0"
 
 register_cli_types()
-for _name, _config in (("fsdp2", FSDP2Config()), ("fsdp2_offload", FSDP2Config(offload_policy=True))):
+for _name, _strategy, _config in (
+    ("fsdp2", FSDP2Strategy, FSDP2Config()),
+    ("fsdp2_offload", FSDP2Strategy, FSDP2Config(offload_policy=True)),
+    ("megatron_fsdp", MegatronFSDPStrategy, MegatronFSDPConfig()),
+):
     if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, FSDP2Strategy, description=FSDP2Strategy.__doc__ or "", config=_config)
+        StrategyRegistry.register(_name, _strategy, description=_strategy.__doc__ or "", config=_config)
 
 __all__ = [
     "CausalLM",

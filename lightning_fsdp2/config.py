@@ -203,24 +203,24 @@ class MegatronFSDPConfig(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those the field's text names, or ``tp_plan`` is given.
+        ValueError: If a value is not one of those the field's text names, or a refused one is given.
     """
 
     sequence_parallel: bool = False
-    """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
+    """Refused: it is a part of tensor parallelism, which Megatron-FSDP does not have here. Use FSDP2Config for that."""
 
     tp_plan: InitVar[dict[str, Any] | str | None] = None
     """Refused: Megatron-FSDP takes no plan of yours. Use FSDP2Config for that."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
-    """Import paths of the module classes that become FSDP units. None takes the classes that the model itself says
-    must not be split."""
+    """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers."""
 
     zero_dp_strategy: int = 3
     """What data parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
 
     init_fsdp_with_meta_device: bool = False
-    """Whether the model arrives on the meta device and is materialised unit by unit."""
+    """Whether the model arrives on the meta device and is given its weights shard by shard. A model that arrives there
+    without this flag is whole on every rank before it is sharded."""
 
     grad_reduce_in_fp32: bool = True
     """Whether gradients are reduced in float32 whatever the dtype of the parameters is."""
@@ -242,7 +242,8 @@ class MegatronFSDPConfig(_Flags):
     """Whether gradients are checked for NaN and the parameter is named. It costs a sync per step."""
 
     average_in_collective: bool = False
-    """Whether the collective averages gradients, in place of a scaling before a sum."""
+    """Whether the collective averages gradients, in place of a scaling before a sum. Refused for as long as it fails in
+    megatron-fsdp."""
 
     disable_bucketing: bool = False
     """Whether each parameter is communicated by itself, without buckets."""
@@ -259,8 +260,12 @@ class MegatronFSDPConfig(_Flags):
     fsdp_double_buffer: bool = False
     """Whether communication uses two persistent buffers in place of freshly allocated ones."""
 
-    activation_checkpointing: bool = False
-    """Whether each layer is recomputed in backward."""
+    activation_checkpointing: ActivationCheckpointing = False
+    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
+    "selective" keeps the results of expensive operations and recomputes the rest."""
+
+    autocast_dtype: torch.dtype | None = None
+    """If set, forward runs inside torch.autocast with this dtype. Trainer(precision="bf16-mixed") sets it."""
 
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
@@ -273,6 +278,13 @@ class MegatronFSDPConfig(_Flags):
                 "leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy."
             )
         self._check_bools()
+        if self.sequence_parallel:
+            raise ValueError(
+                "sequence_parallel=True is not an option of Megatron-FSDP, which has no tensor parallelism here; leave "
+                "it out, or use FSDP2Config(sequence_parallel=True) with FSDP2Strategy."
+            )
+        _check_activation_checkpointing(self.activation_checkpointing)
+        self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_unit_modules(self.megatron_fsdp_unit_modules)
         _check_zero_dp_strategy(self.zero_dp_strategy)
         _check_backend(self.backend)

@@ -259,7 +259,10 @@ def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -
             " parallelism only; leave these at 1 or use FSDP2Config."
         )
     if isinstance(config, MegatronFSDPConfig) and sizes.tp > 1:
-        raise ValueError(f"tp_size={sizes.tp} is not supported with MegatronFSDPConfig; use FSDP2Config.")
+        raise ValueError(
+            f"tp_size={sizes.tp} is not supported with MegatronFSDPConfig, since megatron-fsdp hangs on tensor parallel"
+            " models (https://github.com/NVIDIA/Megatron-LM/issues/5786); use FSDP2Config."
+        )
 
 
 def _check_world_size(world_size: int) -> None:

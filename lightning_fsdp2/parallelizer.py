@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -31,7 +31,17 @@ from lightning_fsdp2.parallel.compile import apply_compile
 from lightning_fsdp2.parallel.context_parallel import apply_context_parallel
 from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
 from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
-from lightning_fsdp2.parallel.megatron_fsdp import apply_megatron_fsdp, attach_optimizer, get_unit_classes
+from lightning_fsdp2.parallel.megatron_fsdp import (
+    HAVE_MEGATRON_FSDP as HAVE_MEGATRON_FSDP,
+)
+from lightning_fsdp2.parallel.megatron_fsdp import (
+    apply_megatron_fsdp,
+    check_supported,
+    check_unit_classes,
+    get_layer_classes,
+    spread_parameters,
+    take_over_optimizer,
+)
 from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
@@ -39,6 +49,11 @@ from lightning_fsdp2.parallel.tp_matching import match_plan
 from lightning_fsdp2.parallel.tp_plans import PlanOption, get_plan, get_style, to_torch_style
 
 logger = logging.getLogger(__name__)
+
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP
+"""The earlier name."""
+
+_ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def fsdp2_strategy_parallelize(
@@ -213,29 +228,78 @@ def megatron_fsdp_strategy_parallelize(
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
     report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
     disable_bucketing: bool = False,
     calculate_per_token_loss: bool = False,
     keep_fp8_transpose_cache: bool = False,
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
-    activation_checkpointing: bool = False,
+    *,
+    activation_checkpointing: ActivationCheckpointing = False,
+    autocast_dtype: torch.dtype | None = None,
 ) -> tuple[Any, Optimizer | None]:
     """Shard a model with NVIDIA's Megatron-FSDP.
 
+    Args:
+        model: As for :func:`fsdp2_strategy_parallelize`. Its dtype is that of compute. Changed in place.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel ranks.
+        optimizer: Of the model's parameters, without steps so far; its groups are kept.
+        megatron_fsdp_unit_modules: Import paths of the classes whose modules are gathered as one. None takes those of
+            the model's layers.
+        zero_dp_strategy: What ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        init_fsdp_with_meta_device: Whether the model is on the meta device and gets its weights shard by shard. One
+            that is there without this flag is whole on every rank before it is sharded.
+        grad_reduce_in_fp32: Whether gradients are added up and reduced in float32.
+        preserve_fp32_weights: Whether the optimizer steps float32 copies of weights in less.
+        overlap_grad_reduce: Whether gradients are reduced during backward.
+        overlap_param_gather: Whether parameters are gathered ahead of their use.
+        report_nan_in_param_grad: Whether a gradient that is not finite is an error that names the parameter.
+        average_in_collective: Refused: it fails in the package.
+        disable_bucketing: Whether each group of parameters is communicated as a whole.
+        calculate_per_token_loss: Whether gradients are summed over the ranks, not averaged.
+        keep_fp8_transpose_cache: Whether transposed copies of FP8 parameters are kept.
+        nccl_ub: Whether communication buffers are registered with NCCL.
+        fsdp_double_buffer: Whether units share two persistent buffers.
+        activation_checkpointing: True or ``"full"`` to compute layers again in backward, ``"selective"`` to keep
+            their expensive results.
+        autocast_dtype: None, or that of matrix products in :class:`torch.autocast`.
+
     Returns:
-        The wrapper, to be called in place of ``model``, and ``optimizer``.
+        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+
+    Raises:
+        ImportError: When ``megatron-fsdp`` is not installed, or too old.
+        ValueError: When the package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
     """
     _check_not_sharded(model)
+    check_supported(
+        device_mesh,
+        zero_dp_strategy=zero_dp_strategy,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        average_in_collective=average_in_collective,
+        nccl_ub=nccl_ub,
+    )
+    unit_classes = (
+        get_layer_classes(model)
+        if megatron_fsdp_unit_modules is None
+        else [_import_unit_class(path) for path in megatron_fsdp_unit_modules]
+    )
+    check_unit_classes(model, unit_classes, zero_dp_strategy=zero_dp_strategy)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = _get_device(device_mesh)
+    cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
     broadcast_from_first_rank(model, device, device_mesh)
+    if cp_mesh is not None:
+        apply_context_parallel(model, cp_mesh.get_group())
     if activation_checkpointing:
-        apply_activation_checkpointing(model, True)
+        apply_activation_checkpointing(model, activation_checkpointing)
+    if autocast_dtype is not None:
+        apply_autocast(model, autocast_dtype, device.type)
+    if init_fsdp_with_meta_device:
+        spread_parameters(model, device_mesh)
     load_pretrained(model, device, device_mesh)
     materialize(model, device, device_mesh)
-    if megatron_fsdp_unit_modules is not None:
-        unit_classes = [import_class_from_path(path) for path in megatron_fsdp_unit_modules]
-    else:
-        unit_classes = get_unit_classes(model)
     wrapper = apply_megatron_fsdp(
         model,
         device_mesh,
@@ -254,8 +318,103 @@ def megatron_fsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     if optimizer is not None:
-        attach_optimizer(wrapper, optimizer)
+        take_over_optimizer(optimizer, names, wrapper)
     return wrapper, optimizer
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: Sequence[str] | None = None,
+    tp_shard_plan: PlanOption = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = True,
+    preserve_fp32_weights: bool = True,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = DATA_PARALLEL,
+    cp_mesh_name: str = CONTEXT_PARALLEL,
+    tp_mesh_name: str = TENSOR_PARALLEL,
+) -> tuple[Any, Optimizer | None]:
+    """:func:`megatron_fsdp_strategy_parallelize` by the names of when the package was called nvFSDP.
+
+    Args:
+        model: As there.
+        device_mesh: As there.
+        optimizer: As there.
+        nvfsdp_unit_modules: There ``megatron_fsdp_unit_modules``.
+        tp_shard_plan: Refused: there is no tensor parallelism.
+        data_parallel_sharding_strategy: There ``zero_dp_strategy``: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or
+            ``"optim_grads_params"``.
+        init_nvfsdp_with_meta_device: There ``init_fsdp_with_meta_device``.
+        grad_reduce_in_fp32: As there.
+        preserve_fp32_weights: As there.
+        overlap_grad_reduce: As there.
+        overlap_param_gather: As there.
+        check_for_nan_in_grad: There ``report_nan_in_param_grad``.
+        average_in_collective: As there.
+        disable_bucketing: As there.
+        calculate_per_token_loss: As there.
+        keep_fp8_transpose_cache_when_using_custom_fsdp: There ``keep_fp8_transpose_cache``.
+        nccl_ub: As there.
+        fsdp_double_buffer: As there.
+        dp_mesh_name: Only ``"data_parallel"``, the axis of :func:`~lightning_fsdp2.create_device_mesh`.
+        cp_mesh_name: Only ``"context_parallel"``.
+        tp_mesh_name: Only ``"tensor_parallel"``.
+
+    Returns:
+        As there.
+
+    Raises:
+        ImportError: As there.
+        ValueError: As there, and for a plan, another axis or another word.
+    """
+    if tp_shard_plan is not None:
+        raise ValueError(
+            f"tp_shard_plan={tp_shard_plan!r}: Megatron-FSDP hangs on tensor parallel models"
+            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use fsdp2_strategy_parallelize."
+        )
+    axes = {"dp_mesh_name": DATA_PARALLEL, "cp_mesh_name": CONTEXT_PARALLEL, "tp_mesh_name": TENSOR_PARALLEL}
+    given = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
+    for option, name in given.items():
+        if name != axes[option]:
+            raise ValueError(
+                f"{option}={name!r}: the mesh is one of lightning_fsdp2.create_device_mesh, whose axis is called"
+                f" {axes[option]!r}; leave {option} out."
+            )
+    if data_parallel_sharding_strategy not in _ZERO_DP_STRATEGIES:
+        raise ValueError(
+            f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r} is unknown; use"
+            f" {', '.join(map(repr, _ZERO_DP_STRATEGIES[:-1]))} or {_ZERO_DP_STRATEGIES[-1]!r}."
+        )
+    return megatron_fsdp_strategy_parallelize(
+        model,
+        device_mesh,
+        optimizer,
+        megatron_fsdp_unit_modules=nvfsdp_unit_modules,
+        zero_dp_strategy=_ZERO_DP_STRATEGIES.index(data_parallel_sharding_strategy),
+        init_fsdp_with_meta_device=init_nvfsdp_with_meta_device,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        preserve_fp32_weights=preserve_fp32_weights,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        report_nan_in_param_grad=check_for_nan_in_grad,
+        average_in_collective=average_in_collective,
+        disable_bucketing=disable_bucketing,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache_when_using_custom_fsdp,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+    )
 
 
 def ddp_strategy_parallelize(
@@ -394,6 +553,19 @@ def import_plan(plan: PlanOption) -> PlanOption:
         ) from error
     if isinstance(found, type) or not (isinstance(found, Mapping) or callable(found)):
         raise TypeError(f"tp_plan={plan!r} is a {type(found).__name__}; name a dict or a function that returns one.")
+    return found
+
+
+def _import_unit_class(path: str) -> type[nn.Module]:
+    try:
+        found = import_class_from_path(path)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ValueError(
+            f"megatron_fsdp_unit_modules: {path!r} cannot be imported ({error}); give import paths of module classes,"
+            " such as 'transformers.models.llama.modeling_llama.LlamaDecoderLayer'."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is no class of modules but {found!r}; name one.")
     return found
 
 

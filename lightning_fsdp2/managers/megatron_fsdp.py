@@ -1,4 +1,4 @@
-"""Megatron-FSDP for any torch loop: ``MegatronFSDPManager(config, device_mesh).parallelize(model)``."""
+"""Megatron-FSDP for any torch loop: ``MegatronFSDPManager(config, device_mesh).parallelize(model, optimizer)``."""
 
 from typing import Any
 
@@ -16,6 +16,11 @@ class MegatronFSDPManager:
     Args:
         config: The flags.
         device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`.
+
+    Example::
+
+        mesh = create_device_mesh(config)
+        model, optimizer = MegatronFSDPManager(config, mesh).parallelize(model, optimizer)
     """
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh) -> None:
@@ -23,7 +28,12 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[Any, Optimizer | None]:
-        """Wrap ``model``; see :func:`megatron_fsdp_strategy_parallelize`."""
+        """Wrap ``model``, and let ``optimizer`` step its shards.
+
+        Raises:
+            ImportError: When ``megatron-fsdp`` is not installed, or too old.
+            ValueError: See :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
+        """
         config = self.config
         return megatron_fsdp_strategy_parallelize(
             model,
@@ -37,10 +47,12 @@ class MegatronFSDPManager:
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             report_nan_in_param_grad=config.report_nan_in_param_grad,
+            average_in_collective=config.average_in_collective,
             disable_bucketing=config.disable_bucketing,
             calculate_per_token_loss=config.calculate_per_token_loss,
             keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
             nccl_ub=config.nccl_ub,
             fsdp_double_buffer=config.fsdp_double_buffer,
             activation_checkpointing=config.activation_checkpointing,
+            autocast_dtype=config.autocast_dtype,
         )

@@ -51,13 +51,18 @@ def to_even(tensor: DTensor) -> DTensor:
 
 def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
     """This rank's rows of ``tensor``, whole or in even shards, as ``like`` has them; every rank must call it."""
+    sharded: DTensor = torch.empty_like(like)  # type: ignore[assignment]
+    copy_rows_(sharded, tensor)
+    return sharded
+
+
+def copy_rows_(target: Tensor, tensor: Tensor) -> None:
+    """Copy this rank's rows of ``tensor``, whole or in shards of any kind, into ``target``; on every rank."""
     rows = gather(tensor)
-    counts = _get_counts(like)
-    start = sum(counts[: _get_group(like).rank()])
-    local = rows[start : start + like.to_local().size(0)].to(like.device)
-    return DTensor.from_local(
-        local.clone(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    if is_uneven(target):
+        counts = _get_counts(target)
+        rows = rows[sum(counts[: _get_group(target).rank()]) :][: target.to_local().size(0)]
+    (target.to_local() if isinstance(target, DTensor) else target).copy_(rows)
 
 
 def get_even_mesh(tensor: DTensor) -> DeviceMesh:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +14,13 @@ from typing_extensions import override
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.megatron_fsdp import (
     attach_optimizer,
     defer_sync,
     finish_backward,
+    import_megatron_fsdp,
     install_distributed_parameters,
     install_raw_parameters,
     prepare_for_backward,
@@ -32,7 +35,31 @@ _WRAPPER_ATTRIBUTE = "_lightning_fsdp2_megatron_fsdp"
 
 
 class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
-    """Trains a LightningModule sharded by NVIDIA's Megatron-FSDP."""
+    """Trains a LightningModule sharded by NVIDIA's Megatron-FSDP: ``pip install "lightning-fsdp2[megatron]"``.
+
+    Losses, clipping, checkpoints and logs are those of :class:`~lightning_fsdp2.FSDP2Strategy`, whose checkpoints it
+    reads and which reads its own. ``precision="bf16-true"`` computes and communicates in bfloat16 and keeps float32
+    weights for the optimizer; ``"bf16-mixed"`` has float32 weights and computes under autocast.
+
+    Args:
+        dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` leaves.
+        dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
+        tp_size: 1: there is no tensor parallelism.
+        cp_size: Context parallel ranks, which compute a part of each sequence.
+        config: The flags of Megatron-FSDP.
+        checkpoint: How checkpoints are written and read.
+        timeout: Of collectives: after it a hang becomes an error.
+
+    Raises:
+        ImportError: When ``megatron-fsdp`` is not installed, or too old.
+        TypeError: When an argument is of another type, such as a mapping for a config.
+        ValueError: For sizes or flags that are not supported, or contradict each other.
+
+    Example::
+
+        trainer = Trainer(strategy=MegatronFSDPStrategy(), precision="bf16-true", gradient_clip_val=1.0)
+        trainer.fit(module, datamodule)
+    """
 
     strategy_name = "megatron_fsdp"
     config: MegatronFSDPConfig
@@ -49,6 +76,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, timeout=timeout)
+        import_megatron_fsdp()
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
@@ -63,7 +91,10 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._manager = MegatronFSDPManager(self.config, self.full_device_mesh)
+        config = self.config
+        if config.autocast_dtype is None and self.precision_plugin.precision == "bf16-mixed":
+            config = replace(config, autocast_dtype=torch.bfloat16)
+        self._manager = MegatronFSDPManager(config, self.full_device_mesh)
 
     @override
     def make_step_region(self, timeout: timedelta) -> StepRegion:
@@ -88,6 +119,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         super().setup(trainer)
         self.model = self.wrapper
         self._trained = self._get_trained()
+        activate_context_parallel(self.lightning_module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +138,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def teardown(self) -> None:
         if self.lightning_module is not None:
             self.model = self.lightning_module
+            deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
     @override

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fsdp2.parallel import megatron_fsdp
+
 
 class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -65,6 +67,7 @@ def cuda_on_cpu() -> Iterator[None]:
         stack.enter_context(patch.multiple(torch.cuda, **fakes))
         stack.enter_context(patch.object(Tensor, "cuda", lambda self, *args, **kwargs: self))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda self, stream: None))
+        stack.enter_context(patch.object(megatron_fsdp, "DEVICE_TYPES", ("cpu",)))
         from megatron_fsdp import param_and_grad_buffer
 
         stack.enter_context(patch.object(param_and_grad_buffer, "gradient_reduce_preprocessing", _reduce_as_gloo_can))

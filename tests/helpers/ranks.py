@@ -177,7 +177,7 @@ def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | Non
     if result is None:
         # what the others were at when their connections broke says where it died
         others = "\n".join(other["traceback"] for other in results if other is not None and "error" in other)
-        message = f"rank {failed} died or hung without a result. Its output:\n{log[-8000:]}\nThe others:\n{others}"
+        message = f"rank {failed} died or hung without a result. Its output:\n{log[-16000:]}\nThe others:\n{others}"
         raise RankError(failed, message, None)
     message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
     raise RankError(failed, message, result["error"])
