@@ -249,7 +249,7 @@ def megatron_fsdp_strategy_parallelize(
         zero_dp_strategy: What ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         init_fsdp_with_meta_device: Whether the model is on the meta device and gets its weights shard by shard. One
             that is there without this flag is whole on every rank before it is sharded.
-        grad_reduce_in_fp32: Whether gradients are added up and reduced in float32.
+        grad_reduce_in_fp32: Whether gradients are reduced in float32, and added up in it with ``preserve_fp32_weights``.
         preserve_fp32_weights: Whether the optimizer steps float32 copies of weights in less.
         overlap_grad_reduce: Whether gradients are reduced during backward.
         overlap_param_gather: Whether parameters are gathered ahead of their use.
@@ -275,6 +275,7 @@ def megatron_fsdp_strategy_parallelize(
     check_supported(
         device_mesh,
         zero_dp_strategy=zero_dp_strategy,
+        init_fsdp_with_meta_device=init_fsdp_with_meta_device,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
@@ -307,7 +308,9 @@ def megatron_fsdp_strategy_parallelize(
         unit_classes=unit_classes,
         zero_dp_strategy=zero_dp_strategy,
         main_params_dtype=torch.float32 if preserve_fp32_weights else None,
-        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
+        # weights that are bfloat16 themselves take no gradients of another dtype
+        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 and preserve_fp32_weights else None,
+        grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         report_nan_in_param_grad=report_nan_in_param_grad,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_fsdp2._torch_compat import ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
+from lightning_fsdp2.parallel.megatron_fsdp import defer_sync
 
 
 @torch.no_grad()
@@ -101,10 +102,10 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     Use it around all but the last micro-batch of an accumulation window.
 
     Args:
-        model: A module that holds FSDP2 units; without any the block does nothing.
+        model: A module that holds FSDP2 units, or Megatron-FSDP's wrapper; with neither the block does nothing.
         reduce_scatter: False saves all communication and keeps the whole gradient in memory on every rank. True
             reduce-scatters every micro-batch, so that only shards are kept, and saves the all-reduce over the
-            replicas (HSDP) alone.
+            replicas (HSDP) alone. Megatron-FSDP decides by its ``zero_dp_strategy``.
     """
     modules = get_fsdp_modules(model)
     for module in modules:
@@ -119,7 +120,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     set_sync(False)
     try:
-        yield
+        with defer_sync(model):
+            yield
     finally:
         set_sync(True)
 

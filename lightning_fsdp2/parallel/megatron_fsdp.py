@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2.mesh import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
@@ -60,7 +62,8 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
     Args:
         device_mesh: As for :func:`apply_megatron_fsdp`.
         zero_dp_strategy: 0 to 3.
-        **flags: ``overlap_grad_reduce``, ``overlap_param_gather``, ``average_in_collective`` and ``nccl_ub``.
+        **flags: ``init_fsdp_with_meta_device``, ``overlap_grad_reduce``, ``overlap_param_gather``,
+            ``average_in_collective`` and ``nccl_ub``.
 
     Raises:
         ImportError: See :func:`import_megatron_fsdp`.
@@ -76,6 +79,17 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
         raise ValueError(
             f"The device mesh has {ranks} tensor parallel ranks, with which Megatron-FSDP hangs"
             " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use FSDP2 for tensor parallelism."
+        )
+    replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
+    if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
+        raise ValueError(
+            f"dp_replicate_size={replicas} with zero_dp_strategy={zero_dp_strategy} and {shards} rank(s) to shard over:"
+            " replicas are of what is sharded. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard nothing."
+        )
+    if flags["init_fsdp_with_meta_device"] and zero_dp_strategy == 0:
+        raise ValueError(
+            "init_fsdp_with_meta_device=True gives a model its weights shard by shard, and zero_dp_strategy=0 shards"
+            " nothing; leave one of them out."
         )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if not flags[name] and zero_dp_strategy in (1, 2):
@@ -158,6 +172,7 @@ def apply_megatron_fsdp(
     zero_dp_strategy: int,
     main_params_dtype: torch.dtype | None,
     main_grads_dtype: torch.dtype | None,
+    grad_comm_dtype: torch.dtype | None,
     **options: Any,
 ) -> Any:
     """Wrap ``model``, and install its distributed parameters.
@@ -170,7 +185,8 @@ def apply_megatron_fsdp(
         unit_classes: Modules of these classes are gathered as one.
         zero_dp_strategy: 0 to 3.
         main_params_dtype: Of the weights that the optimizer sees; None for that of compute.
-        main_grads_dtype: Of gradients that are added up and reduced; None for that of compute.
+        main_grads_dtype: Of gradients that are added up; None for that of compute.
+        grad_comm_dtype: Of gradients that are reduced; None for that in which they are added up.
         **options: Others of ``megatron_fsdp.fully_shard_model``, for those that the installed version has.
 
     Returns:
@@ -208,11 +224,12 @@ def apply_megatron_fsdp(
         zero_dp_strategy=zero_dp_strategy,
         device=device,
         mixed_precision_policy=package.MixedPrecisionPolicy(
-            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype
+            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=grad_comm_dtype
         ),
         **{name: value for name, value in options.items() if name in known},
     )
     _fill(wrapper, weights)
+    drive_from_calls(wrapper)
     return wrapper
 
 
@@ -312,6 +329,34 @@ def finish_backward(wrapper: Any) -> None:
         _fill_empty_gradients(wrapper.module)
 
 
+def drive_from_calls(wrapper: Any) -> None:
+    """Do both around every backward through what a call of ``wrapper`` returned, and leave the model as it was else.
+
+    For loops in which nobody knows of a backward before it begins.
+    """
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    wrapper._is_in_backward = False
+
+    def begin(gradients: Any) -> None:
+        if not wrapper._is_in_backward:
+            wrapper._is_in_backward = True
+            prepare_for_backward(wrapper)
+            engine.queue_callback(end)
+
+    def end() -> None:
+        wrapper._is_in_backward = False
+        finish_backward(wrapper)
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if tensors:
+            register_multi_grad_hook(tensors, begin, mode="any")
+        else:
+            install_distributed_parameters(wrapper)
+
+    wrapper.register_forward_hook(watch)
+
+
 def install_distributed_parameters(wrapper: Any) -> None:
     """Let the model hold the parameters that optimizers and checkpoints see."""
     wrapper._replace_param_with_distributed_if_needed()
@@ -324,7 +369,10 @@ def install_raw_parameters(wrapper: Any) -> None:
 
 @contextmanager
 def defer_sync(wrapper: Any) -> Iterator[None]:
-    """A micro-batch that no optimizer step follows."""
+    """A micro-batch that no optimizer step follows; anything else than a wrapper is left alone."""
+    if not hasattr(wrapper, "model_auto_sync"):
+        yield
+        return
     # not by its setter, which warns each time
     wrapper.model_auto_sync = False
     try:

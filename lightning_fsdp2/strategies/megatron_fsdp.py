@@ -16,9 +16,9 @@ from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.megatron_fsdp import (
     attach_optimizer,
-    defer_sync,
     finish_backward,
     import_megatron_fsdp,
     install_distributed_parameters,
@@ -82,6 +82,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         )
         config = config or MegatronFSDPConfig()
         super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
+        self.averages_gradients = not config.calculate_per_token_loss
 
     @property
     def wrapper(self) -> Any:
@@ -163,5 +164,5 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with self.accumulating(), defer_sync(self.wrapper):
+        with self.accumulating(), defer_grad_sync(self.wrapper):
             yield

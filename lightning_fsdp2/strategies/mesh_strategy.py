@@ -72,6 +72,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     shards = True
     """Whether ranks hold parts of the parameters."""
 
+    averages_gradients = True
+    """Whether gradients are the mean over the data parallel ranks, not the sum."""
+
     refused_optimizers: tuple[type[Optimizer], ...] = (
         torch.optim.LBFGS,
         torch.optim.Adafactor,
@@ -406,6 +409,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def _apply_token_mean(self) -> None:
         module = self.lightning_module
         divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        if not self.averages_gradients:
+            divisor /= self._loss_group.size()
         for submodule in module.modules():
             mean = apply_token_mean_(submodule, self._loss_group, loss_divisor=divisor)
             if mean is not None:
