@@ -1,0 +1,65 @@
+"""The strategies of the package, and what differs between them by their nature. A new one is added here."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+
+from helpers.cuda_on_cpu import cuda_on_cpu
+from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
+from lightning_fsdp2 import (
+    CheckpointConfig,
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2Strategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+)
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A strategy, and what differs between strategies by their nature."""
+
+    strategy: type[MeshStrategy[Any]]
+    config: type[Any]
+    shards: bool
+    flags_for_unused: dict[str, Any] = field(default_factory=dict)
+    """What a step needs in which some parameters take no part."""
+
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What stands in for hardware that the tests do without."""
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+        """:func:`run_ranks`, in the strategy's context."""
+
+        def run_in_context(*args: Any) -> Any:
+            with self.context():
+                return function(*args)
+
+        return run_ranks(run_in_context, world_size, *args, group=group)
+
+    def make_trainer(
+        self,
+        flags: dict[str, Any] | None = None,
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        timeout: int = 60,
+        **options: Any,
+    ) -> pl.Trainer:
+        config = self.config(**(flags or {}))
+        strategy = self.strategy(config=config, checkpoint=checkpoint, timeout=timedelta(seconds=timeout))
+        return make_trainer(strategy, **options)
+
+
+STRATEGIES = {
+    "fsdp2": Kind(FSDP2Strategy, FSDP2Config, shards=True),
+    "ddp": Kind(DDPStrategy, DDPConfig, shards=False, flags_for_unused={"find_unused_parameters": True}),
+    "megatron_fsdp": Kind(MegatronFSDPStrategy, MegatronFSDPConfig, shards=True, context=cuda_on_cpu),
+}
