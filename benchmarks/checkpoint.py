@@ -420,8 +420,8 @@ def can_drop_caches() -> bool:
 
 
 def flush(path: Path) -> None:
-    """Make a directory durable, a part of the files on each rank."""
-    for file in sorted(path.iterdir())[dist.get_rank() :: dist.get_world_size()]:
+    """Make a file or a directory durable, a part of the files on each rank."""
+    for file in sorted(path.rglob("*"))[dist.get_rank() :: dist.get_world_size()]:
         sync(file)
     sync(path)
     sync(path.parent)

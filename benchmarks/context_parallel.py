@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
-from statistics import median
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.memory import ACTIVATIONS, LLAMA_3_8B, Run, Variant, build_step, fake_tensors, run_forked
-from benchmarks.step_overhead import bootstrap
+from benchmarks.turns import get_median, get_ratio_cells
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 
 METHODS = ("allgather", "ulysses")
@@ -233,11 +232,8 @@ def print_times(times: dict[str, list[dict[str, float]]], args: argparse.Namespa
     print("|---|---|--:|--:|--:|--:|--:|")
     for method in METHODS:
         for clock in CLOCKS:
-            alone, split = ([seconds[clock] for seconds in times[name]] for name in (ALONE, method))
-            ratios = [own / whole for own, whole in zip(split, alone, strict=True)]
-            low, high = bootstrap(ratios)
-            cells = [f"{median(alone):.3f}", f"{median(split):.3f}", f"{median(split) / median(alone):.3f}"]
-            cells += [f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            alone, split = ([[seconds[clock]] for seconds in times[name]] for name in (ALONE, method))
+            cells = [f"{get_median(alone):.3f}", f"{get_median(split):.3f}", *get_ratio_cells(split, alone)]
             print(f"| {method} | {clock} | {' | '.join(cells)} |")
 
 
