@@ -5,27 +5,31 @@ tokens. The variants take turns, one round each, and each round starts a new mod
 timed. What is printed are medians over the timed steps of all rounds, and the ratio of each variant's tokens per second
 to the hand-written loop's in the same round.
 
+With ``--strategy`` FSDP2Strategy and one other strategy of the package take turns instead, with the same weights and
+batches, which repeat, so that there is something to learn. Their losses must be equal within bfloat16's noise, or the
+script fails. The measure of it is how far FSDP2Strategy is from itself in float32: two runs that are both no farther
+from float32 than that differ by twice as much at most. ``--strategy fsdp2`` compares it with itself.
+
     python -m benchmarks.gpu                                   # one GPU
     torchrun --nproc-per-node 8 -m benchmarks.gpu
+    python -m benchmarks.gpu --strategy megatron_fsdp
 """
 # ruff: noqa: T201
 
 import argparse
 import gc
-import os
-import platform
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import transformers
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -35,7 +39,15 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
+from benchmarks.trainings import (
+    describe_machine,
+    get_device,
+    make_loader,
+    make_trainer,
+    process_group,
+    synchronize,
+)
+from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 
 LOOP = "torch loop"
 OURS: dict[str, tuple[dict[str, Any], str]] = {
@@ -50,6 +62,16 @@ OURS: dict[str, tuple[dict[str, Any], str]] = {
 """Flags, and the loss of ``CausalLM``."""
 
 VARIANTS = (LOOP, "ModelParallelStrategy", "FSDPStrategy", *OURS)
+COMPARED: dict[str, Callable[[], Any]] = {
+    "fsdp2": FSDP2Strategy,
+    "megatron_fsdp": MegatronFSDPStrategy,
+    "ddp": DDPStrategy,
+}
+"""With FSDP2Strategy, by ``--strategy``."""
+
+DISTINCT_BATCHES = 4
+"""Of a comparison; then they repeat."""
+
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
@@ -60,15 +82,19 @@ class Result:
     step_seconds: list[list[float]] = field(default_factory=list)
     """Of each round."""
 
+    losses: list[list[float]] = field(default_factory=list)
+    """Of the steps of each round, where the strategy knows them."""
+
     peak_bytes: int = 0
 
 
 class Clock(pl.Callback):
-    """Times the steps of a round, from one batch's start to the next one's, the device waited for."""
+    """Times the steps of a round, from one batch's start to the next one's, the device waited for; keeps losses."""
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
         self.starts: list[float] = []
+        self.losses: list[Tensor] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         """Note the time."""
@@ -76,6 +102,11 @@ class Clock(pl.Callback):
             torch.cuda.reset_peak_memory_stats()
         synchronize()
         self.starts.append(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Keep the mean loss of all ranks, where the strategy knows it."""
+        if mean := getattr(trainer.strategy, "token_mean", None):
+            self.losses.append(mean.loss)
 
     def get_durations(self) -> list[float]:
         """Of the steps behind the first ones, in seconds."""
@@ -122,7 +153,7 @@ def train_with_loop(args: argparse.Namespace, clock: Clock) -> None:
     model = LlamaForCausalLM(make_config(args)).to(device).train()
     shard_by_hand(model, init_device_mesh(device.type, (dist.get_world_size(),)))
     optimizer = make_optimizer(model.parameters())
-    for batch in make_loader(args):
+    for batch in make_batches(args):
         clock.on_train_batch_start()
         batch = {name: value.to(device) for name, value in batch.items()}
         model(**batch, use_cache=False).loss.backward()
@@ -131,50 +162,57 @@ def train_with_loop(args: argparse.Namespace, clock: Clock) -> None:
 
 
 def train_with_trainer(
-    args: argparse.Namespace, clock: Clock, module: pl.LightningModule, strategy: Any, devices: int
+    args: argparse.Namespace, clock: Clock, module: pl.LightningModule, strategy: Any, precision: str = "bf16-mixed"
 ) -> None:
     """Any variant of Lightning's or ours."""
-    trainer = pl.Trainer(
-        accelerator=get_device().type,
-        devices=devices,
-        strategy=strategy,
-        precision="bf16-mixed" if not isinstance(strategy, ModelParallelStrategy) else "32-true",
-        max_steps=count_steps(args),
-        callbacks=[clock],
-        use_distributed_sampler=False,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
-    trainer.fit(module, make_loader(args))
+    accelerator = get_device().type
+    trainer = make_trainer(strategy, count_steps(args), [clock], accelerator=accelerator, precision=precision)
+    trainer.fit(module, make_batches(args))
+
+
+def train_causal_lm(
+    args: argparse.Namespace, clock: Clock, strategy: Any, *, loss: Any = "full", precision: str = "bf16-mixed"
+) -> None:
+    """Any variant of ours."""
+    fields = {**make_config(args).to_dict(), "model_type": "llama"}
+    module = CausalLM(config=fields, loss=loss, optimizer=make_optimizer, decay_norms_and_biases=True)
+    train_with_trainer(args, clock, module, strategy, precision)
 
 
 def run_variant(name: str, args: argparse.Namespace) -> Clock:
     """One round of a variant."""
     clock = Clock(args.warmup_steps)
-    devices = dist.get_world_size()
     config = make_config(args)
     torch.manual_seed(0)
     if name == LOOP:
         train_with_loop(args, clock)
     elif name == "ModelParallelStrategy":
-        train_with_trainer(args, clock, HandShardedModule(config), ModelParallelStrategy(devices, 1), devices)
+        strategy = ModelParallelStrategy(dist.get_world_size(), 1)
+        train_with_trainer(args, clock, HandShardedModule(config), strategy, "32-true")
     elif name == "FSDPStrategy":
-        strategy = FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer})
-        train_with_trainer(args, clock, PlainModule(config), strategy, devices)
+        train_with_trainer(args, clock, PlainModule(config), FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}))
     else:
         flags, loss = OURS[name]
-        fields = {**config.to_dict(), "model_type": "llama"}
-        module = CausalLM(config=fields, loss=loss, optimizer=make_optimizer, decay_norms_and_biases=True)
-        train_with_trainer(args, clock, module, FSDP2Strategy(config=FSDP2Config(**flags)), devices)
+        train_causal_lm(args, clock, FSDP2Strategy(config=FSDP2Config(**flags)), loss=loss)
     return clock
 
 
-def measure(args: argparse.Namespace) -> dict[str, Result]:
+def run_strategy(make_strategy: Callable[[], Any], precision: str, args: argparse.Namespace) -> Clock:
+    """One round of a comparison."""
+    clock = Clock(args.warmup_steps)
+    torch.manual_seed(0)
+    train_causal_lm(args, clock, make_strategy(), precision=precision)
+    return clock
+
+
+def measure(variants: Mapping[str, Callable[[], Clock]], rounds: int) -> dict[str, Result]:
     """Let the variants take turns."""
-    results = {name: Result() for name in args.variants}
-    for _ in range(args.rounds):
+    results = {name: Result() for name in variants}
+    for _ in range(rounds):
         for name, result in results.items():
-            clock = run_variant(name, args)
+            clock = variants[name]()
             result.step_seconds.append(clock.get_durations())
+            result.losses.append([float(loss) for loss in clock.losses])
             if torch.cuda.is_available():
                 result.peak_bytes = max(result.peak_bytes, torch.cuda.max_memory_allocated())
             del clock
@@ -185,16 +223,53 @@ def measure(args: argparse.Namespace) -> dict[str, Result]:
     return results
 
 
+def compare(args: argparse.Namespace) -> bool:
+    """Let FSDP2Strategy and another strategy take turns, report, and tell whether their losses are equal."""
+    make_strategy = COMPARED[args.strategy]
+    # less memory, the same numbers
+    make_reference = partial(FSDP2Strategy, config=FSDP2Config(activation_checkpointing=True))
+    (reference,) = measure({"": partial(run_strategy, make_reference, "32-true", args)}, rounds=1).values()
+    ours, theirs = measure(
+        {
+            "FSDP2Strategy": partial(run_strategy, FSDP2Strategy, "bf16-mixed", args),
+            args.strategy: partial(run_strategy, make_strategy, "bf16-mixed", args),
+        },
+        args.rounds,
+    ).values()
+    noise = get_largest_difference(ours.losses, reference.losses * args.rounds)
+    difference = get_largest_difference(theirs.losses, ours.losses)
+    if dist.get_rank() == 0:
+        print_comparison(ours, theirs, args)
+        losses = ours.losses[0]
+        print(
+            f"\nFSDP2Strategy's losses fall from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps. Those of"
+            f" {args.strategy} differ from them by {difference:.2e} at most; they differ from those in float32 by"
+            f" {noise:.2e}."
+        )
+    return difference <= 2 * noise
+
+
+def get_largest_difference(losses: list[list[float]], others: list[list[float]]) -> float:
+    """Of any step; NaN where there is one."""
+    return (torch.tensor(losses) - torch.tensor(others)).abs().max().item()
+
+
+def print_comparison(ours: Result, theirs: Result, args: argparse.Namespace) -> None:
+    """Versions, and a Markdown table."""
+    print_heading(args, *(["megatron-fsdp"] if args.strategy == "megatron_fsdp" else []))
+    print("| strategy | ms per step | / FSDP2Strategy (lowest to highest round) | peak GiB |\n|---|--:|--:|--:|")
+    for name, result in (("FSDP2Strategy", ours), (args.strategy, theirs)):
+        seconds = median(duration for durations in result.step_seconds for duration in durations)
+        pairs = zip(result.step_seconds, ours.step_seconds, strict=True)
+        ratios = [median(own) / median(other) for own, other in pairs]
+        ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"| {name} | {seconds * 1e3:.1f} | {ratio} | {format_peak(result)} |")
+
+
 def print_report(results: dict[str, Result], args: argparse.Namespace) -> None:
     """Versions, and a Markdown table."""
     config = make_config(args)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    print(
-        f"{dist.get_world_size()} x {device}; torch {torch.__version__}, lightning {lightning.__version__},"
-        f" transformers {transformers.__version__}, Python {platform.python_version()}; Llama of"
-        f" {count_parameters(config) / 1e6:.0f} million parameters, {args.batch_size} x {args.sequence_length} tokens"
-        f" per rank; {args.rounds} rounds of {args.steps} timed steps.\n"
-    )
+    print_heading(args)
     print("| variant | tokens/s per device | MFU | peak GiB | ratio to the loop |\n|---|--:|--:|--:|--:|")
     tokens = args.batch_size * args.sequence_length
     available = get_available_flops(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else None
@@ -202,12 +277,25 @@ def print_report(results: dict[str, Result], args: argparse.Namespace) -> None:
         seconds = median(duration for durations in result.step_seconds for duration in durations)
         used = tokens * count_flops_per_token(config, args.sequence_length) / seconds
         mfu = f"{used / available:.1%}" if available else ""
-        peak = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else ""
         ratio = ""
         if LOOP in results:
             pairs = zip(results[LOOP].step_seconds, result.step_seconds, strict=True)
             ratio = f"{median(median(loop) / median(own) for loop, own in pairs):.3f}"
-        print(f"| {name} | {tokens / seconds:.0f} | {mfu} | {peak} | {ratio} |")
+        print(f"| {name} | {tokens / seconds:.0f} | {mfu} | {format_peak(result)} | {ratio} |")
+
+
+def print_heading(args: argparse.Namespace, *packages: str) -> None:
+    """Versions, also of ``packages``, and what is trained."""
+    print(
+        f"{describe_machine(*packages)}; Llama of {count_parameters(make_config(args)) / 1e6:.0f} million parameters,"
+        f" {args.batch_size} x {args.sequence_length} tokens per rank; {args.rounds} rounds of {args.steps} timed"
+        " steps.\n"
+    )
+
+
+def format_peak(result: Result) -> str:
+    """In GiB, if known."""
+    return f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else ""
 
 
 def count_parameters(config: LlamaConfig) -> int:
@@ -240,11 +328,10 @@ def make_optimizer(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> t
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def make_loader(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
-    """Random tokens."""
-    shape = (count_steps(args), args.batch_size, args.sequence_length)
-    tokens = torch.randint(args.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-    return DataLoader([{"input_ids": batch, "labels": batch} for batch in tokens], batch_size=None, pin_memory=False)
+def make_batches(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
+    """Of all steps of a round."""
+    distinct = DISTINCT_BATCHES if args.strategy else None
+    return make_loader(count_steps(args), args.batch_size, args.sequence_length, args.vocab_size, distinct=distinct)
 
 
 def count_steps(args: argparse.Namespace) -> int:
@@ -252,53 +339,49 @@ def count_steps(args: argparse.Namespace) -> int:
     return args.warmup_steps + args.steps + 1
 
 
-def get_device() -> torch.device:
-    """This process's."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument("--strategy", choices=COMPARED, help="compare it with FSDP2Strategy; default: the variants")
+    runs.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each round")
+    parser.add_argument("--steps", type=int, help="timed steps of each round; 10, with --strategy 50")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per rank")
     parser.add_argument("--sequence-length", type=int, default=4096)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.steps = args.steps or (50 if args.strategy else 10)
+    if args.strategy == "megatron_fsdp" and not torch.cuda.is_available():
+        parser.error("--strategy megatron_fsdp needs a CUDA device, and there is none; run it where there is one.")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and report."""
     args = parse_args(arguments)
-    owns_group = not dist.is_initialized()
-    if owns_group:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
-            os.environ.setdefault(name, value)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(get_device())
-        dist.init_process_group()
+    with process_group():
+        if args.strategy:
+            is_equal = compare(args)
+        else:
+            is_equal = True
+            measure_variants(args)
+    if not is_equal:
+        sys.exit("The losses differ by more than twice the noise of bfloat16.")
+
+
+def measure_variants(args: argparse.Namespace) -> None:
+    """Let them take turns, and report."""
     if not torch.cuda.is_available() and "FSDPStrategy" in args.variants:
         print("FSDPStrategy needs a GPU and is left out.\n")
         args.variants.remove("FSDPStrategy")
-    results = measure(args)
+    results = measure({name: partial(run_variant, name, args) for name in args.variants}, args.rounds)
     if dist.get_rank() == 0:
         print_report(results, args)
-    if owns_group:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

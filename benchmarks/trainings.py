@@ -4,13 +4,12 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -137,10 +136,8 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def describe_machine() -> str:
-    """Ranks, devices and versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    return (
-        f"{dist.get_world_size()} x {device}; torch {torch.__version__}, lightning {lightning.__version__},"
-        f" transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
+def describe_machine(*packages: str) -> str:
+    """Ranks, their devices and versions, also of ``packages``."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores in all)"
+    versions = [f"{package} {version(package)}" for package in ("torch", "lightning", "transformers", *packages)]
+    return f"{dist.get_world_size()} x {device}; {', '.join(versions)}, Python {platform.python_version()}"

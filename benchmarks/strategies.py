@@ -1,0 +1,248 @@
+"""The strategies beside each other: time, collectives and memory of a training step, time and size of a checkpoint.
+
+The model of configs/quickstart.yaml trains on random tokens from the same weights under each of
+
+    FSDP2Strategy
+    MegatronFSDPStrategy    where there is a CUDA device; the package has nothing for CPUs
+    DDPStrategy
+    Lightning's DDPStrategy
+    ModelParallelStrategy   Lightning's, with the fully_shard calls of FSDP2Strategy in configure_model
+
+which take turns, as ``turns.py`` says: first in blocks of steps, then in saves by ``Trainer.save_checkpoint``, behind
+each of which all files get an fsync. The module is a plain LightningModule with a scalar loss. The losses must be
+equal.
+
+Memory is, on CUDA, the peak of one step, with what the run holds (``torch.cuda.max_memory_allocated``). CPUs have no
+such counter: there it is what the run holds when the optimizer is about to step, in parameters, gradients and optimizer
+state. Activations, gathered parameters and DDP's buckets are not in that.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.strategies
+    python -m benchmarks.strategies --precision bf16-mixed                # one GPU
+"""
+# ruff: noqa: T201
+
+import argparse
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.checkpoint import flush
+from benchmarks.trainings import (
+    HandShardedModule,
+    Module,
+    describe_machine,
+    get_device,
+    make_loader,
+    make_trainer,
+    process_group,
+)
+from benchmarks.turns import (
+    CLOCKS,
+    COLLECTIVES,
+    Stepper,
+    Turns,
+    add_step_arguments,
+    check_losses,
+    count_steps,
+    get_median,
+    get_ratio_cells,
+)
+from lightning_fsdp2 import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
+
+FSDP2, MEGATRON_FSDP, DDP = "FSDP2Strategy", "MegatronFSDPStrategy", "DDPStrategy"
+LIGHTNING_DDP, MODEL_PARALLEL = "Lightning's DDPStrategy", "ModelParallelStrategy"
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    FSDP2: FSDP2Strategy,
+    MEGATRON_FSDP: MegatronFSDPStrategy,
+    DDP: DDPStrategy,
+    LIGHTNING_DDP: LightningDDPStrategy,
+    MODEL_PARALLEL: lambda: ModelParallelStrategy(dist.get_world_size(), 1),
+}
+BASELINES = {FSDP2: MODEL_PARALLEL, MEGATRON_FSDP: MODEL_PARALLEL, DDP: LIGHTNING_DDP, MODEL_PARALLEL: LIGHTNING_DDP}
+"""What the times of each are divided by."""
+
+NOT_RUN = "not run: needs a CUDA device"
+SAVE = "save"
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+LOSS_TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
+"""By precision, absolute and relative; DDP's autocast and FSDP2's casts round in different places."""
+
+make_optimizer = partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Recorder(Stepper):
+    """One run: its steps, then its memory and its saves."""
+
+    def __init__(self, run: str, turns: Turns, args: argparse.Namespace, folder: Path) -> None:
+        super().__init__(run, turns, args)
+        self.folder = folder
+        self.memory_bytes = self.others_bytes = self.checkpoint_bytes = 0
+        self.save_seconds: list[float] = []
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        """Note what the other runs hold."""
+        if torch.cuda.is_available():
+            self.others_bytes = torch.cuda.memory_allocated()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Let the peak be that of the last step before the first block, in which no other run has had a turn."""
+        if torch.cuda.is_available() and self.batches == self.args.warmup_steps - 1:
+            torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_available() and self.batches == self.args.warmup_steps:
+            self.memory_bytes = torch.cuda.max_memory_allocated() - self.others_bytes
+        super().on_train_batch_start(*args)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Count what there is, where nothing else does."""
+        if not torch.cuda.is_available() and self.batches == self.args.warmup_steps:
+            self.memory_bytes = count_held_bytes(optimizer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Save, behind the last step, the others taking their turns."""
+        if self.batches < count_steps(self.args):
+            return
+        for index in range(self.args.saves):
+            self.turns.let_others_go_first(self.run)
+            path = self.folder / f"{self.run}-{index}.ckpt"
+            dist.barrier()
+            started = time.perf_counter()
+            trainer.save_checkpoint(path)
+            flush(path)
+            self.save_seconds.append(time.perf_counter() - started)
+        self.checkpoint_bytes = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+
+    def get_samples(self, measure: str) -> list[list[float]]:
+        """Seconds by a clock, or of each save, in the blocks that are paired with those of other runs."""
+        return [[seconds] for seconds in self.save_seconds] if measure == SAVE else self.get_durations(measure)
+
+
+def count_held_bytes(optimizer: Optimizer) -> int:
+    """Of the storages of parameters, gradients and optimizer state on this rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for parameter in parameters for value in optimizer.state[parameter].values()]
+    sizes = {}
+    for tensor in [*parameters, *(parameter.grad for parameter in parameters), *states]:
+        if isinstance(tensor, Tensor):
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def train(strategy: str, recorder: Recorder) -> None:
+    """One run."""
+    args = recorder.args
+    is_hand_sharded = strategy == MODEL_PARALLEL
+    module = (HandShardedModule if is_hand_sharded else Module)(make_model(), make_optimizer, recorder.losses)
+    precision = args.precision
+    if is_hand_sharded and precision == "bf16-mixed":
+        # Lightning leaves it to the user's fully_shard
+        precision = "32-true"
+        module.mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    trainer = make_trainer(
+        STRATEGIES[strategy](), count_steps(args), [recorder], accelerator=get_device().type, precision=precision
+    )
+    vocabulary = module.model.config.vocab_size
+    trainer.fit(module, make_loader(count_steps(args), args.batch_size, args.sequence_length, vocabulary))
+
+
+def make_model() -> LlamaForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    fields = yaml.safe_load(QUICKSTART.read_text())["model"]["init_args"]["config"]
+    return LlamaForCausalLM(LlamaConfig(**{name: value for name, value in fields.items() if name != "model_type"}))
+
+
+def print_report(recorders: dict[str, Recorder], args: argparse.Namespace) -> None:
+    """Print versions and two Markdown tables: what each strategy needs, and ratios of the times."""
+    parameters = sum(parameter.numel() for parameter in make_model().parameters())
+    packages = ["megatron-fsdp"] if MEGATRON_FSDP in recorders else []
+    print(
+        f"{describe_machine(*packages)}; {parameters / 1e6:.2f}M parameters, {args.batch_size} x"
+        f" {args.sequence_length} tokens per rank, {args.precision}; {args.blocks} blocks of {args.steps} steps,"
+        f" {args.saves} saves. Rank 0:\n"
+    )
+    # backward runs in a thread of its own on CUDA
+    clocks = ["wall"] if torch.cuda.is_available() else list(CLOCKS)
+    memory = "peak MiB" if torch.cuda.is_available() else "parameters, gradients and optimizer state MiB"
+    columns = [*(f"{clock} ms" for clock in clocks), *COLLECTIVES, memory, "save ms", "checkpoint MiB"]
+    print(f"| strategy | {' | '.join(columns)} |\n|---|{'--:|' * len(columns)}")
+    for strategy in STRATEGIES:
+        cells = [NOT_RUN, *[""] * (len(columns) - 1)]
+        if recorder := recorders.get(strategy):
+            cells = [f"{get_median(recorder.get_samples(clock)) * 1e3:.2f}" for clock in clocks]
+            cells += [f"{recorder.count_per_step(kind):g}" for kind in COLLECTIVES]
+            cells += [f"{recorder.memory_bytes / 2**20:.2f}", f"{get_median(recorder.get_samples(SAVE)) * 1e3:.1f}"]
+            cells += [f"{recorder.checkpoint_bytes / 2**20:.2f}"]
+        print(f"| {strategy} | {' | '.join(cells)} |")
+    print("\n| ratio | of | of medians | median of pairs | 95 % interval |\n|---|---|--:|--:|--:|")
+    for ours, theirs in BASELINES.items():
+        for measure in (*clocks, SAVE):
+            if ours in recorders:
+                cells = get_ratio_cells(*(recorders[run].get_samples(measure) for run in (ours, theirs)))
+                print(f"| {ours} / {theirs} | {measure} | {' | '.join(cells)} |")
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder of all ranks, which are on one machine."""
+    names = [tempfile.mkdtemp(prefix="strategies-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Let the strategies take turns, compare their losses, report."""
+    args = parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    runs = [strategy for strategy in STRATEGIES if strategy != MEGATRON_FSDP or torch.cuda.is_available()]
+    with process_group(), shared_folder() as folder:
+        turns = Turns(runs)
+        recorders = {run: Recorder(run, turns, args, folder) for run in runs}
+        turns.run({run: partial(train, run, recorder) for run, recorder in recorders.items()})
+        last = check_losses(recorders, LOSS_TOLERANCES[args.precision])
+        if dist.get_rank() == 0:
+            print_report(recorders, args)
+            print(f"\nThe losses of all are equal; the last is {last:.4f}.")
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_step_arguments(parser, blocks=40)
+    parser.add_argument("--saves", type=int, default=10, help="checkpoints of each run")
+    parser.add_argument("--precision", choices=LOSS_TOLERANCES, default="32-true")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per rank")
+    parser.add_argument("--sequence-length", type=int, default=128)
+    args = parser.parse_args(arguments)
+    if args.warmup_steps < 2:
+        parser.error(
+            "--warmup-steps must be 2 or more: memory is that of the last, and the first has no optimizer state."
+        )
+    return args
+
+
+if __name__ == "__main__":
+    main()
