@@ -53,6 +53,7 @@ from benchmarks.trainings import (
     make_loader,
     make_trainer,
     process_group,
+    synchronize,
 )
 from benchmarks.turns import (
     CLOCKS,
@@ -122,6 +123,7 @@ class Recorder(Stepper):
         for index in range(self.args.saves):
             self.turns.let_others_go_first(self.run)
             path = self.folder / f"{self.run}-{index}.ckpt"
+            synchronize()
             dist.barrier()
             started = time.perf_counter()
             trainer.save_checkpoint(path)
@@ -148,11 +150,10 @@ def count_held_bytes(optimizer: Optimizer) -> int:
 
 def train(strategy: str, recorder: Recorder) -> None:
     """One run."""
-    args = recorder.args
-    is_hand_sharded = strategy == MODEL_PARALLEL
-    module = (HandShardedModule if is_hand_sharded else Module)(make_model(), make_optimizer, recorder.losses)
-    precision = args.precision
-    if is_hand_sharded and precision == "bf16-mixed":
+    args, precision = recorder.args, recorder.args.precision
+    module_class = HandShardedModule if strategy == MODEL_PARALLEL else Module
+    module = module_class(make_model(), make_optimizer, recorder.losses)
+    if isinstance(module, HandShardedModule) and precision == "bf16-mixed":
         # Lightning leaves it to the user's fully_shard
         precision = "32-true"
         module.mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -241,6 +242,8 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--warmup-steps must be 2 or more: memory is that of the last, and the first has no optimizer state."
         )
+    if args.saves < 1:
+        parser.error("--saves must be 1 or more.")
     return args
 
 

@@ -95,6 +95,7 @@ class Stepper(pl.Callback):
         self.blocks: list[dict[str, list[float]]] = []
         self.losses: list[Tensor] = []
         self.counter = OperationCounter()
+        self.started: dict[str, float] = {}
         self.batches = 0
 
     def on_train_batch_start(self, *args: Any) -> None:
@@ -167,12 +168,13 @@ def check_losses(steppers: Mapping[str, Stepper], tolerance: float) -> float:
     """Compare the losses of all runs with those of the first, and return its last.
 
     Raises:
-        AssertionError: When they differ by more than ``tolerance``, absolute and relative.
+        ValueError: When they differ by more than ``tolerance``, absolute and relative.
     """
     (first, expected), *others = ((run, torch.stack(stepper.losses)) for run, stepper in steppers.items())
     for run, losses in others:
-        where = f"The losses of {run} are not those of {first}. "
-        torch.testing.assert_close(
-            losses, expected, rtol=tolerance, atol=tolerance, msg=lambda text, where=where: where + text
-        )
+        if not torch.allclose(losses, expected, rtol=tolerance, atol=tolerance):
+            difference = (losses - expected).abs().max()
+            raise ValueError(
+                f"The losses of {run} and {first} differ by {difference:.2e}; at most {tolerance:g} is right."
+            )
     return expected[-1].item()

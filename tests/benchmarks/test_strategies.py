@@ -100,7 +100,8 @@ def test_sharding_by_hand_has_the_collectives_of_the_strategy() -> None:
     assert [row["ratio"] for row in rows if "ratio" in row] == ["a/b", "a/b", "a/c", "a/c"]
 
 
-def test_memory_needs_a_second_step(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("option", "rule"), [("--warmup-steps", "2 or more"), ("--saves", "1 or more")])
+def test_too_few_are_refused(option: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        strategies.main(["--warmup-steps", "1"])
-    assert "--warmup-steps must be 2 or more" in capsys.readouterr().err
+        strategies.main([option, "0"])
+    assert f"{option} must be {rule}" in capsys.readouterr().err
