@@ -31,6 +31,10 @@ HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 DEVICE_TYPES = ("cuda",)
 """Where the package runs."""
 
+_IN_BACKWARD = "_lightning_fsdp2_in_backward"
+
+_HAS_GRADIENTS = "_lightning_fsdp2_has_gradients"
+
 _INSTALL = 'pip install "lightning-fsdp2[megatron]"'
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
@@ -229,7 +233,7 @@ def apply_megatron_fsdp(
         **{name: value for name, value in options.items() if name in known},
     )
     _fill(wrapper, weights)
-    drive_from_calls(wrapper)
+    _drive_from_calls(wrapper)
     return wrapper
 
 
@@ -303,7 +307,7 @@ def attach_optimizer(wrapper: Any, optimizer: Optimizer) -> None:
 
     def zero_all(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
-        wrapper.zero_grad_buffer()
+        clear_gradients(wrapper)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
     optimizer.register_step_post_hook(lambda *args: install_weights(wrapper))
@@ -316,45 +320,74 @@ def install_weights(wrapper: Any) -> None:
     wrapper.synchronize_param_gather()
 
 
-def prepare_for_backward(wrapper: Any) -> None:
-    """To be called before a backward; the package leaves it to a hook that looks for tensors in the model's output."""
-    install_raw_parameters(wrapper)
-    wrapper.pre_backward()
+@contextmanager
+def surround_backward(wrapper: Any) -> Iterator[None]:
+    """What the package does around a backward, which it leaves to hooks that look for tensors in the model's output."""
+    _begin_backward(wrapper)
+    try:
+        yield
+    finally:
+        setattr(wrapper, _IN_BACKWARD, False)
+    _end_backward(wrapper)
 
 
-def finish_backward(wrapper: Any) -> None:
-    """To be called behind a backward: reduce what is left, and behind the last of a step install the gradients."""
-    wrapper.post_backward()
-    if wrapper.model_auto_sync:
-        _fill_empty_gradients(wrapper.module)
+def _drive_from_calls(wrapper: Any) -> None:
+    """Do the same around every backward through what a call of ``wrapper`` returned, where nobody else does.
 
-
-def drive_from_calls(wrapper: Any) -> None:
-    """Do both around every backward through what a call of ``wrapper`` returned, and leave the model as it was else.
-
-    For loops in which nobody knows of a backward before it begins.
+    Whatever part of the model is called computes with the raw parameters, also behind a backward.
     """
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    wrapper._is_in_backward = False
+    setattr(wrapper, _IN_BACKWARD, False)
 
     def begin(gradients: Any) -> None:
-        if not wrapper._is_in_backward:
-            wrapper._is_in_backward = True
-            prepare_for_backward(wrapper)
+        if not getattr(wrapper, _IN_BACKWARD):
+            _begin_backward(wrapper)
             engine.queue_callback(end)
 
     def end() -> None:
-        wrapper._is_in_backward = False
-        finish_backward(wrapper)
+        setattr(wrapper, _IN_BACKWARD, False)
+        _end_backward(wrapper)
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if tensors:
             register_multi_grad_hook(tensors, begin, mode="any")
-        else:
+        elif not torch.is_grad_enabled():
             install_distributed_parameters(wrapper)
 
     wrapper.register_forward_hook(watch)
+    for module in wrapper.module.modules():
+        if next(module.parameters(), None) is not None:
+            module.register_forward_pre_hook(lambda module, args: install_raw_parameters(wrapper), prepend=True)
+
+
+def clear_gradients(wrapper: Any) -> None:
+    """Begin to add up anew."""
+    wrapper.zero_grad_buffer()
+    setattr(wrapper, _HAS_GRADIENTS, False)
+
+
+def _begin_backward(wrapper: Any) -> None:
+    setattr(wrapper, _IN_BACKWARD, True)
+    if getattr(wrapper, _HAS_GRADIENTS, False):
+        if all(parameter.grad is None for _, parameter in wrapper.param_and_grad_buffer.optimizer_named_parameters):
+            clear_gradients(wrapper)  # as `zero_grad` of a module did for the parameters alone
+        elif wrapper.data_parallel_sharding_strategy == "optim":
+            raise ValueError(
+                "A second synchronised backward before the gradients are cleared: under zero_dp_strategy=1"
+                " megatron-fsdp would reduce those of the first again. Put all but the last into `defer_grad_sync`, or"
+                " under manual optimisation `optimizer.toggle_model(sync_grad=False)`; or use zero_dp_strategy=2."
+            )
+    install_raw_parameters(wrapper)
+    wrapper.pre_backward()
+
+
+def _end_backward(wrapper: Any) -> None:
+    """Reduce what is left, and behind the last backward of a step install the gradients."""
+    wrapper.post_backward()
+    if wrapper.model_auto_sync:
+        setattr(wrapper, _HAS_GRADIENTS, True)
+        _fill_empty_gradients(wrapper.module)
 
 
 def install_distributed_parameters(wrapper: Any) -> None:

@@ -1,7 +1,7 @@
 """Megatron-FSDP for the Lightning Trainer: ``Trainer(strategy=MegatronFSDPStrategy())``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,11 +19,10 @@ from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.megatron_fsdp import (
     attach_optimizer,
-    finish_backward,
+    clear_gradients,
     import_megatron_fsdp,
     install_distributed_parameters,
-    install_raw_parameters,
-    prepare_for_backward,
+    surround_backward,
 )
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.step_region import StepRegion
@@ -102,7 +101,6 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         return StepRegion(
             timeout,
             holds_units=lambda module: next(module.parameters(), None) is not None,
-            before=lambda module: install_raw_parameters(self.wrapper),
             behind=self._finish_outside_call,
         )
 
@@ -130,7 +128,10 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had made its buffers of what is to be"
                 " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self.release_parameters()
+        return output
 
     def _get_trained(self) -> set[str]:
         return {name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad}
@@ -150,16 +151,20 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def setup_optimizers(self, trainer: "Trainer") -> None:
         self.release_parameters()
         super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ValueError(
+                f"`configure_optimizers` returned {names}: Megatron-FSDP keeps the gradients of all parameters in common"
+                " buffers, which several optimizers would clear for each other. Return one, with groups of parameters,"
+                " or use FSDP2Strategy."
+            )
         for optimizer in self.optimizers:
             attach_optimizer(self.wrapper, optimizer)
-        self.wrapper.zero_grad_buffer()
+        clear_gradients(self.wrapper)
 
-    @contextmanager
     @override
-    def surround_backward(self) -> Iterator[None]:
-        prepare_for_backward(self.wrapper)
-        yield
-        finish_backward(self.wrapper)
+    def surround_backward(self) -> AbstractContextManager[None]:
+        return surround_backward(self.wrapper)
 
     @contextmanager
     @override

@@ -30,7 +30,6 @@ class StepRegion:
     Args:
         timeout: How long to wait for the others.
         holds_units: Whether the forward of a module is a collective.
-        before: Called with the module before such a forward, once all ranks have come to it.
         behind: Called with the root behind it.
     """
 
@@ -39,12 +38,10 @@ class StepRegion:
         timeout: timedelta,
         *,
         holds_units: Callable[[nn.Module], bool] | None = None,
-        before: Callable[[nn.Module], None] | None = None,
         behind: Callable[[nn.Module], None] = reshard,
     ) -> None:
         self._timeout = timeout
         self._holds_units = holds_units or _holds_units
-        self._before = before
         self._behind = behind
         self._depth = 0
 
@@ -79,8 +76,6 @@ class StepRegion:
             self._depth += 1  # before anything can raise: the exit hook is called in any case
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, _REMEDY)
-                if self._before is not None:
-                    self._before(module)
 
         return enter_hook
 

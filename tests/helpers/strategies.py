@@ -33,6 +33,15 @@ class Kind:
     flags_for_unused: dict[str, Any] = field(default_factory=dict)
     """What a step needs in which some parameters take no part."""
 
+    flags_without_layers: dict[str, Any] = field(default_factory=dict)
+    """What a module needs that has no list of layers."""
+
+    several_optimizers: bool = True
+    """Whether a module may have more than one."""
+
+    unfreezes: bool = True
+    """Whether what is frozen may be trained later."""
+
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     """What stands in for hardware that the tests do without."""
 
@@ -61,5 +70,13 @@ class Kind:
 STRATEGIES = {
     "fsdp2": Kind(FSDP2Strategy, FSDP2Config, shards=True),
     "ddp": Kind(DDPStrategy, DDPConfig, shards=False, flags_for_unused={"find_unused_parameters": True}),
-    "megatron_fsdp": Kind(MegatronFSDPStrategy, MegatronFSDPConfig, shards=True, context=cuda_on_cpu),
+    "megatron_fsdp": Kind(
+        MegatronFSDPStrategy,
+        MegatronFSDPConfig,
+        shards=True,
+        flags_without_layers={"zero_dp_strategy": 2},
+        several_optimizers=False,
+        unfreezes=False,
+        context=cuda_on_cpu,
+    ),
 }
