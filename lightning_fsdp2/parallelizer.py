@@ -249,7 +249,7 @@ def megatron_fsdp_strategy_parallelize(
         zero_dp_strategy: What ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         init_fsdp_with_meta_device: Whether the model is on the meta device and gets its weights shard by shard. One
             that is there without this flag is whole on every rank before it is sharded.
-        grad_reduce_in_fp32: Whether gradients are reduced in float32, and added up in it with ``preserve_fp32_weights``.
+        grad_reduce_in_fp32: Whether gradients are reduced in float32, and with ``preserve_fp32_weights`` also added up.
         preserve_fp32_weights: Whether the optimizer steps float32 copies of weights in less.
         overlap_grad_reduce: Whether gradients are reduced during backward.
         overlap_param_gather: Whether parameters are gathered ahead of their use.

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2.mesh import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
+from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD, copy_rows_
 
@@ -34,6 +35,8 @@ DEVICE_TYPES = ("cuda",)
 _IN_BACKWARD = "_lightning_fsdp2_in_backward"
 
 _HAS_GRADIENTS = "_lightning_fsdp2_has_gradients"
+
+_HAS_WARNED = "_lightning_fsdp2_has_warned"
 
 _INSTALL = 'pip install "lightning-fsdp2[megatron]"'
 
@@ -133,8 +136,8 @@ def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, 
     if zero_dp_strategy == 3 and not classes:
         raise ValueError(
             f"zero_dp_strategy=3 gathers parameters unit by unit, and {get_class_name(model)} has no list of layers"
-            " that could be units; name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]), or"
-            " use zero_dp_strategy=2."
+            " that could be units; name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
+            " or use zero_dp_strategy=2."
         )
 
 
@@ -336,7 +339,7 @@ def _drive_from_calls(wrapper: Any) -> None:
 
     Whatever part of the model is called computes with the raw parameters, also behind a backward.
     """
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine = torch.autograd.Variable._execution_engine
     setattr(wrapper, _IN_BACKWARD, False)
 
     def begin(gradients: Any) -> None:
@@ -384,6 +387,7 @@ def _begin_backward(wrapper: Any) -> None:
 
 def _end_backward(wrapper: Any) -> None:
     """Reduce what is left, and behind the last backward of a step install the gradients."""
+    _warn_of_unused(wrapper)
     wrapper.post_backward()
     if wrapper.model_auto_sync:
         setattr(wrapper, _HAS_GRADIENTS, True)
@@ -412,6 +416,25 @@ def defer_sync(wrapper: Any) -> Iterator[None]:
         yield
     finally:
         wrapper.model_auto_sync = True
+
+
+def _warn_of_unused(wrapper: Any) -> None:
+    """Once, behind the first backward: elsewhere such a parameter has no gradient, and optimizers leave it alone."""
+    if getattr(wrapper, _HAS_WARNED, False):
+        return
+    setattr(wrapper, _HAS_WARNED, True)
+    names = wrapper.param_and_grad_buffer.param_to_name
+    unused = {
+        names[parameter].removeprefix("module.")
+        for parameter in wrapper._params_require_handle_grad
+        if parameter.grad is None and not parameter.grad_added_to_main_grad
+    }
+    if unused:
+        warnings.warn(
+            f"{list_names(unused)}: not used by the loss. Under Megatron-FSDP such a parameter has a gradient of zero,"
+            " so that optimizers with weight decay or momentum move it; freeze it to avoid that.",
+            stacklevel=2,
+        )
 
 
 def _fill_empty_gradients(model: nn.Module) -> None:

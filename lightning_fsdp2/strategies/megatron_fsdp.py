@@ -154,9 +154,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         if len(self.optimizers) > 1:
             names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise ValueError(
-                f"`configure_optimizers` returned {names}: Megatron-FSDP keeps the gradients of all parameters in common"
-                " buffers, which several optimizers would clear for each other. Return one, with groups of parameters,"
-                " or use FSDP2Strategy."
+                f"`configure_optimizers` returned {names}: Megatron-FSDP keeps the gradients of all parameters in"
+                " common buffers, which several optimizers would clear for each other. Return one, with groups of"
+                " parameters, or use FSDP2Strategy."
             )
         for optimizer in self.optimizers:
             attach_optimizer(self.wrapper, optimizer)

@@ -408,7 +408,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     def _apply_token_mean(self) -> None:
         module = self.lightning_module
-        divisor = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        divisor = float(module.trainer.accumulate_grad_batches if module.automatic_optimization else 1)
         if not self.averages_gradients:
             divisor /= self._loss_group.size()
         for submodule in module.modules():

@@ -1,7 +1,8 @@
-"""Twelve layouts that write and read checkpoints, and one training run that is the same on all of them."""
+"""Fifteen layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
-from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+from helpers.ranks import run_ranks
+from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 
 SAVED_AT = 2
 STEPS = 5
@@ -90,11 +93,30 @@ class Layout:
     world_size: int
     make_strategy: Callable[[], Any]
     make_module: Callable[..., pl.LightningModule] = Model
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What stands in for hardware that the tests do without."""
+
+    optimizes_unused: bool = True
+    """Whether an optimizer leaves a parameter alone that no loss uses."""
+
+    def run(self, function: Callable[[], Any]) -> list[Any]:
+        """Call ``function`` on as many ranks as there are."""
+
+        def run_in_context() -> Any:
+            with self.context():
+                return function()
+
+        return run_ranks(run_in_context, self.world_size, group=False)
 
 
 def _fsdp2(world_size: int, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
     config = FSDP2Config(sequence_parallel=sequence_parallel)
     return Layout(world_size, partial(FSDP2Strategy, config=config, **sizes))
+
+
+def _megatron_fsdp(world_size: int, **sizes: int) -> Layout:
+    strategy = partial(MegatronFSDPStrategy, **sizes)
+    return Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False)
 
 
 LAYOUTS = {
@@ -109,7 +131,16 @@ LAYOUTS = {
     "cp2": _fsdp2(2, cp_size=2),
     "dp2-cp2": _fsdp2(4, cp_size=2),
     "hsdp2x2": _fsdp2(4, dp_replicate_size=2),
-    "theirs": Layout(2, partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1), ShardedModel),
+    "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True))),
+    "megatron2": _megatron_fsdp(2),
+    "megatron-hsdp2x2": _megatron_fsdp(4, dp_replicate_size=2),
+    # Lightning's own strategy asks every checkpoint for a state of each parameter that its optimizer holds
+    "theirs": Layout(
+        2,
+        partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1),
+        ShardedModel,
+        optimizes_unused=False,
+    ),
 }
 """``plain`` is one process without a strategy, and a single file; ``theirs`` Lightning's own directory."""
 
@@ -193,6 +224,7 @@ def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = No
     module = LAYOUTS[name].make_module(seed, optimize_unused=optimize_unused)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
+        warnings.filterwarnings("ignore", r"unused\.bias, unused\.weight: not used by the loss")
         make_trainer(name, max_steps=STEPS, callbacks=[Observer(run, save)]).fit(module, ckpt_path=resume)
     return run
 

@@ -1,9 +1,7 @@
 """MegatronFSDPManager in a plain torch loop, and the functions it stands on."""
 
 import copy
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,22 +13,11 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from lightning_fsdp2 import (
-    FSDP2Config,
-    FSDP2Manager,
     MegatronFSDPConfig,
     MegatronFSDPManager,
     clip_grad_norm_,
     create_device_mesh,
     defer_grad_sync,
-    load_checkpoint,
-    save_checkpoint,
-)
-from lightning_fsdp2.parallel import megatron_fsdp
-from lightning_fsdp2.parallelizer import (
-    HAVE_MEGATRON_FSDP,
-    HAVE_NVFSDP,
-    megatron_fsdp_strategy_parallelize,
-    nvfsdp_strategy_parallelize,
 )
 
 ALL_STRATEGIES = (0, 1, 2, 3)

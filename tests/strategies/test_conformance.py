@@ -507,7 +507,7 @@ def test_two_optimizers_that_are_stepped_by_hand(kind: Kind, accumulate: int) ->
             module, expected = Gan(accumulate, order), Gan(accumulate, order)
             trainer = kind.make_trainer(kind.flags_for_unused | kind.flags_without_layers, max_steps=6)
             if not kind.several_optimizers:
-                with pytest.raises(ValueError, match="`configure_optimizers` returned SGD, SGD.*Return one"):
+                with pytest.raises(ValueError, match=r"`configure_optimizers` returned SGD, SGD.*Return one"):
                     trainer.fit(module, make_loader(batches))
                 return
             trainer.fit(module, make_loader(batches))

@@ -1,0 +1,378 @@
+"""MegatronFSDPStrategy: what it has beside the behaviour of all strategies, on CPU ranks."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.cases import make_case
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import check_parity, whole
+from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES
+from helpers.user_modules import (
+    WIDTH,
+    WORLD,
+    Batch,
+    Regressor,
+    assert_same_weights,
+    make_batches,
+    make_language_model,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+    train_alone,
+)
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+
+from lightning_fsdp2 import CausalLM, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
+from lightning_fsdp2.parallel import megatron_fsdp
+
+from .test_conformance import Scheduled, train_scheduled_alone
+
+KIND = STRATEGIES["megatron_fsdp"]
+ALL_STRATEGIES = (0, 1, 2, 3)
+
+# ---------------------------------------------------------------------- numbers
+
+META = {"meta": True, "accumulate": 1}
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "cp2": (2, {"cp_size": 2}, {}, {}),
+    "recomputed": (2, {}, {"activation_checkpointing": True}, {}),
+    "selective": (2, {}, {"activation_checkpointing": "selective", "zero_dp_strategy": 1}, {}),
+    "meta by shards": (2, {}, {"init_fsdp_with_meta_device": True}, {**META, "tied": True}),
+    "meta by shards, 1": (2, {}, {"init_fsdp_with_meta_device": True, "zero_dp_strategy": 1}, META),
+    "sums": (2, {}, {"calculate_per_token_loss": True}, {}),
+    "no overlap": (2, {}, {"overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
+    "no buckets": (2, {}, {"disable_bucketing": True, "report_nan_in_param_grad": True}, {}),
+    "bf16": (2, {}, {}, {"precision": "bf16-true"}),
+    "bf16 weights": (2, {}, {"preserve_fp32_weights": False}, {"precision": "bf16-true"}),
+    "bf16 gradients": (2, {}, {"grad_reduce_in_fp32": False}, {"precision": "bf16-true"}),
+    "hsdp2x2": (4, {"dp_replicate_size": 2}, {}, {}),
+    "hsdp2x2, 1": (4, {"dp_replicate_size": 2}, {"zero_dp_strategy": 1}, {}),
+    "hsdp2x2, 2": (4, {"dp_replicate_size": 2}, {"zero_dp_strategy": 2}, {}),
+    "hsdp2x2 meta": (4, {"dp_replicate_size": 2}, {"init_fsdp_with_meta_device": True}, META),
+    "dp2xcp2": (4, {"cp_size": 2}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_flag_and_size_has_the_numbers_of_one_process(world_size: int) -> None:
+    def run() -> None:
+        for name, (size, sizes, flags, options) in LAYOUTS.items():
+            if size != world_size:
+                continue
+            torch.manual_seed(0)
+            strategy = {**sizes, "config": MegatronFSDPConfig(**flags)}
+            options = {"accumulate": 2, "clip": 0.1, "tied": False, "meta": False, **options}
+            case = make_case("llama", strategy=strategy, strategy_class=MegatronFSDPStrategy, **options)
+            try:
+                check_parity(case)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+    KIND.run(run, world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+def test_twenty_steps_with_groups_and_a_schedule(zero_dp_strategy: int, world_size: int) -> None:
+    def run() -> None:
+        for accumulate, clip in itertools.product((1, 3), (None, 0.5)):
+            batches = make_batches(20 * accumulate * world_size)
+            module, expected = Scheduled(), Scheduled()
+            options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "max_steps": 20}
+            KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy}, **options).fit(module, make_loader(batches))
+            train_scheduled_alone(expected, batches, accumulate * world_size, clip)
+            actual = whole(dict(module.named_parameters()))
+            torch.testing.assert_close(
+                actual, dict(expected.named_parameters()), atol=3e-4, rtol=0, msg=f"{accumulate}, {clip}"
+            )
+
+    KIND.run(run, world_size)
+
+
+class PartlyFrozen(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def test_frozen_weights_stay_and_the_others_train() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        for zero_dp_strategy in ALL_STRATEGIES:
+            module, expected = PartlyFrozen(), PartlyFrozen()
+            KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy}).fit(module, make_loader(batches))
+            train_alone(expected, batches)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+def test_updates_too_small_for_bfloat16_are_kept() -> None:
+    """By the weights that the optimizer steps; without them they are lost."""
+
+    class Steady(Regressor):
+        def loss(self, batch: Batch) -> Tensor:
+            return self(batch["inputs"]).sum() * 0 + self.scale.sum()  # a gradient of 1 in each step
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=2**-12)
+
+    def run() -> None:
+        for preserve_fp32_weights, moved in ((True, 8 * 2**-12), (False, 0.0)):
+            module = Steady()
+            module.scale.data.fill_(1.0)
+            flags = {"preserve_fp32_weights": preserve_fp32_weights, "grad_reduce_in_fp32": False}
+            trainer = KIND.make_trainer(flags, precision="bf16-true", max_steps=8)
+            trainer.fit(module, make_loader(make_batches(8 * WORLD)))
+            scale = whole({"scale": module.scale})["scale"]
+            torch.testing.assert_close(scale, torch.full((WIDTH,), 1.0 - moved), rtol=0, atol=0)
+
+    KIND.run(run, WORLD)
+
+
+# ---------------------------------------------------------------------- what ranks hold and do
+
+
+class CountsForwards(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, module: CausalLM) -> None:
+        self.forwards = 0
+        for layer in module.model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.forwards += 1
+
+
+@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+def test_layers_are_computed_again_in_backward(zero_dp_strategy: int) -> None:
+    def run() -> None:
+        counts = []
+        for activation_checkpointing in (False, True):
+            callback = CountsForwards()
+            flags = {"activation_checkpointing": activation_checkpointing, "zero_dp_strategy": zero_dp_strategy}
+            trainer = KIND.make_trainer(flags, max_steps=1, callbacks=[callback])
+            trainer.fit(make_language_model(), make_loader(make_token_batches(WORLD)))
+            counts.append(callback.forwards)
+        assert counts[0] > 0
+        assert counts[1] == 2 * counts[0]
+
+    KIND.run(run, WORLD)
+
+
+class MeasuresStates(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        moments = [state["momentum_buffer"] for state in optimizer.state.values()]
+        self.elements = sum(moment.to_local().numel() for moment in moments)
+
+
+def test_optimizer_states_are_shared_between_the_ranks() -> None:
+    def run(zero_dp_strategy: int) -> int:
+        callback = MeasuresStates()
+        trainer = KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy}, callbacks=[callback])
+        trainer.fit(Regressor(), make_loader(make_batches(2 * WORLD)))
+        return callback.elements
+
+    elements = sum(parameter.numel() for parameter in Regressor().parameters())
+    assert KIND.run(run, WORLD, 0) == [elements] * WORLD
+    for zero_dp_strategy in (1, 2, 3):
+        assert sum(KIND.run(run, WORLD, zero_dp_strategy)) == elements
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def make_meta_model() -> CausalLM:
+    return CausalLM(config=LLAMA)
+
+
+class KeepsFirstWeights(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, module: CausalLM) -> None:
+        self.weights = whole(dict(module.model.named_parameters()))
+
+
+def get_first_weights(kind: str, flags: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    callback = KeepsFirstWeights()
+    torch.manual_seed(5)
+    trainer = STRATEGIES[kind].make_trainer(flags, max_steps=1, callbacks=[callback])
+    trainer.fit(CausalLM(**options), make_loader(make_token_batches(WORLD)))
+    return callback.weights
+
+
+def test_a_seed_means_the_same_weights_as_under_fsdp2() -> None:
+    def run() -> None:
+        expected = get_first_weights("fsdp2", {}, config=LLAMA)
+        for init_fsdp_with_meta_device in (False, True):
+            flags = {"init_fsdp_with_meta_device": init_fsdp_with_meta_device}
+            actual = get_first_weights("megatron_fsdp", flags, config=LLAMA)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+    KIND.run(run, WORLD)
+
+
+def test_pretrained_weights_are_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make_causal_lm(LLAMA)
+    model.save_pretrained(tmp_path)
+
+    def run() -> None:
+        for init_fsdp_with_meta_device in (False, True):
+            flags = {"init_fsdp_with_meta_device": init_fsdp_with_meta_device}
+            actual = get_first_weights("megatron_fsdp", flags, pretrained=str(tmp_path))
+            torch.testing.assert_close(actual, dict(model.named_parameters()), rtol=0, atol=0)
+
+    KIND.run(run, WORLD)
+
+
+def test_a_trained_model_is_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def run() -> dict[str, Tensor]:
+        module = make_language_model()
+        trainer = KIND.make_trainer()
+        trainer.fit(module, make_loader(make_token_batches(2 * WORLD)))
+        trainer.save_checkpoint(tmp_path / "trained.ckpt")
+        return whole(dict(module.model.named_parameters()))
+
+    expected, _ = KIND.run(run, WORLD)
+    run_ranks(lambda: export_hf(tmp_path / "trained.ckpt", tmp_path / "hf"), 1, group=False)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(dict(exported.named_parameters()), expected, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+REFUSED_FLAGS = [
+    ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, r"overlap_grad_reduce=False: .*pull/6357.*0 or 3"),
+    ({"overlap_param_gather": False, "zero_dp_strategy": 2}, r"overlap_param_gather=False: .*zero_dp_strategy=2"),
+    ({"average_in_collective": True}, "average_in_collective=True fails in megatron-fsdp.*leave it False"),
+    ({"nccl_ub": True}, r"nccl_ub=True needs megatron.core.nccl_allocator or .*not installed; leave it False"),
+    ({"init_fsdp_with_meta_device": True}, r"True, but Regressor has no parameter on the meta device.*leave the flag"),
+    (
+        {"init_fsdp_with_meta_device": True, "zero_dp_strategy": 0},
+        "init_fsdp_with_meta_device=True .*zero_dp_strategy=0 shards nothing; leave one",
+    ),
+    ({"megatron_fsdp_unit_modules": ["torch.nn.GRU"]}, r"Regressor holds no torch.nn.modules.rnn.GRU; name classes"),
+    ({"megatron_fsdp_unit_modules": ["torch.nn.Nothing"]}, "'torch.nn.Nothing' cannot be imported .*give import paths"),
+]
+
+
+def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
+    def run() -> None:
+        for flags, message in REFUSED_FLAGS:
+            with pytest.raises(ValueError, match=message):
+                KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
+        with pytest.raises(TypeError, match=r"'torch.nn.functional.relu' is no class of modules"):
+            flags = {"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]}
+            KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
+
+    KIND.run(run, WORLD)
+
+
+def test_sizes_that_cannot_work_are_refused() -> None:
+    def run() -> None:
+        for sizes, flags, message in (
+            ({"tp_size": 2}, {}, r"tp_size=2 is not supported with MegatronFSDPConfig.*issues/5786.*use FSDP2Config"),
+            ({"dp_replicate_size": 2}, {}, r"dp_replicate_size=2 .* and 1 rank\(s\) to shard over.*zero_dp_strategy=0"),
+        ):
+            strategy = MegatronFSDPStrategy(**sizes, config=MegatronFSDPConfig(**flags))
+            with pytest.raises(ValueError, match=message):
+                make_trainer(strategy).fit(Regressor(), make_loader(make_batches(4)))
+
+    KIND.run(run, WORLD)
+
+
+def test_a_model_without_layers_is_refused_where_parameters_are_gathered_by_units() -> None:
+    class WithoutLayers(Regressor):
+        def build(self) -> None:
+            self.head = nn.Linear(WIDTH, 1)
+            self.blocks = []
+
+    def run() -> None:
+        batches = make_batches(2 * WORLD)
+        with pytest.raises(ValueError, match=r"zero_dp_strategy=3 gathers .*WithoutLayers has no list of layers"):
+            KIND.make_trainer().fit(WithoutLayers(), make_loader(batches))
+        for flags in ({"zero_dp_strategy": 2}, {"megatron_fsdp_unit_modules": ["torch.nn.Linear"]}):
+            module, expected = WithoutLayers(), WithoutLayers()
+            KIND.make_trainer(flags).fit(module, make_loader(batches))
+            train_alone(expected, batches)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+def test_a_cpu_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"Megatron-FSDP runs on cuda devices, not on 'cpu'; use FSDP2Strategy or"):
+            make_trainer(MegatronFSDPStrategy()).fit(Regressor(), make_loader(make_batches(4)))
+
+    run_ranks(run, 1)
+
+
+def test_a_missing_or_old_package_is_one_clear_error() -> None:
+    with (
+        patch.object(megatron_fsdp, "HAVE_MEGATRON_FSDP", False),
+        pytest.raises(ImportError, match=r'not installed: pip install "lightning-fsdp2\[megatron\]"'),
+    ):
+        MegatronFSDPStrategy()
+    package = megatron_fsdp.import_megatron_fsdp()
+    with (
+        patch.object(package, "MixedPrecisionPolicy", create=True),
+        pytest.raises(ImportError, match=r"megatron-fsdp .* is too old: pip install"),
+    ):
+        del package.MixedPrecisionPolicy
+        MegatronFSDPStrategy()
+
+
+def test_a_second_synchronised_backward_is_exact_or_refused() -> None:
+    """Where gradients add up over backwards that are all synchronised, as under manual optimisation."""
+    from .test_conformance import ByHand
+
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        for zero_dp_strategy in ALL_STRATEGIES:
+            module, expected = ByHand(), ByHand()
+            trainer = KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy})
+            if zero_dp_strategy == 1:
+                with pytest.raises(ValueError, match=r"second synchronised backward .*toggle_model\(sync_grad=False\)"):
+                    trainer.fit(module, make_loader(batches))
+                continue
+            trainer.fit(module, make_loader(batches))
+            clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)  # noqa: E731
+            train_alone(expected, batches, window=2 * WORLD, clip=clip)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+def test_parameters_that_no_loss_uses_are_named() -> None:
+    class Unused(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(2, 2)
+
+    def run() -> None:
+        with pytest.warns(UserWarning, match=r"spare.bias, spare.weight: not used by the loss.*freeze it"):
+            KIND.make_trainer().fit(Unused(), make_loader(make_batches(2 * WORLD)))
+
+    KIND.run(run, WORLD)
+
+
+def test_its_name_is_registered() -> None:
+    assert isinstance(StrategyRegistry.get("megatron_fsdp"), MegatronFSDPStrategy)
