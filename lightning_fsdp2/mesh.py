@@ -244,6 +244,19 @@ def get_fsdp_mesh(
     return get_mesh(device_mesh, dp_mesh_name)
 
 
+def check_tp_size_of_megatron(tp_size: int) -> None:
+    """Refuse tensor parallelism with Megatron-FSDP.
+
+    Raises:
+        ValueError: When there is any.
+    """
+    if tp_size != 1:
+        raise ValueError(
+            f"tp_size={tp_size} is not supported with MegatronFSDPConfig: megatron-fsdp hangs on tensor parallel models"
+            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); leave it at 1, or use FSDP2Config."
+        )
+
+
 def _check_size(name: str, size: int | str | None) -> int:
     if size is None:
         return 1
@@ -258,11 +271,8 @@ def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -
             f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig knows data"
             " parallelism only; leave these at 1 or use FSDP2Config."
         )
-    if isinstance(config, MegatronFSDPConfig) and sizes.tp > 1:
-        raise ValueError(
-            f"tp_size={sizes.tp} is not supported with MegatronFSDPConfig, since megatron-fsdp hangs on tensor parallel"
-            " models (https://github.com/NVIDIA/Megatron-LM/issues/5786); use FSDP2Config."
-        )
+    if isinstance(config, MegatronFSDPConfig):
+        check_tp_size_of_megatron(sizes.tp)
 
 
 def _check_world_size(world_size: int) -> None:

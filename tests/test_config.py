@@ -57,6 +57,7 @@ DEFAULTS = {
         "nccl_ub": False,
         "fsdp_double_buffer": False,
         "activation_checkpointing": False,
+        "autocast_dtype": None,
         "backend": None,
     },
     DDPConfig: {
@@ -238,7 +239,8 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),
     (FSDP2Config, "activation_checkpointing", 1, ValueError, "use False, True, 'full' or 'selective'."),
     (DDPConfig, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),
-    (MegatronFSDPConfig, "activation_checkpointing", "full", TypeError, "must be a bool; use True or False."),
+    (MegatronFSDPConfig, "activation_checkpointing", "half", ValueError, "use False, True, 'full' or 'selective'."),
+    (MegatronFSDPConfig, "sequence_parallel", True, ValueError, "use FSDP2Config(sequence_parallel=True)"),
     (FSDP2Config, "activation_checkpointing_scope", "text", ValueError, "use 'all', 'language', 'vision', 'audio' or"),
     (FSDP2Config, "activation_checkpointing_scope", ["all", "vision"], ValueError, "use 'all' alone, or leave it out"),
     (FSDP2Config, "activation_checkpointing_scope", [], ValueError, "use activation_checkpointing=False."),

@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp2.mesh import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
+from lightning_fsdp2.mesh import (
+    DP_CP,
+    DP_REPLICATE,
+    DP_SHARD_CP,
+    TENSOR_PARALLEL,
+    check_tp_size_of_megatron,
+    get_fsdp_mesh,
+    get_mesh,
+)
 from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD, copy_rows_
@@ -82,11 +90,7 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
             f"Megatron-FSDP runs on {' or '.join(DEVICE_TYPES)} devices, not on {device_mesh.device_type!r}; use"
             " FSDP2Strategy or DDPStrategy there."
         )
-    if (ranks := get_mesh(device_mesh, TENSOR_PARALLEL).size()) > 1:
-        raise ValueError(
-            f"The device mesh has {ranks} tensor parallel ranks, with which Megatron-FSDP hangs"
-            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use FSDP2 for tensor parallelism."
-        )
+    check_tp_size_of_megatron(get_mesh(device_mesh, TENSOR_PARALLEL).size())
     replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
     if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
-from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.mesh import check_tp_size_of_megatron, get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
@@ -75,6 +75,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, timeout=timeout)
+        check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size

@@ -188,6 +188,51 @@ def train_language_model_alone(batches: Sequence[Batch], steps: int, window: int
     return models, norm.item()
 
 
+class ByHand(Regressor):
+    """One optimizer, stepped by hand every second batch; each backward may be synchronised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        del self.scale
+        self.scale = torch.ones(())  # no parameter: FSDP2 refuses one that hangs here
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Scheduled(Regressor):
+    """Two groups of parameters, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
+        others = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
+        groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.98**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train_scheduled_alone(module: Scheduled, batches: list[Batch], window: int, clip: float | None) -> list[float]:
+    configured = module.configure_optimizers()
+    optimizer, schedule, losses = configured["optimizer"], configured["lr_scheduler"]["scheduler"], []
+    for start in range(0, len(batches), window):
+        optimizer.zero_grad()
+        loss = sum(module.loss(batch) for batch in batches[start : start + window]) / window
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
 class CountsSamples(Regressor):
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,9 @@ from helpers.user_modules import (
     WIDTH,
     WORLD,
     Batch,
+    ByHand,
     Regressor,
+    Scheduled,
     assert_same_weights,
     make_batches,
     make_language_model,
@@ -25,14 +27,13 @@ from helpers.user_modules import (
     make_optimizer,
     make_trainer,
     train_alone,
+    train_scheduled_alone,
 )
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 from lightning_fsdp2 import CausalLM, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
 from lightning_fsdp2.parallel import megatron_fsdp
-
-from .test_conformance import Scheduled, train_scheduled_alone
 
 KIND = STRATEGIES["megatron_fsdp"]
 ALL_STRATEGIES = (0, 1, 2, 3)
@@ -277,22 +278,22 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
         for flags, message in REFUSED_FLAGS:
             with pytest.raises(ValueError, match=message):
                 KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
+        trainer = KIND.make_trainer({"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]})
         with pytest.raises(TypeError, match=r"'torch.nn.functional.relu' is no class of modules"):
-            flags = {"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]}
-            KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
+            trainer.fit(Regressor(), make_loader(make_batches(4)))
 
     KIND.run(run, WORLD)
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
+    message = r"tp_size=2 is not supported with MegatronFSDPConfig.*issues/5786.*use FSDP2Config"
+    with pytest.raises(ValueError, match=message):
+        MegatronFSDPStrategy(tp_size=2)
+
     def run() -> None:
-        for sizes, flags, message in (
-            ({"tp_size": 2}, {}, r"tp_size=2 is not supported with MegatronFSDPConfig.*issues/5786.*use FSDP2Config"),
-            ({"dp_replicate_size": 2}, {}, r"dp_replicate_size=2 .* and 1 rank\(s\) to shard over.*zero_dp_strategy=0"),
-        ):
-            strategy = MegatronFSDPStrategy(**sizes, config=MegatronFSDPConfig(**flags))
-            with pytest.raises(ValueError, match=message):
-                make_trainer(strategy).fit(Regressor(), make_loader(make_batches(4)))
+        replicas = MegatronFSDPStrategy(dp_replicate_size=2)
+        with pytest.raises(ValueError, match=r"dp_replicate_size=2 .* and 1 rank\(s\) to shard.*zero_dp_strategy=0"):
+            make_trainer(replicas).fit(Regressor(), make_loader(make_batches(4)))
 
     KIND.run(run, WORLD)
 
@@ -331,18 +332,14 @@ def test_a_missing_or_old_package_is_one_clear_error() -> None:
     ):
         MegatronFSDPStrategy()
     package = megatron_fsdp.import_megatron_fsdp()
-    with (
-        patch.object(package, "MixedPrecisionPolicy", create=True),
-        pytest.raises(ImportError, match=r"megatron-fsdp .* is too old: pip install"),
-    ):
+    with patch.object(package, "MixedPrecisionPolicy"):
         del package.MixedPrecisionPolicy
-        MegatronFSDPStrategy()
+        with pytest.raises(ImportError, match=r"megatron-fsdp .* is too old: pip install"):
+            MegatronFSDPStrategy()
 
 
 def test_a_second_synchronised_backward_is_exact_or_refused() -> None:
     """Where gradients add up over backwards that are all synchronised, as under manual optimisation."""
-    from .test_conformance import ByHand
-
     batches = make_batches(4 * WORLD)
 
     def run() -> None:
