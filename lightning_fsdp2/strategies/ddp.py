@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -52,7 +53,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     strategy_name = "lightning_fsdp2_ddp"
     config: DDPConfig
-    shards = False
+    refused_callbacks: ClassVar[dict[type[Callback], str]] = {}
     refused_optimizers = ()
 
     def __init__(

@@ -9,12 +9,19 @@ from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -69,8 +76,11 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     """
 
     materializes_models = True
-    shards = True
-    """Whether ranks hold parts of the parameters."""
+    refused_callbacks: ClassVar[dict[type[Callback], str]] = dict.fromkeys(
+        (WeightAveraging, StochasticWeightAveraging, ModelPruning),
+        "needs whole weights and fails on sharded ones; remove it, and average or prune checkpoints after training.",
+    )
+    """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
 
     averages_gradients = True
     """Whether gradients are the mean over the data parallel ranks, not the sum."""
@@ -179,8 +189,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        if self.shards:
-            _check_callbacks(trainer)
+        self._check_callbacks(trainer)
+        self._validate_together(trainer)
+        _set_available_flops(trainer, _get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin))
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards
@@ -199,6 +210,19 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self.setup_precision_plugin()
         self._checked_batches.clear()
         drop_token_windows(self.lightning_module)  # of a run that was aborted
+
+    def _check_callbacks(self, trainer: "Trainer") -> None:
+        for callback in cast(Any, trainer).callbacks:
+            for kind, reason in self.refused_callbacks.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
+
+    def _validate_together(self, trainer: "Trainer") -> None:
+        """``Trainer(val_check_interval="00:30:00")``: each rank has its own clock, and some would validate alone."""
+        loop = cast(Any, trainer.fit_loop.epoch_loop)
+        is_due = type(loop)._should_check_val_fx
+        if cast(Any, trainer)._val_check_time_interval is not None:
+            loop._should_check_val_fx = lambda fetcher: self.reduce_boolean_decision(is_due(loop, fetcher), all=False)
 
     @override
     def parallelize(self) -> None:
@@ -453,6 +477,21 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             )
 
 
+def _get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
+    default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
+    policy = getattr(config, "mp_policy", None)
+    return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
+
+
+def _set_available_flops(trainer: "Trainer", dtype: torch.dtype) -> None:
+    """Lightning's monitor takes all precisions but its own for float32, and the utilisation would be too high."""
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            callback.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
+            for throughput in callback._throughputs.values():
+                throughput.available_flops = callback.available_flops
+
+
 def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     log(module, name, gather(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
@@ -500,13 +539,3 @@ def _get_optional_remedy(exception: BaseException) -> str | None:
             " `p.grad.norm().full_tensor()` for a single parameter."
         )
     return None
-
-
-def _check_callbacks(trainer: "Trainer") -> None:
-    """Refuse Lightning's callbacks that copy or replace the module's weights before or while it is sharded."""
-    for callback in cast(Any, trainer).callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging | ModelPruning):
-            raise ValueError(
-                f"Trainer(callbacks=[{type(callback).__name__}(...)]) needs whole weights and fails on sharded ones;"
-                " remove it, and average or prune checkpoints after training."
-            )

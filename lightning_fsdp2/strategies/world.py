@@ -108,6 +108,7 @@ class WorldStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self.cluster_environment.creates_processes_externally:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             return
         if hasattr(sys, "ps1"):  # a notebook or an interactive shell
             if self.num_processes > 1:

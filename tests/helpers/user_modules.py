@@ -81,8 +81,8 @@ def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
 
 def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
     world_size = dist.get_world_size() if dist.is_initialized() else WORLD
-    options = {"max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
-    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy or FSDP2Strategy(), **options)
+    options = {"devices": world_size, "max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
+    return pl.Trainer(accelerator="cpu", strategy=strategy or FSDP2Strategy(), **options)
 
 
 def train_alone(

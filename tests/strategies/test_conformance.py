@@ -129,9 +129,9 @@ def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
 
 def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
     def run() -> None:
-        os.environ["WORLD_SIZE"] = "1"
+        os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
         with pytest.raises(ValueError, match=r"The Trainer asks for 1 rank\(s\).*a group of 2 already"):
-            kind.make_trainer().fit(Regressor(), make_loader(make_batches(2)))
+            kind.make_trainer(devices=1).fit(Regressor(), make_loader(make_batches(2)))
 
     kind.run(run, WORLD)
 
