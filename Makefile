@@ -6,7 +6,7 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all parity parity-oldest lint clean
+.PHONY: help venv quickstart test test-all parity parity-oldest compatibility lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -42,6 +42,9 @@ parity-oldest: venv ## The same with the oldest transformers that pyproject.toml
 	$(BIN)/python -m pip --python .venv-oldest/bin/python install -e '.[dev]' \
 		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python tests/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md $(ARGS)
+
+compatibility: venv ## Try every option of the Trainer under every strategy, write docs/compatibility.md
+	$(BIN)/python tests/compatibility.py --output docs/compatibility.md $(ARGS)
 
 # for example `make test-torch-2.11.0`, several gigabytes from PyPI; an older torch wants an older setuptools
 test-torch-%: venv ## Run what depends on torch most with another version of it, in .venv-torch-VERSION
