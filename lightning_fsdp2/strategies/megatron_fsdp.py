@@ -5,9 +5,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from typing_extensions import override
 
@@ -62,6 +63,11 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     strategy_name = "megatron_fsdp"
     config: MegatronFSDPConfig
+    refused_callbacks: ClassVar[dict[type[Callback], str]] = {
+        **MeshStrategy.refused_callbacks,
+        BaseFinetuning: "freezes and unfreezes parameters after Megatron-FSDP has made its buffers of what is to be"
+        " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy.",
+    }
     refused_optimizers = (*MeshStrategy.refused_optimizers, torch.optim.Muon)
 
     def __init__(

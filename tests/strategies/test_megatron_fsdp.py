@@ -371,5 +371,19 @@ def test_parameters_that_no_loss_uses_are_named() -> None:
     KIND.run(run, WORLD)
 
 
+def test_what_is_frozen_or_unfrozen_too_late_is_named() -> None:
+    class Freezes(Regressor):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            self.head.requires_grad_(batch_idx == 0)
+
+    def run() -> None:
+        with pytest.raises(
+            ValueError, match=r"head.bias, head.weight: frozen or unfrozen after .*Freeze in `__init__`"
+        ):
+            KIND.make_trainer().fit(Freezes(), make_loader(make_batches(2 * WORLD)))
+
+    KIND.run(run, WORLD)
+
+
 def test_its_name_is_registered() -> None:
     assert isinstance(StrategyRegistry.get("megatron_fsdp"), MegatronFSDPStrategy)
