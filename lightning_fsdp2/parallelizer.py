@@ -40,8 +40,8 @@ from lightning_fsdp2.parallel.megatron_fsdp import (
     check_unit_classes,
     get_layer_classes,
     spread_parameters,
-    take_over_optimizer,
 )
+from lightning_fsdp2.parallel.megatron_fsdp_driver import take_over_optimizer
 from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel

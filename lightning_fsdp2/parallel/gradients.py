@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_fsdp2._torch_compat import ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.megatron_fsdp import defer_sync
+from lightning_fsdp2.parallel.megatron_fsdp_driver import defer_sync
 
 
 @torch.no_grad()

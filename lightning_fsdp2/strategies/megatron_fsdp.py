@@ -18,10 +18,10 @@ from lightning_fsdp2.mesh import check_tp_size_of_megatron, get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.gradients import defer_grad_sync
-from lightning_fsdp2.parallel.megatron_fsdp import (
+from lightning_fsdp2.parallel.megatron_fsdp import import_megatron_fsdp
+from lightning_fsdp2.parallel.megatron_fsdp_driver import (
     attach_optimizer,
     clear_gradients,
-    import_megatron_fsdp,
     install_distributed_parameters,
     surround_backward,
 )

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from traceback import walk_tb
-from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -25,7 +23,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -45,6 +42,7 @@ from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
 from lightning_fsdp2.strategies.precision import ShardedPrecision
+from lightning_fsdp2.strategies.remedies import get_optional_remedy, is_raised_in
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
@@ -54,15 +52,6 @@ ManagerT = TypeVar("ManagerT")
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 """How long a rank that calls a sharded module outside of a step waits for the others, at most."""
-
-
-_PEER_IS_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "remote server shutdown",
-    "remote process exited",
-)
-"""What gloo, the store and nccl say where another rank is no longer there."""
 
 
 class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
@@ -153,12 +142,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, AssertionError) and _is_raised_in(
+        if isinstance(exception, AssertionError) and is_raised_in(
             UnrepeatedDistributedSampler.__init__.__code__, exception
         ):
             # Lightning's sampler for predict fails on the ranks without samples only: the others wait in `keep_in_step`
             keep_in_step((), self._control_group, may_drop=False)
-        remedy = _get_optional_remedy(exception)
+        remedy = get_optional_remedy(exception)
         if remedy is not None:
             exception.args = (f"{exception}\n{remedy}",)
 
@@ -500,10 +489,6 @@ def _is_log_whole(log: Any) -> bool:
     return isinstance(log, partial) and log.func is _log_whole
 
 
-def _is_raised_in(code: CodeType, exception: BaseException) -> bool:
-    return [frame.f_code for frame, _ in walk_tb(exception.__traceback__)][-1:] == [code]
-
-
 def _get_buffer_owners(root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where the buffers hang that a checkpoint holds, in an order that is the same on every rank."""
     return [
@@ -512,30 +497,3 @@ def _get_buffer_owners(root: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
     ]
-
-
-def _get_optional_remedy(exception: BaseException) -> str | None:
-    """What to do where torch and Lightning fail on sharded parameters without saying why."""
-    if "mixed torch.Tensor and DTensor" in str(exception):
-        return (
-            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
-            " read weights, gather them first:"
-            " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through"
-            " another method than `forward`, make it one that gathers, in `on_fit_start`:"
-            ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
-        )
-    if "setStorage" in str(exception) and "storage of size 0" in str(exception):
-        return (
-            "The backward needs weights that were freed behind their forward, for a gradient of a gradient"
-            " (`create_graph=True`) perhaps: FSDP2 has no second-order gradients. Train such a loss under a strategy"
-            " that does not shard."
-        )
-    if any(text in str(exception) for text in _PEER_IS_GONE):
-        return "Another rank ended before this one: its own error, further up or in its log, is the reason."
-    if _is_raised_in(grad_norm.__code__, exception):
-        return (
-            "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"
-            " `torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).full_tensor()` on all ranks, and"
-            " `p.grad.norm().full_tensor()` for a single parameter."
-        )
-    return None

@@ -1,7 +1,10 @@
 """MegatronFSDPManager in a plain torch loop, and the functions it stands on."""
 
 import copy
+import inspect
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +16,22 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from lightning_fsdp2 import (
+    FSDP2Config,
+    FSDP2Manager,
     MegatronFSDPConfig,
     MegatronFSDPManager,
     clip_grad_norm_,
     create_device_mesh,
     defer_grad_sync,
+    load_checkpoint,
+    save_checkpoint,
+)
+from lightning_fsdp2.parallel import megatron_fsdp
+from lightning_fsdp2.parallelizer import (
+    HAVE_MEGATRON_FSDP,
+    HAVE_NVFSDP,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
 )
 
 ALL_STRATEGIES = (0, 1, 2, 3)
@@ -42,10 +56,6 @@ def parallelize(model: nn.Module, optimizer: Any = None, sizes: dict[str, int] |
     config = MegatronFSDPConfig(**flags)
     mesh = create_device_mesh(config, device_type="cpu", **(sizes or {}))
     return MegatronFSDPManager(config, mesh).parallelize(model, optimizer)
-
-
-def causal_lm_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch, use_cache=False).loss
 
 
 @pytest.mark.parametrize("make", [PlainTransformer, lambda: make_causal_lm(LLAMA).train()], ids=["tensors", "a dict"])
@@ -86,5 +96,168 @@ def test_ranks_train_like_one_process_with_accumulation_and_clipping(make: Any) 
             torch.testing.assert_close(
                 whole(dict(plain.named_parameters())), dict(reference.named_parameters()), rtol=0, atol=5e-5
             )
+
+    run_on_ranks(run, 2)
+
+
+FLAGS = {
+    "zero_dp_strategy": 2,
+    "disable_bucketing": True,
+    "calculate_per_token_loss": True,
+    "keep_fp8_transpose_cache": True,
+    "fsdp_double_buffer": True,
+    "report_nan_in_param_grad": True,
+}
+
+
+class Called(Exception):
+    """In place of the package's work."""
+
+
+def record_options(function: Any) -> dict[str, Any]:
+    """What ``function`` has the package called with."""
+    package = megatron_fsdp.import_megatron_fsdp()
+    recorded: dict[str, Any] = {}
+
+    def fully_shard_model(
+        module: nn.Module, *, fsdp_unit_modules: Any, mixed_precision_policy: Any, **options: Any
+    ) -> None:
+        recorded.update(options, units=fsdp_unit_modules, precision=mixed_precision_policy)
+        raise Called
+
+    signature = inspect.signature(package.fully_shard_model)
+    fully_shard_model.__signature__ = signature
+    with patch.object(package, "fully_shard_model", fully_shard_model), pytest.raises(Called):
+        function()
+    return recorded
+
+
+def test_every_flag_reaches_the_package() -> None:
+    def run() -> None:
+        recorded = record_options(lambda: parallelize(PlainTransformer(), **FLAGS))
+        assert {name: recorded[name] for name in FLAGS} == FLAGS
+        assert recorded["overlap_grad_reduce"] is recorded["overlap_param_gather"] is True
+        flags = {"zero_dp_strategy": 0, "overlap_grad_reduce": False, "overlap_param_gather": False}
+        recorded = record_options(lambda: parallelize(PlainTransformer(), **flags))
+        assert {name: recorded[name] for name in flags} == flags
+        path = "torch.nn.Linear"
+        recorded = record_options(lambda: parallelize(PlainTransformer(), megatron_fsdp_unit_modules=[path]))
+        assert recorded["units"] == [nn.Linear]
+        for flags, (params, grads, comm) in (
+            ({}, (torch.float32, torch.float32, torch.float32)),
+            ({"grad_reduce_in_fp32": False}, (torch.float32, None, None)),
+            ({"preserve_fp32_weights": False}, (None, None, torch.float32)),
+        ):
+            policy = record_options(lambda flags=flags: parallelize(PlainTransformer(), **flags))["precision"]
+            assert (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype) == (params, grads, comm)
+
+    run_on_ranks(run, 1)
+
+
+def test_the_earlier_names_mean_the_same() -> None:
+    assert HAVE_NVFSDP is HAVE_MEGATRON_FSDP is True
+
+    def run() -> None:
+        mesh = create_device_mesh(device_type="cpu")
+        earlier = {
+            "nvfsdp_unit_modules": ["torch.nn.Linear"],
+            "data_parallel_sharding_strategy": "optim_grads",
+            "check_for_nan_in_grad": True,
+            "keep_fp8_transpose_cache_when_using_custom_fsdp": True,
+        }
+        today = {
+            "megatron_fsdp_unit_modules": ["torch.nn.Linear"],
+            "zero_dp_strategy": 2,
+            "report_nan_in_param_grad": True,
+            "keep_fp8_transpose_cache": True,
+        }
+        models = PlainTransformer(), PlainTransformer()
+        first = record_options(lambda: nvfsdp_strategy_parallelize(models[0], mesh, **earlier))
+        second = record_options(lambda: megatron_fsdp_strategy_parallelize(models[1], mesh, **today))
+        for recorded in (first, second):
+            del recorded["device_mesh"]
+        assert first == second
+
+        for options, message in (
+            ({"tp_shard_plan": {"q": None}}, r"tp_shard_plan=.*issues/5786.*use fsdp2_strategy_parallelize"),
+            (
+                {"data_parallel_sharding_strategy": "params"},
+                r"'params' is unknown; use 'no_shard', .* or 'optim_",
+            ),
+            ({"dp_mesh_name": "dp"}, r"dp_mesh_name='dp': .*called 'data_parallel'; leave dp_mesh_name out"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                nvfsdp_strategy_parallelize(PlainTransformer(), mesh, **options)
+
+    run_on_ranks(run, 1)
+
+
+def test_an_option_that_the_installed_version_lacks_is_named() -> None:
+    def run() -> None:
+        package = megatron_fsdp.import_megatron_fsdp()
+        signature = inspect.signature(package.fully_shard_model)
+        older = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "nccl_ub"])
+        with patch("inspect.signature", lambda function: older), patch.object(megatron_fsdp, "_is_installed", bool):
+            assert parallelize(PlainTransformer(), zero_dp_strategy=2)
+            with pytest.raises(ValueError, match=r"nccl_ub=True: megatron-fsdp .* has no such option; leave it out"):
+                parallelize(PlainTransformer(), nccl_ub=True)
+
+    run_on_ranks(run, 1)
+
+
+def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
+    def run() -> None:
+        model = PlainTransformer()
+        stepped = make_optimizer(model)
+        plain_loss(model, make_token_batches(1, ragged=False)[0])[0].backward()
+        stepped.step()
+        with pytest.raises(ValueError, match=r"AdamW has stepped before .*make a new one"):
+            parallelize(model, stepped)
+        other = make_optimizer(PlainTransformer())
+        with pytest.raises(ValueError, match=r"AdamW holds parameters that are not of the model"):
+            parallelize(PlainTransformer(), other)
+
+    run_on_ranks(run, 1)
+
+
+def test_what_is_sharded_is_refused() -> None:
+    def run() -> None:
+        config = FSDP2Config()
+        mesh = create_device_mesh(config, device_type="cpu")
+        model = FSDP2Manager(config, mesh).parallelize(PlainTransformer())
+        with pytest.raises(ValueError, match="modules that `fully_shard` was applied to before"):
+            MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(model)
+        with pytest.raises(ValueError, match=r"tp_size=2 is not supported .*issues/5786"):
+            parallelize(PlainTransformer(), sizes={"tp_size": 2})
+
+    run_on_ranks(run, 2)
+
+
+@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+def test_a_checkpoint_goes_on(zero_dp_strategy: int, tmp_path: Path) -> None:
+    batches = make_token_batches(4, ragged=False)
+
+    def train(model: Any, optimizer: Any, batches: list[dict[str, Tensor]]) -> None:
+        for batch in batches:
+            plain_loss(model, {"input_ids": batch["input_ids"][dist.get_rank(), None]})[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run() -> None:
+        results = []
+        for resumes in (False, True):
+            torch.manual_seed(int(resumes))
+            plain = PlainTransformer()
+            model, optimizer = parallelize(plain, make_optimizer(plain), zero_dp_strategy=zero_dp_strategy)
+            if resumes:
+                load_checkpoint(tmp_path / "half", model=plain, optimizers=optimizer)
+            else:
+                train(model, optimizer, batches[:2])
+                with torch.no_grad():
+                    model(batches[0]["input_ids"])
+                save_checkpoint(tmp_path / "half", model=plain, optimizers=optimizer)
+            train(model, optimizer, batches[2:])
+            results.append(whole(dict(plain.named_parameters())))
+        torch.testing.assert_close(*results, rtol=0, atol=0)
 
     run_on_ranks(run, 2)
