@@ -49,6 +49,11 @@ def _reduce_as_gloo_can(data: Tensor, factor: float | None, ddp_config: Any) -> 
     return dist.ReduceOp.SUM
 
 
+def _wait_for_each(group: dist.ProcessGroup, device: Any = None, async_ops: bool = False) -> Any:
+    """The streams keep later work behind a collective; without them somebody must wait for it."""
+    return dist._coalescing_manager(group, device)
+
+
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """Replace what megatron-fsdp calls, in this process, until the end of the block."""
@@ -71,4 +76,5 @@ def cuda_on_cpu() -> Iterator[None]:
         from megatron_fsdp import param_and_grad_buffer
 
         stack.enter_context(patch.object(param_and_grad_buffer, "gradient_reduce_preprocessing", _reduce_as_gloo_can))
+        stack.enter_context(patch.object(param_and_grad_buffer, "_coalescing_manager", _wait_for_each))
         yield
