@@ -45,8 +45,13 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.results: dict[str, dict[str, Any]] = {entry.pop("test"): entry for entry in map(json.loads, lines)}
+        text = path.read_text() if path.exists() else ""
+        if not text.endswith("\n") and text:
+            text = text[: text.rfind("\n") + 1]  # an interruption cut off the last line
+            path.write_text(text)
+        self.results: dict[str, dict[str, Any]] = {
+            entry.pop("test"): entry for entry in map(json.loads, text.splitlines())
+        }
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         passed = {test for test, result in self.results.items() if result["outcome"] == "passed"}

@@ -61,10 +61,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] =
 }
 
 
+SAMPLE = ("cp2", "selective", "meta by shards", "sums", "bf16 weights", "hsdp2x2")
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_flag_and_size_has_the_numbers_of_one_process(world_size: int) -> None:
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_flag_and_size_has_the_numbers_of_one_process(names: tuple[str, ...], world_size: int) -> None:
     def run() -> None:
-        for name, (size, sizes, flags, options) in LAYOUTS.items():
+        for name in names:
+            size, sizes, flags, options = LAYOUTS[name]
             if size != world_size:
                 continue
             torch.manual_seed(0)
@@ -79,13 +84,23 @@ def test_every_flag_and_size_has_the_numbers_of_one_process(world_size: int) -> 
     KIND.run(run, world_size)
 
 
+ALL_OPTIONS = list(itertools.product((1, 3), (None, 0.5)))
+"""Of (accumulate, clip)."""
+
+
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    ("world_size", "combinations"),
+    [
+        pytest.param(2, [(1, None), (3, 0.5)], id="2-some"),
+        *(pytest.param(size, ALL_OPTIONS, id=f"{size}-all", marks=pytest.mark.slow) for size in (1, 2, 4)),
+    ],
 )
 @pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
-def test_twenty_steps_with_groups_and_a_schedule(zero_dp_strategy: int, world_size: int) -> None:
+def test_twenty_steps_with_groups_and_a_schedule(
+    zero_dp_strategy: int, world_size: int, combinations: list[tuple[int, float | None]]
+) -> None:
     def run() -> None:
-        for accumulate, clip in itertools.product((1, 3), (None, 0.5)):
+        for accumulate, clip in combinations:
             batches = make_batches(20 * accumulate * world_size)
             module, expected = Scheduled(), Scheduled()
             options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "max_steps": 20}
