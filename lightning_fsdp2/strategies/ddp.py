@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
@@ -23,6 +21,7 @@ from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.parallel.replicate import Replica
 from lightning_fsdp2.strategies.mesh_strategy import OUTSIDE_CALL_TIMEOUT, MeshStrategy
+from lightning_fsdp2.strategies.precision import choose_autocast
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -71,9 +70,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        config = self.config
-        if config.autocast_dtype is None and self.precision_plugin.precision == "bf16-mixed":
-            config = replace(config, autocast_dtype=torch.bfloat16)
+        config = choose_autocast(self.config, str(self.precision_plugin.precision))
         self._manager = DDPManager(config, self.full_device_mesh)
 
     @override

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,6 +25,7 @@ from lightning_fsdp2.parallel.megatron_fsdp_driver import (
     surround_backward,
 )
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.precision import choose_autocast
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        config = self.config
-        if config.autocast_dtype is None and self.precision_plugin.precision == "bf16-mixed":
-            config = replace(config, autocast_dtype=torch.bfloat16)
+        config = choose_autocast(self.config, str(self.precision_plugin.precision))
         self._manager = MegatronFSDPManager(config, self.full_device_mesh)
 
     @override

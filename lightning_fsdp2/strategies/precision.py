@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
@@ -11,8 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2.config import DDPConfig, MegatronFSDPConfig
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, clip_grad_value_
 from lightning_fsdp2.parallel.structure import get_float32_buffers, get_hf_models
+
+ConfigT = TypeVar("ConfigT", DDPConfig, MegatronFSDPConfig)
 
 _REMEDIES = {
     "16-mixed": '"bf16-mixed"',
@@ -112,6 +116,13 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
             for name in owner._non_persistent_buffers_set:
                 if owner._buffers[name] is not None:
                     yield owner, name, owner._buffers[name]
+
+
+def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
+    """``bf16-mixed`` for a strategy without units that cast: autocast, unless ``config`` says with which dtype."""
+    if precision == "bf16-mixed" and config.autocast_dtype is None:
+        return replace(config, autocast_dtype=torch.bfloat16)
+    return config
 
 
 def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
