@@ -239,14 +239,14 @@ class MegatronFSDPConfig(_Flags):
     """megatron-fsdp no longer reads this flag. True turns on report_nan_in_param_grad, which does what it did."""
 
     report_nan_in_param_grad: bool = False
-    """Whether gradients are checked for NaN and the parameter is named. It costs a sync per step."""
+    """Whether a gradient that is not finite is an error, in the backward that computed it. It costs a sync for each."""
 
     average_in_collective: bool = False
     """Whether the collective averages gradients, in place of a scaling before a sum. Refused for as long as it fails in
     megatron-fsdp."""
 
     disable_bucketing: bool = False
-    """Whether each parameter is communicated by itself, without buckets."""
+    """Whether the parameters of a kind are communicated as a whole, not in buckets of a size."""
 
     calculate_per_token_loss: bool = False
     """Whether gradients are summed, for a loss that is itself divided by the number of tokens."""
@@ -274,7 +274,7 @@ class MegatronFSDPConfig(_Flags):
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
         if tp_plan is not None:
             raise ValueError(
-                f"tp_plan={tp_plan!r} is not an option of MegatronFSDPConfig, which chooses the plan by the model; "
+                f"tp_plan={tp_plan!r} is not an option of MegatronFSDPConfig: there is no tensor parallelism; "
                 "leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy."
             )
         self._check_bools()

@@ -36,12 +36,13 @@ from lightning_fsdp2.parallel.megatron_fsdp import (
 )
 from lightning_fsdp2.parallel.megatron_fsdp import (
     apply_megatron_fsdp,
+    check_parameters,
     check_supported,
     check_unit_classes,
     get_layer_classes,
     spread_parameters,
 )
-from lightning_fsdp2.parallel.megatron_fsdp_driver import take_over_optimizer
+from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver, take_over_optimizer
 from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
@@ -287,6 +288,7 @@ def megatron_fsdp_strategy_parallelize(
         else [_import_unit_class(path) for path in megatron_fsdp_unit_modules]
     )
     check_unit_classes(model, unit_classes, zero_dp_strategy=zero_dp_strategy)
+    check_parameters(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = _get_device(device_mesh)
     cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
@@ -593,6 +595,11 @@ def resolve_mp_policy(
 
 
 def _check_not_sharded(model: nn.Module) -> None:
+    if any(get_optional_driver(module) is not None for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} was wrapped by Megatron-FSDP before. A model is parallelised once; pass one that"
+            " is not wrapped."
+        )
     sharded = [name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if sharded:
         raise ValueError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
@@ -12,6 +13,7 @@ from lightning_fsdp2.checkpoint.folder import get_path
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
+from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
 
 
 def save_checkpoint(
@@ -22,7 +24,7 @@ def save_checkpoint(
     Args:
         path: The directory to write, local or in a store that fsspec knows; one of that name is replaced once the new
             one is complete.
-        model: Sharded or not.
+        model: Sharded or not, or a wrapper of DDP or Megatron-FSDP, whose model is saved.
         optimizers: One or several.
         extra: Anything ``torch.save`` takes (step, learning rate schedule); rank 0's is saved.
 
@@ -30,6 +32,7 @@ def save_checkpoint(
         Exception: On every rank, when any rank could not write; what stood at ``path`` before still does.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    model = _unwrap(model)
     tensors = {"state_dict": model.state_dict()}
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
@@ -50,7 +53,8 @@ def load_checkpoint(
 
     Args:
         path: A directory or a single file.
-        model: Sharded or not; filled in place. After an error it may hold some of the checkpoint's weights.
+        model: As for :func:`save_checkpoint`; filled in place. After an error it may hold some of the checkpoint's
+            weights.
         optimizers: As many as were saved, or none to leave their state alone.
         strict: Whether the model and the checkpoint must have the same keys.
         weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.
@@ -64,6 +68,7 @@ def load_checkpoint(
         ValueError: When the checkpoint is incomplete, damaged, or of another model or optimizer.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    model = _unwrap(model)
     checkpoint = read_checkpoint(
         path, model, with_optimizers=bool(optimizers), in_place=True, verify=verify, trust=not weights_only
     )
@@ -71,3 +76,14 @@ def load_checkpoint(
     if optimizers:
         load_optimizer_states(path, model, optimizers, checkpoint.get("optimizer_states", []))
     return checkpoint.get("extra")
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Names in checkpoints are those of the model itself."""
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    driver = get_optional_driver(model)
+    if driver is None:
+        return model
+    driver.install_distributed_parameters()
+    return driver.wrapper.module

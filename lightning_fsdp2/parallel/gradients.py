@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lightning_fsdp2._torch_compat import ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.megatron_fsdp_driver import defer_sync
+from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
 
 
 @torch.no_grad()
@@ -38,8 +38,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: See ``error_if_nonfinite``.
+        ValueError: Under Megatron-FSDP, when the model was called since its backward, and now holds parameters without
+            gradients.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_distributed(parameters)
     total = get_total_norm(parameters, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
@@ -54,7 +57,9 @@ def clip_grad_norm_(
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient element to ``[-clip_value, clip_value]``, in place and without communication."""
-    gradients = _local_gradients([parameters] if isinstance(parameters, Tensor) else list(parameters))
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_distributed(parameters)
+    gradients = _local_gradients(parameters)
     for group in _group_for_foreach(gradients):
         torch._foreach_clamp_min_(group, -clip_value)
         torch._foreach_clamp_max_(group, clip_value)
@@ -102,7 +107,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     Use it around all but the last micro-batch of an accumulation window.
 
     Args:
-        model: A module that holds FSDP2 units, or Megatron-FSDP's wrapper; with neither the block does nothing.
+        model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; any other is left alone.
         reduce_scatter: False saves all communication and keeps the whole gradient in memory on every rank. True
             reduce-scatters every micro-batch, so that only shards are kept, and saves the all-reduce over the
             replicas (HSDP) alone. Megatron-FSDP decides by its ``zero_dp_strategy``.
@@ -118,12 +123,24 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
             else:
                 module.set_requires_gradient_sync(enabled, recurse=False)
 
+    driver = get_optional_driver(model)
     set_sync(False)
     try:
-        with defer_sync(model):
+        with driver.defer_sync() if driver is not None else nullcontext():
             yield
     finally:
         set_sync(True)
+
+
+def _check_distributed(parameters: list[Tensor]) -> None:
+    """Those that Megatron-FSDP computes with have no gradients: nothing would be clipped."""
+    if any(
+        hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
+    ):
+        raise ValueError(
+            "These are the parameters that Megatron-FSDP computes with, since the model was called behind its backward;"
+            " clip those of the optimizer, or before that call."
+        )
 
 
 def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:

@@ -25,11 +25,8 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_mesh,
 )
-from lightning_fsdp2.parallel.megatron_fsdp_driver import (
-    drive_from_calls,
-    install_distributed_parameters,
-    install_weights,
-)
+from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.parallel.megatron_fsdp_driver import Driver
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD, copy_rows_
 
@@ -112,6 +109,20 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
         )
 
 
+def check_parameters(model: nn.Module) -> None:
+    """Refuse what the package's buffers of rows have no place for.
+
+    Raises:
+        ValueError: Naming the parameters.
+    """
+    scalars = {name for name, parameter in model.named_parameters() if parameter.ndim == 0}
+    if scalars:
+        raise ValueError(
+            f"{list_names(scalars)}: parameters without a dimension, which Megatron-FSDP cannot shard; give them the"
+            " shape (1,), or use FSDP2Strategy."
+        )
+
+
 def get_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
     """The classes of the layers of ``model``, wherever they hang."""
     return list({type(layer): None for layers in get_layer_lists(model) for layer in layers})
@@ -124,6 +135,11 @@ def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, 
         ValueError: Naming them.
     """
     for unit_class in classes:
+        if issubclass(unit_class, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"megatron_fsdp_unit_modules: {unit_class.__name__} is never called, and could not gather its weights;"
+                " name the classes of the modules in it."
+            )
         if not any(isinstance(module, unit_class) for module in model.modules()):
             raise ValueError(
                 f"megatron_fsdp_unit_modules: {get_class_name(model)} holds no {unit_class.__module__}."
@@ -231,8 +247,7 @@ def apply_megatron_fsdp(
         ),
         **{name: value for name, value in options.items() if name in known},
     )
-    _fill(wrapper, weights)
-    drive_from_calls(wrapper)
+    _fill(Driver(wrapper), weights)
     return wrapper
 
 
@@ -256,13 +271,11 @@ def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _fill(wrapper: Any, weights: dict[str, DTensor]) -> None:
-    install_distributed_parameters(wrapper)
-    parameters = dict(wrapper.module.named_parameters())
+def _fill(driver: Driver, weights: dict[str, DTensor]) -> None:
+    driver.install_distributed_parameters()
+    parameters = dict(driver.wrapper.module.named_parameters())
     for name, weight in weights.items():
         copy_rows_(parameters[name], weight)
-    if weights:
-        install_weights(wrapper)
 
 
 def _is_installed(module: str) -> bool:

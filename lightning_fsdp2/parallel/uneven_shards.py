@@ -21,12 +21,8 @@ _EVEN_SHARD = "even_shard"
 
 
 def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether the shards of ``tensor`` are uneven; the same on all ranks."""
-    return (
-        isinstance(tensor, DTensor)
-        and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
-        and any(placement.is_shard() for placement in tensor.placements)
-    )
+    """Whether ``tensor`` may have uneven shards, or is whole on ranks that could; the same on all of them."""
+    return isinstance(tensor, DTensor) and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -39,8 +35,9 @@ def gather(tensor: Tensor) -> Tensor:
 def to_even(tensor: DTensor) -> DTensor:
     """The same tensor in the shards that torch would make; every rank must call it."""
     mesh = get_even_mesh(tensor)
+    shards, _ = Shard(0)._split_tensor(_gather(tensor), mesh.size(), with_padding=False)
     return DTensor.from_local(
-        Shard(0)._split_tensor(_gather(tensor), mesh.size(), with_padding=False)[0][mesh.get_local_rank()].contiguous(),
+        shards[mesh.get_local_rank()].clone(),  # of its own memory, which torch can copy in the background
         mesh,
         [Shard(0)],
         run_check=False,
@@ -59,7 +56,7 @@ def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
 def copy_rows_(target: Tensor, tensor: Tensor) -> None:
     """Copy this rank's rows of ``tensor``, whole or in shards of any kind, into ``target``; on every rank."""
     rows = gather(tensor)
-    if is_uneven(target):
+    if is_uneven(target) and _is_sharded(target):
         counts = _get_counts(target)
         rows = rows[sum(counts[: _get_group(target).rank()]) :][: target.to_local().size(0)]
     (target.to_local() if isinstance(target, DTensor) else target).copy_(rows)
@@ -70,7 +67,13 @@ def get_even_mesh(tensor: DTensor) -> DeviceMesh:
     return DeviceMesh.from_group(_get_group(tensor), tensor.device_mesh.device_type, mesh_dim_names=(_EVEN_SHARD,))
 
 
+def _is_sharded(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
 def _gather(tensor: DTensor) -> Tensor:
+    if not _is_sharded(tensor):
+        return tensor.to_local().detach()
     counts, group, local = _get_counts(tensor), _get_group(tensor), tensor.to_local().detach()
     parts = local.new_empty(len(counts) * max(counts), *tensor.shape[1:])
     own = local.new_zeros(max(counts), *tensor.shape[1:])

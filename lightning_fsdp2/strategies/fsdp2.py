@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,7 +24,7 @@ from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import get_class_name
 from lightning_fsdp2.strategies.layout import get_differences
-from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
 from lightning_fsdp2.strategies.precision import get_mp_policy
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self.manager.parallelize(module)
             rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
         if isinstance(module, FSDPModule):
-            _check_manual_optimization(module)
+            check_manual_optimization(module)
             for name in _STEPS:
                 # the Trainer calls the steps, not `forward`, where FSDP2 has its hooks
                 register_fsdp_forward_method(module, name)
@@ -130,16 +130,6 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def block_backward_sync(self) -> Iterator[None]:
         with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=not self.config.defer_fsdp_grad_sync):
             yield
-
-
-def _check_manual_optimization(module: Any) -> None:
-    """Under manual optimisation backward runs inside the root's own step, before FSDP2 could prepare it for that."""
-    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-    if own and not module.automatic_optimization:
-        raise ValueError(
-            f"The parameters {', '.join(own)} hang on the LightningModule itself, which cannot be trained under manual"
-            " optimisation (`automatic_optimization = False`); put them into a child module with a forward of its own."
-        )
 
 
 def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:

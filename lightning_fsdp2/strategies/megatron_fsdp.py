@@ -16,22 +16,14 @@ from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.mesh import check_tp_size_of_megatron, get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.failures import list_names
-from lightning_fsdp2.parallel.gradients import defer_grad_sync
 from lightning_fsdp2.parallel.megatron_fsdp import import_megatron_fsdp
-from lightning_fsdp2.parallel.megatron_fsdp_driver import (
-    attach_optimizer,
-    clear_gradients,
-    install_distributed_parameters,
-    surround_backward,
-)
-from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.parallel.megatron_fsdp_driver import Driver, get_driver
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
 from lightning_fsdp2.strategies.precision import choose_autocast
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-_WRAPPER_ATTRIBUTE = "_lightning_fsdp2_megatron_fsdp"
 
 
 class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
@@ -91,9 +83,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.averages_gradients = not config.calculate_per_token_loss
 
     @property
-    def wrapper(self) -> Any:
-        """``megatron_fsdp.MegatronFSDP`` around the LightningModule."""
-        return self.lightning_module.__dict__[_WRAPPER_ATTRIBUTE]
+    def driver(self) -> Driver:
+        """Of the wrapper around the LightningModule."""
+        return get_driver(self.lightning_module)
 
     @override
     def setup_environment(self) -> None:
@@ -107,11 +99,12 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
             timeout,
             holds_units=lambda module: next(module.parameters(), None) is not None,
             behind=self._finish_outside_call,
+            alternative="",
         )
 
     @override
     def release_parameters(self) -> None:
-        install_distributed_parameters(self.wrapper)
+        self.driver.install_distributed_parameters()
 
     def _finish_outside_call(self, root: nn.Module) -> None:
         # behind a forward with gradients, backward needs the parameters that were computed with
@@ -121,7 +114,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @override
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
-        self.model = self.wrapper
+        self.model = self.driver.wrapper
         self._trained = self._get_trained()
         activate_context_parallel(self.lightning_module)
 
@@ -134,8 +127,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
-        if not self.lightning_module.automatic_optimization:
-            self.release_parameters()
+        # hooks may read parameters, and those that were computed with may be without memory
+        self.release_parameters()
         return output
 
     def _get_trained(self) -> set[str]:
@@ -150,7 +143,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def parallelize_module(self, module: "LightningModule") -> None:
-        module.__dict__[_WRAPPER_ATTRIBUTE], _ = self.manager.parallelize(module)
+        check_manual_optimization(module)
+        self.manager.parallelize(module)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
@@ -164,15 +158,15 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 " parameters, or use FSDP2Strategy."
             )
         for optimizer in self.optimizers:
-            attach_optimizer(self.wrapper, optimizer)
-        clear_gradients(self.wrapper)
+            self.driver.attach_optimizer(optimizer)
+        self.driver.clear_gradients()
 
     @override
     def surround_backward(self) -> AbstractContextManager[None]:
-        return surround_backward(self.wrapper)
+        return self.driver.surround_backward()
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with self.accumulating(), defer_grad_sync(self.wrapper):
+        with self.accumulating(), self.driver.defer_sync():
             yield

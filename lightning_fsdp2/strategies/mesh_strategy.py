@@ -466,6 +466,20 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             )
 
 
+def check_manual_optimization(module: Any) -> None:
+    """Refuse to train what hangs on the module itself in steps inside its own step, in which it is gathered once.
+
+    Raises:
+        ValueError: Naming the parameters.
+    """
+    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    if own and not module.automatic_optimization:
+        raise ValueError(
+            f"The parameters {', '.join(own)} hang on the LightningModule itself, which cannot be trained under manual"
+            " optimisation (`automatic_optimization = False`); put them into a child module with a forward of its own."
+        )
+
+
 def _get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
     default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
     policy = getattr(config, "mp_policy", None)

@@ -27,8 +27,8 @@ def get_optional_remedy(exception: BaseException) -> str | None:
     if "setStorage" in str(exception) and "storage of size 0" in str(exception):
         return (
             "The backward needs weights that were freed behind their forward, for a gradient of a gradient"
-            " (`create_graph=True`) perhaps: FSDP2 has no second-order gradients. Train such a loss under a strategy"
-            " that does not shard."
+            " (`create_graph=True`) perhaps: sharded weights have no second-order gradients. Train such a loss under a"
+            " strategy that does not shard."
         )
     if any(text in str(exception) for text in _PEER_IS_GONE):
         return "Another rank ended before this one: its own error, further up or in its log, is the reason."

@@ -18,9 +18,11 @@ from lightning_fsdp2.parallel.structure import get_layer_lists
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 
-_REMEDY = (
-    "Its forward is a collective. Call it on all ranks, or gather the weights on all ranks first (`with"
-    " unshard_fsdp2_model(module):`) and call it inside the block on any."
+_REMEDY = "Its forward is a collective. Call it on all ranks"
+
+_ALTERNATIVE = (
+    ", or gather the weights on all ranks first (`with unshard_fsdp2_model(module):`) and call it inside the block on"
+    " any"
 )
 
 
@@ -31,6 +33,7 @@ class StepRegion:
         timeout: How long to wait for the others.
         holds_units: Whether the forward of a module is a collective.
         behind: Called with the root behind it.
+        alternative: To a call on all ranks, if there is one.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class StepRegion:
         *,
         holds_units: Callable[[nn.Module], bool] | None = None,
         behind: Callable[[nn.Module], None] = reshard,
+        alternative: str = _ALTERNATIVE,
     ) -> None:
         self._timeout = timeout
         self._holds_units = holds_units or _holds_units
         self._behind = behind
+        self._remedy = f"{_REMEDY}{alternative}."
         self._depth = 0
 
     @contextmanager
@@ -75,7 +80,7 @@ class StepRegion:
             is_outside = self._depth == 0 and not is_unsharded_by_user(module)
             self._depth += 1  # before anything can raise: the exit hook is called in any case
             if is_outside:
-                wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, _REMEDY)
+                wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
 
         return enter_hook
 

@@ -32,7 +32,7 @@ from helpers.user_modules import (
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-from lightning_fsdp2 import CausalLM, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
+from lightning_fsdp2 import CausalLM, CheckpointConfig, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
 from lightning_fsdp2.parallel import megatron_fsdp
 
 KIND = STRATEGIES["megatron_fsdp"]
@@ -369,6 +369,193 @@ def test_a_second_synchronised_backward_is_exact_or_refused() -> None:
             clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)  # noqa: E731
             train_alone(expected, batches, window=2 * WORLD, clip=clip)
             assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+class FailsOnce(Regressor):
+    """An error in the middle of the first backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = True
+
+    def loss(self, batch: Batch) -> Tensor:
+        inputs = self.blocks[0](batch["inputs"])
+        if self.fails and inputs.requires_grad:
+            inputs.register_hook(self.fail)
+        for block in self.blocks[1:]:
+            inputs = torch.tanh(block(inputs))
+        return nn.functional.mse_loss(self.head(inputs * self.scale), batch["targets"])
+
+    def fail(self, gradient: Tensor) -> None:
+        if self.fails:
+            raise RuntimeError("in backward")
+
+
+def test_an_error_in_backward_leaves_nothing_behind() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        for zero_dp_strategy in ALL_STRATEGIES:
+            module, expected = FailsOnce(), FailsOnce()
+            expected.fails = False
+            trainer = KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy})
+            with pytest.raises(RuntimeError, match="in backward"):
+                trainer.fit(module, make_loader(batches))
+            module.fails = False
+            KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy}).fit(module, make_loader(batches))
+            train_alone(expected, batches)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+class WithInputGradients(Regressor):
+    def loss(self, batch: Batch) -> Tensor:
+        inputs = batch["inputs"].clone().requires_grad_()
+        outputs = self(inputs)
+        (gradient,) = torch.autograd.grad(outputs.sum(), inputs, retain_graph=True)
+        return nn.functional.mse_loss(outputs, batch["targets"]) * (1 + gradient.square().mean().detach())
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}], ids=["shards", "replicas"])
+def test_gradients_of_inputs_leave_those_of_parameters_alone(sizes: dict[str, int]) -> None:
+    world_size = 4 if sizes else WORLD
+    batches = make_batches(4 * world_size)
+
+    def run() -> None:
+        for zero_dp_strategy in (1, 2, 3):
+            module, expected = WithInputGradients(), WithInputGradients()
+            strategy = MegatronFSDPStrategy(**sizes, config=MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy))
+            make_trainer(strategy, accumulate_grad_batches=2).fit(module, make_loader(batches))
+            train_alone(expected, batches, window=2 * world_size)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, world_size)
+
+
+class ChangesWeights(pl.Callback):
+    """As a Wasserstein GAN clamps them, between the steps."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+def test_weights_that_a_callback_changes_are_computed_with() -> None:
+    batches = make_batches(3 * WORLD)
+
+    def run() -> None:
+        for zero_dp_strategy in ALL_STRATEGIES:
+            module, expected = Regressor(), Regressor()
+            flags = {"zero_dp_strategy": zero_dp_strategy}
+            KIND.make_trainer(flags, max_steps=3, callbacks=[ChangesWeights()]).fit(module, make_loader(batches))
+            optimizer = make_optimizer(expected.parameters())
+            for step in range(3):
+                optimizer.zero_grad()
+                (sum(map(expected.loss, batches[step * WORLD :][:WORLD])) / WORLD).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for parameter in expected.parameters():
+                        parameter.clamp_(-0.2, 0.2)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+)
+
+
+class ReadsParameters(pl.Callback):
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        for hook in HOOKS:
+            setattr(self, hook, self.read)
+
+    def read(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        weights = whole(dict(module.named_parameters()))
+        self.norms.append(sum(weight.square().sum().item() for weight in weights.values()))
+
+
+def test_parameters_can_be_read_in_every_hook() -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        module, expected, callback = Regressor(), Regressor(), ReadsParameters()
+        loader = make_loader(batches)
+        options = {"accumulate_grad_batches": 2, "max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
+        KIND.make_trainer(callbacks=[callback], **options).fit(module, loader, loader)
+        train_alone(expected, batches, window=2 * WORLD)
+        assert_same_weights(module, expected)
+        assert all(norm > 0 for norm in callback.norms)
+
+    KIND.run(run, WORLD)
+
+
+class StepsAlone(ByHand):
+    """Without Lightning's ``manual_backward``."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+def test_a_backward_and_a_zero_grad_of_torch_do_under_manual_optimisation() -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        for zero_dp_strategy in ALL_STRATEGIES:
+            module, expected = StepsAlone(), StepsAlone()
+            KIND.make_trainer({"zero_dp_strategy": zero_dp_strategy}).fit(module, make_loader(batches))
+            train_alone(expected, batches)
+            assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+def test_a_checkpoint_that_is_written_in_the_background_goes_on(zero_dp_strategy: int, tmp_path: Path) -> None:
+    batches = 4 * make_batches(WORLD)
+
+    def run() -> None:
+        flags, checkpoint = {"zero_dp_strategy": zero_dp_strategy}, CheckpointConfig(async_save=True)
+        trainer = KIND.make_trainer(flags, checkpoint=checkpoint)
+        trainer.fit(Scheduled(), make_loader(batches))
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        trainer.strategy.finish_checkpoints()
+        module, expected = Scheduled(), Scheduled()
+        trainer = KIND.make_trainer(flags, max_steps=4)
+        trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "half.ckpt")
+        train_scheduled_alone(expected, batches, WORLD, None)
+        assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+def test_parameters_without_a_dimension_are_refused() -> None:
+    class WithScalar(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit_scale = nn.Parameter(torch.ones(()))
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"logit_scale: parameters without a dimension.*shape \(1,\)"):
+            KIND.make_trainer().fit(WithScalar(), make_loader(make_batches(4)))
 
     KIND.run(run, WORLD)
 
