@@ -298,7 +298,7 @@ def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: py
         return {name: value.clone() for name, value in whole(state).items()}
 
     def run() -> None:
-        module = fit(make_trainer())
+        module = fit(make_trainer(devices=1))
         writer = asynchronous.BackgroundWriter(torch.device("cpu"))
         writer._stream = SomeStream()
         monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
