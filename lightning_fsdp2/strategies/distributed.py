@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
@@ -82,7 +81,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
         group: Ranks to reduce over.
         op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
     """
-    result = gather(tensor) if isinstance(tensor, DTensor) else tensor.clone()
+    result = gather(tensor).clone()
     is_mean = op is None or str(op).lower() in ("mean", "avg") or op == dist.ReduceOp.AVG
     if is_mean and not result.is_floating_point():
         result = result.float()

@@ -36,6 +36,9 @@ class Kind:
     flags_without_layers: dict[str, Any] = field(default_factory=dict)
     """What a module needs that has no list of layers."""
 
+    flags_without_sharding: dict[str, Any] = field(default_factory=dict)
+    """What gives every rank all parameters, if anything does."""
+
     several_optimizers: bool = True
     """Whether a module may have more than one."""
 
@@ -75,6 +78,7 @@ STRATEGIES = {
         MegatronFSDPConfig,
         shards=True,
         flags_without_layers={"zero_dp_strategy": 2},
+        flags_without_sharding={"zero_dp_strategy": 0},
         several_optimizers=False,
         unfreezes=False,
         context=cuda_on_cpu,

@@ -489,6 +489,23 @@ def test_model_called_after_fit(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
+    class Reduces(Regressor):
+        def on_fit_start(self) -> None:
+            for op in ("sum", "mean"):
+                self.reduced = self.trainer.strategy.reduce(self.head.bias, reduce_op=op)
+
+    def run() -> None:
+        for flags in ({}, kind.flags_without_sharding):
+            module, expected = Reduces(), Regressor()
+            kind.make_trainer(flags, max_steps=1).fit(module, make_loader(make_batches(WORLD)))
+            torch.testing.assert_close(module.reduced, expected.head.bias.detach())
+            train_alone(expected, make_batches(WORLD), steps=1)
+            assert_same_weights(module, expected)
+
+    kind.run(run, WORLD)
+
+
 def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
     def run() -> None:
         trainer = kind.make_trainer()
