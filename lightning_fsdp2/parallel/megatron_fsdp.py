@@ -25,7 +25,6 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_mesh,
 )
-from lightning_fsdp2.parallel.failures import list_names
 from lightning_fsdp2.parallel.megatron_fsdp_driver import Driver
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD, copy_rows_
@@ -106,20 +105,6 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
     if flags["nccl_ub"] and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
             f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, which are not installed; leave it False."
-        )
-
-
-def check_parameters(model: nn.Module) -> None:
-    """Refuse what the package's buffers of rows have no place for.
-
-    Raises:
-        ValueError: Naming the parameters.
-    """
-    scalars = {name for name, parameter in model.named_parameters() if parameter.ndim == 0}
-    if scalars:
-        raise ValueError(
-            f"{list_names(scalars)}: parameters without a dimension, which Megatron-FSDP cannot shard; give them the"
-            " shape (1,), or use FSDP2Strategy."
         )
 
 

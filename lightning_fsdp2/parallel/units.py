@@ -68,7 +68,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
             f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
             " pass that."
         )
-    _check_no_scalars(model)
+    check_no_scalars(model, "FSDP2")
     _check_no_hooks(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
@@ -230,12 +230,17 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
     return groups
 
 
-def _check_no_scalars(model: nn.Module) -> None:
+def check_no_scalars(model: nn.Module, sharder: str) -> None:
+    """Refuse parameters without a dimension that could be sharded.
+
+    Raises:
+        ValueError: Naming them and ``sharder``.
+    """
     names = get_parameter_names(model)
     scalars = [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]
     if scalars:
         raise ValueError(
-            f"FSDP2 shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
+            f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
         )
 
