@@ -55,7 +55,12 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
 	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint \
 		tests/test_attention_kernels.py tests/strategies/test_context_parallel.py \
-		tests/strategies/test_hybrid_sharding.py $(ARGS)
+		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
+		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
+
+test-megatron-%: venv ## Run what stands on megatron-fsdp with another version of it, in .venv-megatron-VERSION
+	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*
+	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not slow" -k megatron tests/strategies tests/managers $(ARGS)
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

@@ -41,9 +41,12 @@ class Driver:
         self._has_warned = False
         self._take_hooks_off()
         self._put_hooks_on()
+        # 0.5.1 calls the module past its hooks, and those for parameters on the module itself would be missed
+        wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             module.__dict__[_DRIVER_ATTRIBUTE] = self
             module.__dict__["zero_grad"] = self.zero_grad
+            module.__dict__["__deepcopy__"] = _refuse_copy
 
     # ------------------------------------------------------------------ which parameters the model holds
 
@@ -228,6 +231,13 @@ class Driver:
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _refuse_copy(memo: dict[int, Any]) -> None:
+    raise TypeError(
+        "A model wrapped by Megatron-FSDP cannot be copied: its parameters lie in buffers of the package. Make a new"
+        " one and load a checkpoint."
+    )
 
 
 def get_driver(module: nn.Module) -> Driver:

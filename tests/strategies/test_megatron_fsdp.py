@@ -1,5 +1,6 @@
 """MegatronFSDPStrategy: what it has beside the behaviour of all strategies, on CPU ranks."""
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,16 @@ def test_what_is_frozen_or_unfrozen_too_late_is_named() -> None:
             ValueError, match=r"head.bias, head.weight: frozen or unfrozen after .*Freeze in `__init__`"
         ):
             KIND.make_trainer().fit(Freezes(), make_loader(make_batches(2 * WORLD)))
+
+    KIND.run(run, WORLD)
+
+
+def test_a_wrapped_model_is_not_copied() -> None:
+    def run() -> None:
+        module = Regressor()
+        KIND.make_trainer(max_steps=1).fit(module, make_loader(make_batches(WORLD)))
+        with pytest.raises(TypeError, match=r"cannot be copied: its parameters lie in buffers.* Make a new one"):
+            copy.deepcopy(module)
 
     KIND.run(run, WORLD)
 
