@@ -18,6 +18,7 @@ import yaml
 from helpers.cases import make_case
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import check_parity, whole
+from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import (
     PROMPT,
@@ -35,6 +36,7 @@ from helpers.user_modules import (
     make_language_model,
     make_loader,
     make_optimizer,
+    make_trainer,
     train_alone,
     train_language_model_alone,
     train_scheduled_alone,
@@ -46,7 +48,9 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig
 from lightning_fsdp2.cli import FSDP2CLI
@@ -504,6 +508,53 @@ def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
             assert_same_weights(module, expected)
 
     kind.run(run, WORLD)
+
+
+class Centres(pl.LightningModule):
+    """Trains on inputs minus their running mean, which every rank updates from its own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("direction", torch.ones(1, dtype=torch.complex64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(batch.mean(0), 0.3)
+            self.count += int(self.global_rank == 0)
+            self.direction *= 1j + self.global_rank
+        return self.layer(batch - self.mean).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buffers_that_training_reads_are_those_of_rank_0_however_often_it_is_interrupted(
+    kind: Kind, tmp_path: Path
+) -> None:
+    samples = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+
+    def run(make_trainer: Callable[..., pl.Trainer], options: dict[str, Any]) -> dict[str, Tensor]:
+        module, loader = Centres(), DataLoader(samples[dist.get_rank() :: 2], batch_size=4)
+        trainer = make_trainer(max_steps=6, **options)
+        trainer.fit(module, loader, loader)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")  # rank 0's last updates, for all ranks
+        return whole(module.state_dict())
+
+    never, often = {"limit_val_batches": 0}, {"val_check_interval": 2}
+    lightnings = partial(make_trainer, LightningDDPStrategy(broadcast_buffers=True))
+    expected = run_ranks(run, 2, lightnings, never)[0]
+    for options in (never, often):
+        for actual in kind.run(run, 2, partial(kind.make_trainer, kind.flags_without_layers), options):
+            for name, value in expected.items():
+                torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=f"{name}, {options}")
 
 
 def test_a_metric_counts_each_batch_once(kind: Kind) -> None:

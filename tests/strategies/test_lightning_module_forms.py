@@ -10,7 +10,6 @@ import torch.distributed as dist
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, Case, ScalarLossModule, check_parity, whole
 from helpers.ranks import run_ranks
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -293,50 +292,6 @@ class Normalizes(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Centres(pl.LightningModule):
-    """Trains on inputs minus their running mean, which every rank updates from its own batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
-        self.register_buffer("direction", torch.ones(1, dtype=torch.complex64))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.mean.lerp_(batch.mean(0), 0.3)
-            self.count += int(self.global_rank == 0)
-            self.direction *= 1j + self.global_rank
-        return self.layer(batch - self.mean).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_buffers_that_training_reads_are_those_of_rank_0_however_often_it_is_interrupted(tmp_path: Path) -> None:
-    samples = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-
-    def run(strategy: Any, validates: bool) -> dict[str, Tensor]:
-        module, loader = Centres(), DataLoader(samples[dist.get_rank() :: 2], batch_size=4)
-        options = {"val_check_interval": 2} if validates else {"limit_val_batches": 0}
-        trainer = make_trainer(max_steps=6, strategy=strategy, **options)
-        trainer.fit(module, loader, loader)
-        trainer.save_checkpoint(tmp_path / "x.ckpt")  # rank 0's last updates, for all ranks
-        return whole(module.state_dict())
-
-    expected = run_ranks(run, 2, DDPStrategy(broadcast_buffers=True), False)[0]
-    for validates in (False, True):
-        for actual in run_ranks(run, 2, FSDP2Strategy(), validates):
-            for name, value in expected.items():
-                torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=f"{name}, {validates}")
 
 
 def test_running_statistics_are_those_of_rank_0_in_evaluation_and_checkpoints(tmp_path: Path) -> None:
