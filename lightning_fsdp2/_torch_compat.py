@@ -330,6 +330,19 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
             group.post_forward_mesh_info = setting
 
 
+def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
+    """Forget what backwards without synchronisation have left in a unit, of ``parameters``; nothing public does."""
+    for group in _get_param_groups(module):
+        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
+        for parameter in chosen:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # gathered once
+                parameter._unsharded_param.grad = None
+        if len(chosen) == len(group.fsdp_params):
+            group._partial_reduce_output = None  # of all of them, under HSDP
+            getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
+
+
 def _get_param_groups(module: FSDPModule) -> list[Any]:
     """Parameters and gradients of a unit: one group or none in torch 2.11 (``_fsdp_param_group``), a list since."""
     state: Any = module._get_fsdp_state()

@@ -38,7 +38,7 @@ from lightning_fsdp2.parallel.megatron_fsdp import (
     apply_megatron_fsdp,
     check_supported,
     check_unit_classes,
-    get_layer_classes,
+    get_unit_classes,
     spread_parameters,
 )
 from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver, take_over_optimizer
@@ -283,7 +283,7 @@ def megatron_fsdp_strategy_parallelize(
         nccl_ub=nccl_ub,
     )
     unit_classes = (
-        get_layer_classes(model)
+        get_unit_classes(model)
         if megatron_fsdp_unit_modules is None
         else [_import_unit_class(path) for path in megatron_fsdp_unit_modules]
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from lightning_fsdp2._torch_compat import ensure_gathered_once
+from lightning_fsdp2._torch_compat import drop_unreduced_gradients, ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
 
@@ -104,7 +104,8 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
     """Keep gradients of the backward passes inside the block unsynchronised; the next one outside adds them up.
 
-    Use it around all but the last micro-batch of an accumulation window.
+    Use it around all but the last micro-batch of an accumulation window. To throw them away takes
+    :func:`drop_deferred_gradients`; under a Trainer the ``zero_grad`` of the optimizer does so.
 
     Args:
         model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; any other is left alone.
@@ -130,6 +131,20 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
             yield
     finally:
         set_sync(True)
+
+
+def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Forget the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
+
+    torch keeps them apart from ``parameter.grad``, where the ``zero_grad`` of an optimizer does not reach them.
+
+    Args:
+        model: A module that holds FSDP2 units.
+        parameters: Those whose gradients are cleared, as an optimizer has them.
+    """
+    cleared = set(parameters)
+    for module in get_fsdp_modules(model):
+        drop_unreduced_gradients(module, cleared)
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:

@@ -26,7 +26,7 @@ from lightning_fsdp2.mesh import (
     get_mesh,
 )
 from lightning_fsdp2.parallel.megatron_fsdp_driver import Driver
-from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists, get_modules, without_metrics
 from lightning_fsdp2.parallel.uneven_shards import UNEVEN_SHARD, copy_rows_
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
@@ -108,9 +108,12 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
         )
 
 
-def get_layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of the layers of ``model``, wherever they hang."""
-    return list({type(layer): None for layers in get_layer_lists(model) for layer in layers})
+def get_unit_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of the layers of ``model``, wherever they hang, and of what reads its children's weights itself."""
+    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    # it never calls its projection, which as a unit of its own would not be gathered
+    attentions = [module for module in get_modules(model) if isinstance(module, nn.MultiheadAttention)]
+    return list({type(module): None for module in [*layers, *attentions]})
 
 
 def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, zero_dp_strategy: int) -> None:
@@ -149,7 +152,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
     mesh = get_fsdp_mesh(device_mesh)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     spread: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
+    for module in get_modules(model):
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
@@ -219,20 +222,22 @@ def apply_megatron_fsdp(
     if mesh.size(0) > 1:
         options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": get_mesh(device_mesh, DP_CP).get_group()}
     weights = _take_spread_parameters(model, device)
-    wrapper = package.fully_shard_model(
-        model,
-        device_mesh=mesh,
-        dp_shard_dim=UNEVEN_SHARD,
-        tp_dim=TENSOR_PARALLEL,
-        fsdp_unit_modules=list(unit_classes),
-        zero_dp_strategy=zero_dp_strategy,
-        device=device,
-        mixed_precision_policy=package.MixedPrecisionPolicy(
-            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=grad_comm_dtype
-        ),
-        **{name: value for name, value in options.items() if name in known},
-    )
-    _fill(Driver(wrapper), weights)
+    with without_metrics(model):
+        wrapper = package.fully_shard_model(
+            model,
+            device_mesh=mesh,
+            dp_shard_dim=UNEVEN_SHARD,
+            tp_dim=TENSOR_PARALLEL,
+            fsdp_unit_modules=list(unit_classes),
+            zero_dp_strategy=zero_dp_strategy,
+            device=device,
+            mixed_precision_policy=package.MixedPrecisionPolicy(
+                main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=grad_comm_dtype
+            ),
+            **{name: value for name, value in options.items() if name in known},
+        )
+        driver = Driver(wrapper)
+    _fill(driver, weights)
     return wrapper
 
 

@@ -8,7 +8,7 @@ are made. Its hooks are taken off here.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.parallel.zero_grad import extend_zero_grad
 
 _DRIVER_ATTRIBUTE = "_lightning_fsdp2_megatron_fsdp"
+
+
+class _Slot(NamedTuple):
+    """Where a module holds a parameter, and which two take turns there."""
+
+    holder: dict[str, nn.Parameter | None]
+    name: str
+    raw: nn.Parameter
+    distributed: nn.Parameter
 
 
 class Driver:
@@ -33,12 +43,15 @@ class Driver:
         self.wrapper = wrapper
         self._buffer = wrapper.param_and_grad_buffer
         self._parameters = dict(self._buffer.optimizer_named_parameters)
+        self._slots = self._take_over_exchange()
         self._versions = self._get_versions()
+        self._is_stale = False
         self._in_backward = False
         self._has_reached_a_leaf = False
         self._has_gradients = False
         self._unused: set[str] | None = None
         self._has_warned = False
+        self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         self._take_hooks_off()
         self._put_hooks_on()
         # 0.5.1 calls the module past its hooks, and those for parameters on the module itself would be missed
@@ -52,22 +65,48 @@ class Driver:
 
     def install_distributed_parameters(self) -> None:
         """Let the model hold the parameters that optimizers and checkpoints see."""
-        self.wrapper._replace_param_with_distributed_if_needed()
+        if self.wrapper.is_param_fsdp_distributed:
+            return
+        self.wrapper.is_param_fsdp_distributed = True
+        for slot in self._slots:
+            slot.holder[slot.name] = slot.distributed
 
     def install_raw_parameters(self) -> None:
         """Let the model hold the parameters that it computes with, of the values that the distributed ones have now."""
         if not self.wrapper.is_param_fsdp_distributed:
             return
-        if self._get_versions() != self._versions:
-            self.install_weights()
-        self.wrapper._replace_param_with_raw_if_needed()
+        if self._is_stale or self._get_versions() != self._versions:
+            self.wrapper.install_optimized_model_weights()
+            # what a call between backward and step has gathered would be taken for the new weights
+            self.wrapper.synchronize_param_gather()
+            self._is_stale, self._versions = False, self._get_versions()
+        self.wrapper.is_param_fsdp_distributed = False
+        for slot in self._slots:
+            slot.holder[slot.name] = slot.raw
 
-    def install_weights(self) -> None:
-        """Let the model compute with what the distributed parameters hold now."""
-        self.wrapper.install_optimized_model_weights()
-        # what a call between backward and step has gathered would be taken for the new weights
-        self.wrapper.synchronize_param_gather()
-        self._versions = self._get_versions()
+    def holds_parameters(self, module: nn.Module) -> bool:
+        """Whether ``module`` holds any of what is wrapped, at any depth; networks in metrics are not."""
+        return module in self._holders
+
+    def expect_writes(self) -> None:
+        """To the distributed parameters, also such as autograd does not count: the next forward computes with them."""
+        self.install_distributed_parameters()
+        self._is_stale = True
+
+    def _take_over_exchange(self) -> list[_Slot]:
+        """The package would look every parameter up by name, several times a step, and know all that there are."""
+        wrapper = self.wrapper
+        wrapper._replace_param_with_raw_if_needed()  # at its first time it marks those that modules share
+        wrapper._replace_param_with_distributed_if_needed()
+        wrapper.__dict__["_replace_param_with_raw_if_needed"] = self.install_raw_parameters
+        wrapper.__dict__["_replace_param_with_distributed_if_needed"] = self.install_distributed_parameters
+        raw = {distributed: wrapper.raw_param[name] for name, distributed in self._parameters.items()}
+        return [
+            _Slot(module._parameters, name, raw[parameter], parameter)
+            for module in wrapper.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
     def _get_versions(self) -> list[tuple[int, int]]:
         """Autograd's counts of writes, to the parameters and to their shards."""
@@ -81,14 +120,8 @@ class Driver:
         In place of ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
         (https://github.com/NVIDIA/Megatron-LM/issues/5974), and undoes what a schedule has put around ``step``.
         """
-        zero_grad = optimizer.zero_grad
-
-        def zero_all(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            self.clear_gradients()
-
-        optimizer.zero_grad = zero_all  # type: ignore[method-assign]
-        optimizer.register_step_post_hook(lambda *args: self.install_weights())
+        extend_zero_grad(optimizer, self.clear_gradients)
+        optimizer.register_step_post_hook(lambda *args: self.expect_writes())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """In place of the modules' own."""
@@ -105,7 +138,7 @@ class Driver:
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
-        """What a backward needs before and behind it."""
+        """What a backward needs before and behind it; one that fails is cleared up after by the next forward."""
         self._begin_backward()
         yield
         self._end_backward()
@@ -132,10 +165,9 @@ class Driver:
         for parameter in self.wrapper.raw_param.values():
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
-        for module in self.wrapper.modules():
-            if next(module.parameters(), None) is not None:
-                # whatever part of the model is called, also behind a backward
-                module.register_forward_pre_hook(self._enter_forward, prepend=True)
+        for module in self._holders:
+            # whatever part of the model is called, also behind a backward
+            module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +74,22 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
 
     visit(root)
     return list(modules)
+
+
+@contextmanager
+def without_metrics(root: nn.Module) -> Iterator[None]:
+    """Take the metrics out of ``root`` for a block that shards what it finds; see :func:`get_modules`."""
+    children = {module: dict(module._modules) for module in get_modules(root)}
+    for module, held in children.items():
+        for name, child in held.items():
+            if child is not None and is_metric(child):
+                del module._modules[name]
+    try:
+        yield
+    finally:
+        for module, held in children.items():
+            module._modules.clear()
+            module._modules.update(held)  # in the order of before
 
 
 def get_hf_models(root: nn.Module) -> list[nn.Module]:

@@ -128,7 +128,8 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         if _UNFINISHED in str(exception):
             exception.args = (
                 f"{exception}\nSome parameters take no part in the loss. Freeze them, or set"
-                " DDPConfig(find_unused_parameters=True).",
+                " DDPConfig(find_unused_parameters=True). Or, under manual optimisation, a backward was not"
+                " `self.manual_backward(loss)`.",
             )
         super().on_exception(exception)
 

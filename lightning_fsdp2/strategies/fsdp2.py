@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._torch_compat import initialize_root
@@ -19,10 +20,11 @@ from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
-from lightning_fsdp2.parallel.gradients import defer_grad_sync
+from lightning_fsdp2.parallel.gradients import defer_grad_sync, drop_deferred_gradients
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.parallel.zero_grad import extend_zero_grad
 from lightning_fsdp2.strategies.layout import get_differences
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
 from lightning_fsdp2.strategies.precision import get_mp_policy
@@ -124,6 +126,11 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                 register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
+
+    @override
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        extend_zero_grad(optimizer, partial(drop_deferred_gradients, self.lightning_module, parameters))
 
     @contextmanager
     @override

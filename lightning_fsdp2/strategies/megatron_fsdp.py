@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
@@ -97,7 +98,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def make_step_region(self, timeout: timedelta) -> StepRegion:
         return StepRegion(
             timeout,
-            holds_units=lambda module: next(module.parameters(), None) is not None,
+            holds_units=lambda module: self.driver.holds_parameters(module),
             behind=self._finish_outside_call,
             alternative="",
         )
@@ -115,6 +116,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         self.model = self.driver.wrapper
+        self.driver.expect_writes()
         self._trained = self._get_trained()
         activate_context_parallel(self.lightning_module)
 
@@ -157,9 +159,20 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 " common buffers, which several optimizers would clear for each other. Return one, with groups of"
                 " parameters, or use FSDP2Strategy."
             )
-        for optimizer in self.optimizers:
-            self.driver.attach_optimizer(optimizer)
         self.driver.clear_gradients()
+
+    @override
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        self.driver.attach_optimizer(optimizer)
+
+    @override
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
+        self.driver.expect_writes()
+
+    @override
+    def end_evaluation(self) -> None:
+        self.driver.expect_writes()
 
     @override
     def surround_backward(self) -> AbstractContextManager[None]:

@@ -164,8 +164,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             self._precision_plugin = ShardedPrecision(str(precision_plugin.precision))
         else:
             raise ValueError(
-                f"Trainer(plugins=[{type(precision_plugin).__name__}()]): {type(self).__name__} shards by a"
-                " mixed-precision policy and would not use it; remove the plugin, and set Trainer(precision=...)."
+                f"Trainer(plugins=[{type(precision_plugin).__name__}()]): {type(self).__name__} casts by a"
+                " mixed-precision policy or autocast and would not use it; remove the plugin, and set"
+                " Trainer(precision=...)."
             )
 
     @override
@@ -197,6 +198,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             # ranks that hold one replica of the model and read the same batch must drop the same activations
             share_random_state(self._replica_group, self.root_device)
         self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._attach_optimizers()  # behind the precision plugin, which makes Lightning wrap them anew
         self._checked_batches.clear()
         drop_token_windows(self.lightning_module)  # of a run that was aborted
 
@@ -273,6 +276,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
                 )
             check_optimizer_parameters(self.lightning_module, optimizer)
 
+    def _attach_optimizers(self) -> None:
+        for optimizer, lightnings in zip(self.optimizers, self._lightning_optimizers, strict=True):
+            self.attach_optimizer(optimizer)
+            # what `self.optimizers()` gives a module has the methods of the class, not those of the instance
+            cast(Any, lightnings).zero_grad = optimizer.zero_grad
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the steps and the ``zero_grad`` of ``optimizer`` reach what the strategy keeps elsewhere."""
+
     @override
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
@@ -314,24 +326,38 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         buffers = [module._buffers.get(name) for module, name in self._buffer_owners]
         distributed.broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
+    def begin_evaluation(self) -> None:
+        """What precedes the first step of a validation, test or prediction."""
+        self.share_buffers()
+
+    def end_evaluation(self) -> None:
+        """What follows the last step of a validation, test or prediction."""
+
     @override
     def on_validation_start(self) -> None:
-        self.share_buffers()
+        self.begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.share_buffers()
+        self.begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:
-        self.release_parameters()
+        self.end_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self.release_parameters()
+        self.end_evaluation()
 
     @override
     def on_predict_end(self) -> None:
+        self.end_evaluation()
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Around a step whose weights no backward needs: what hooks write behind it must not reach a gathered copy."""
+        with self._step_region():
+            yield
         self.release_parameters()
 
     # ------------------------------------------------------------------ steps
@@ -345,27 +371,28 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_region():
+        with self.evaluate():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_region():
+        with self.evaluate():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_region():
+        with self.evaluate():
             predictions = super().predict_step(*args, **kwargs)
-            self._predict_steps += 1
-            for _ in range(self._steps_of_others.get(self._predict_steps, 0)):
-                # other ranks have more batches, and their forwards are collectives: run along, keep nothing
+        self._predict_steps += 1
+        for _ in range(self._steps_of_others.get(self._predict_steps, 0)):
+            # other ranks have more batches, and their forwards are collectives: run along, keep nothing
+            with self.evaluate():
                 super().predict_step(*args, **kwargs)
         return predictions
 
     @override
     def on_predict_start(self) -> None:
-        self.share_buffers()
+        self.begin_evaluation()
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)

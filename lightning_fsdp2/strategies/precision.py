@@ -1,4 +1,4 @@
-"""What ``Trainer(precision=)`` means for FSDP2, and clipping that works on any mix of meshes."""
+"""What ``Trainer(precision=)`` means for the strategies, and clipping that works on any mix of meshes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,9 @@ _REMEDIES = {
 
 
 class ShardedPrecision(Precision):
-    """Precision by FSDP2's mixed-precision policy instead of autocast.
+    """Precision by FSDP2's mixed-precision policy, or by the autocast that the other strategies put around models.
+
+    Under FSDP2 (:func:`choose_autocast` says what the others do):
 
     ==============  ================  ===========================  =====================================
     precision       weights           compute                      gradient reduction, optimizer state

@@ -26,9 +26,11 @@ def get_optional_remedy(exception: BaseException) -> str | None:
         )
     if "setStorage" in str(exception) and "storage of size 0" in str(exception):
         return (
-            "The backward needs weights that were freed behind their forward, for a gradient of a gradient"
-            " (`create_graph=True`) perhaps: sharded weights have no second-order gradients. Train such a loss under a"
-            " strategy that does not shard."
+            "The backward needs weights that were freed behind their forward. Either for a gradient of a gradient"
+            " (`create_graph=True`): sharded weights have no second-order gradients; train such a loss under a strategy"
+            " that does not shard. Or because the forward of one module reads the weights of another without calling"
+            " it: under MegatronFSDPStrategy name the class that holds both in `megatron_fsdp_unit_modules`, or use"
+            " `zero_dp_strategy=2`."
         )
     if any(text in str(exception) for text in _PEER_IS_GONE):
         return "Another rank ended before this one: its own error, further up or in its log, is the reason."

@@ -51,6 +51,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig
 from lightning_fsdp2.cli import FSDP2CLI
@@ -562,6 +563,185 @@ def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
         trainer = kind.make_trainer()
         trainer.validate(CountsSamples(), make_loader(make_batches(4)), verbose=False)
         assert trainer.callback_metrics["batches"] == 4
+
+    kind.run(run, WORLD)
+
+
+# ---------------------------------------------------------------------- what hooks and metrics do with weights
+
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+)
+
+
+class ReadsParameters(pl.Callback):
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        for hook in HOOKS:
+            setattr(self, hook, self.read)
+
+    def read(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        weights = whole(dict(module.named_parameters()))
+        self.norms.append(sum(weight.square().sum().item() for weight in weights.values()))
+
+
+def test_parameters_can_be_read_in_every_hook(kind: Kind) -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        module, expected, callback = Regressor(), Regressor(), ReadsParameters()
+        loader = make_loader(batches)
+        options = {"accumulate_grad_batches": 2, "max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
+        kind.make_trainer(callbacks=[callback], **options).fit(module, loader, loader)
+        train_alone(expected, batches, window=2 * WORLD)
+        assert_same_weights(module, expected)
+        assert all(norm > 0 for norm in callback.norms)
+
+    kind.run(run, WORLD)
+
+
+class ValidatesWithHalf(pl.Callback):
+    """Exchanges weights for the time of a validation, as averaging callbacks do."""
+
+    @torch.no_grad()
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.own = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        for parameter in module.parameters():
+            parameter.data.copy_(parameter * 0.5)
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.data.copy_(self.own[name])
+
+
+def test_weights_exchanged_for_validation_are_validated_and_come_back(kind: Kind) -> None:
+    batches = make_batches(3 * WORLD)
+
+    def run() -> None:
+        module, expected = Regressor(), Regressor()
+        trainer = kind.make_trainer(callbacks=[ValidatesWithHalf()], max_steps=3, val_check_interval=1)
+        trainer.fit(module, make_loader(batches), make_loader(batches))
+        train_alone(expected, batches, steps=3)
+        assert_same_weights(module, expected)
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.mul_(0.5)
+        loss = sum(map(expected.loss, batches)) / len(batches)
+        torch.testing.assert_close(trainer.callback_metrics["loss"], loss.detach())
+
+    kind.run(run, WORLD)
+
+
+class ScoresByNetwork(Metric):
+    """As perceptual metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(WIDTH, 1)
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, inputs: Tensor) -> None:
+        with torch.no_grad():
+            self.total += self.network(inputs).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Scored(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = ScoresByNetwork()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.score.update(batch["inputs"])
+        self.log("score", self.score)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer([p for name, p in self.named_parameters() if not name.startswith("score.")])
+
+
+def test_a_metric_may_hold_a_network(kind: Kind) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, expected = Scored(), Scored()
+        trainer = kind.make_trainer(kind.flags_for_unused)
+        trainer.fit(module, make_loader(batches), make_loader(batches))
+        for batch in batches:
+            expected.score.update(batch["inputs"])
+        torch.testing.assert_close(trainer.callback_metrics["score"], expected.score.total)
+        train_alone(expected, batches, optimizer=lambda parameters: expected.configure_optimizers())
+        assert_same_weights(module, expected)
+
+    kind.run(run, WORLD)
+
+
+# ---------------------------------------------------------------------- windows that end early
+
+
+class EndsEarly(Regressor):
+    """Stops, or fails, behind the first micro-batch of a window."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.fails:
+            raise RuntimeError("early")
+        self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_window_that_ended_early_leaves_nothing_behind(kind: Kind, fails: bool) -> None:
+    batches = make_batches(4 * WORLD)
+
+    def run() -> None:
+        module, expected = EndsEarly(fails), Regressor()
+        with pytest.raises(RuntimeError, match="early") if fails else nullcontext():
+            kind.make_trainer(max_steps=1, accumulate_grad_batches=2).fit(module, make_loader(batches))
+        module.on_train_batch_end = lambda *args: None
+        kind.make_trainer(accumulate_grad_batches=2).fit(module, make_loader(batches))
+        train_alone(expected, batches, window=2 * WORLD)
+        assert_same_weights(module, expected)
+
+    kind.run(run, WORLD)
+
+
+class ThrowsAway(ByHand):
+    """The first micro-batch of three is not to count."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
+            self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+        elif batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_zero_grad_drops_what_was_not_yet_synchronised(kind: Kind) -> None:
+    batches = make_batches(6 * WORLD)
+
+    def run() -> None:
+        for flags in (kind.flags_without_layers, kind.flags_without_sharding):
+            module, expected = ThrowsAway(), ThrowsAway()
+            kind.make_trainer(flags).fit(module, make_loader(batches))
+            train_alone(expected, [*batches[WORLD : 3 * WORLD], *batches[4 * WORLD :]], window=2 * WORLD)
+            assert_same_weights(module, expected)
 
     kind.run(run, WORLD)
 
