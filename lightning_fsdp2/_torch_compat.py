@@ -335,9 +335,10 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered once
                 parameter._unsharded_param.grad = None
+            if parameter.unsharded_accumulated_grad is not None:  # apart from the former until torch 2.15
+                parameter.unsharded_accumulated_grad = None
         if len(chosen) == len(group.fsdp_params):
             group._partial_reduce_output = None  # of all of them, under HSDP
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15

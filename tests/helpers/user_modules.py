@@ -206,6 +206,20 @@ class ByHand(Regressor):
             optimizer.zero_grad()
 
 
+class ThrowsAway(ByHand):
+    """The first micro-batch of three is not to count."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
+            self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+        elif batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
 class Scheduled(Regressor):
     """Two groups of parameters, and a schedule."""
 

@@ -30,6 +30,7 @@ from helpers.user_modules import (
     Gan,
     Regressor,
     Scheduled,
+    ThrowsAway,
     assert_same_weights,
     generate,
     make_batches,
@@ -717,20 +718,6 @@ def test_a_window_that_ended_early_leaves_nothing_behind(kind: Kind, fails: bool
         assert_same_weights(module, expected)
 
     kind.run(run, WORLD)
-
-
-class ThrowsAway(ByHand):
-    """The first micro-batch of three is not to count."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
-            self.manual_backward(self.loss(batch) / 2)
-        if batch_idx % 3 == 0:
-            optimizer.zero_grad()
-        elif batch_idx % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
 
 
 def test_zero_grad_drops_what_was_not_yet_synchronised(kind: Kind) -> None:

@@ -15,6 +15,7 @@ from helpers.flags import UNITS
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, check_parity
 from helpers.ranks import run_ranks
+from helpers.user_modules import ThrowsAway, assert_same_weights, make_batches, make_loader, make_trainer, train_alone
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,20 @@ def test_gradients_are_reduced_over_replicas_once_per_step(sizes: dict[str, int]
         assert expected["reduce_scatter"] >= UNITS * (1 if defers else ACCUMULATE)
     assert actual - expected == {"all_reduce": UNITS}
     assert expected - actual == {}
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_zero_grad_drops_what_was_not_yet_reduced_over_replicas(defers: bool) -> None:
+    batches = make_batches(6 * 4)
+
+    def run() -> None:
+        module, expected = ThrowsAway(), ThrowsAway()
+        strategy = FSDP2Strategy(dp_replicate_size=2, config=FSDP2Config(defer_fsdp_grad_sync=defers))
+        make_trainer(strategy).fit(module, make_loader(batches))
+        train_alone(expected, [*batches[4:12], *batches[16:]], window=8)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, 4)
 
 
 def test_auto_makes_a_replica_per_node() -> None:
