@@ -129,8 +129,12 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        extend_zero_grad(optimizer, partial(drop_deferred_gradients, self.lightning_module, parameters))
+        def clear() -> None:
+            # callbacks that unfreeze add groups
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            drop_deferred_gradients(self.lightning_module, parameters)
+
+        extend_zero_grad(optimizer, clear)
 
     @contextmanager
     @override
