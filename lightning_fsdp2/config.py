@@ -213,7 +213,8 @@ class MegatronFSDPConfig(_Flags):
     """Refused: Megatron-FSDP takes no plan of yours. Use FSDP2Config for that."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
-    """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers."""
+    """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers
+    and torch's MultiheadAttention, whose forward reads its child's weights itself."""
 
     zero_dp_strategy: int = 3
     """What data parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""

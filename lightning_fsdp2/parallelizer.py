@@ -246,7 +246,7 @@ def megatron_fsdp_strategy_parallelize(
         device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel ranks.
         optimizer: Of the model's parameters, without steps so far; its groups are kept.
         megatron_fsdp_unit_modules: Import paths of the classes whose modules are gathered as one. None takes those of
-            the model's layers.
+            the model's layers and torch's ``MultiheadAttention``, whose forward reads its child's weights itself.
         zero_dp_strategy: What ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         init_fsdp_with_meta_device: Whether the model is on the meta device and gets its weights shard by shard. One
             that is there without this flag is whole on every rank before it is sharded.

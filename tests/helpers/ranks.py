@@ -56,8 +56,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
             starts a ``Trainer`` can let the strategy start it: the environment is that of a torchrun worker.
 
     A segmentation fault in a native thread is tried once again, with a warning: now and then one of gloo's dies in
-    `malloc`, whose list of free chunks is corrupt by then (torch 2.13, in any test with collectives; the cause is not
-    known). One in a thread of Python's, where the code under test runs, is an error at once.
+    `malloc`, of a cause that is not known (docs/decisions.md). One in a thread of Python's, where the code under test
+    runs, is an error at once.
 
     Raises:
         RankError: With the traceback of the first rank that failed. The other ranks are killed.
