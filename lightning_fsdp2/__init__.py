@@ -17,7 +17,7 @@ from lightning_fsdp2.config import (
     FSDP2Config,
     MegatronFSDPConfig,
 )
-from lightning_fsdp2.data import TextDataModule
+from lightning_fsdp2.data import ChatDataModule, TextDataModule
 from lightning_fsdp2.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from lightning_fsdp2.mesh import create_device_mesh
 from lightning_fsdp2.models import CausalLM, load_from_checkpoint
@@ -38,6 +38,7 @@ for _name, _strategy, _config in (
 
 __all__ = [
     "CausalLM",
+    "ChatDataModule",
     "CheckpointConfig",
     "DDPConfig",
     "DDPManager",
