@@ -202,12 +202,12 @@ class ChatDataModule(SequenceDataModule):
     def _prepare(self, rows: Dataset, split: str) -> Dataset:
         conversations = self._tokenize(rows)
         sequences = self._arrange(conversations)
-        self._report(conversations, len(sequences) if self.separate_documents else None, split)
         if len(sequences) == 0:
             raise ValueError(
                 f"{len(rows)} {split} conversation(s) have no answer within sequence_length={self.sequence_length}; "
                 "use longer sequences."
             )
+        self._report(conversations, len(sequences) if self.separate_documents else None, split)
         return sequences.with_format("torch")
 
     def _stream(self, rows: IterableDataset) -> SequenceStream:

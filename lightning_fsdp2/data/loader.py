@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """The label that Hugging Face's losses and ours leave out."""
 
+_ROWS_AT_ONCE = 16
+
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
 # second epoch goes on in the order of the first one, a run resumed behind the last batch of an epoch leaves out the
@@ -72,10 +74,12 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._sequences.set_epoch(self.epoch)
-        rows = iter(self._sequences)
+        # `iter(...)` would shuffle otherwise in a worker process
+        batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
+        rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self.num_replicas, strict=False)  # complete ones only
         for row_of_each in itertools.islice(rounds, self.start, None):
-            yield {name: torch.tensor(values) for name, values in row_of_each[self._rank].items()}
+            yield {name: torch.tensor(values) for name, values in row_of_each[self._rank]}
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
@@ -139,42 +143,42 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     allows_for_read_ahead = True
     """Without this the strategies do."""
 
-    _position = (0, 0)
-    _restored: tuple[int, int] | None = None
-    _restored_batches: int | None = None
-    _next_epoch = 0  # Lightning tells the epoch to samplers only
+    # Each an epoch and samples. Lightning tells the epoch to samplers only: it is counted here, from the stream's on.
+    _start: tuple[int, int] | None = None
+    _position: tuple[int, int] | None = None
+    _restored_samples: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        epoch, samples = self._restored or (self._next_epoch, 0)
-        self._restored_batches = self._restored and self._count_batches(samples)
-        self._restored, self._next_epoch = None, epoch + 1
         stream = self._get_stream()
+        epoch, samples = self._position = self._start or (stream.epoch, 0)
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
-        for batch in super().__iter__():
+        for number, batch in enumerate(super().__iter__()):
+            if number == 1:  # before, nothing was trained on, and Lightning may begin once more
+                self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
-        self._position = self._next_epoch, 0
+        self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
         """How many batches of this loader's size a restored position stands for, whatever size they had; else None."""
-        return self._count_batches(self._restored[1]) if self._restored else self._restored_batches
-
-    def _count_batches(self, samples: int) -> int:
-        return samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
+        if self._restored_samples is None:
+            return None
+        return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
 
     def _get_stream(self) -> SequenceStream:
         return cast(SequenceStream, self.dataset)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position behind the batch that is trained on."""
-        epoch, samples = self._restored or self._position
+        epoch, samples = self._position or (self._get_stream().epoch, 0)
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on behind that batch: the stream is made up to there, and left out."""
-        self._restored = state_dict["epoch"], state_dict["samples"]
+        self._start = self._position = state_dict["epoch"], state_dict["samples"]
+        self._restored_samples = state_dict["samples"]
 
 
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:

@@ -215,6 +215,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
             stream = self.train_dataset.share(num_replicas, rank)
+            stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # of a resumed run
             return ResumableStreamLoader(stream, drop_last=True, **self._get_loader_options())
         needed = self.batch_size * num_replicas
         if len(self.train_dataset) < needed:
@@ -324,14 +325,15 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
     """Say which numbers near the ones given make whole micro-batches."""
     micro = batch_size * num_replicas
     below = global_batch_size // micro * micro
-    sizes = " or ".join(f"global_batch_size={size}" for size in (below, below + micro) if size)
+    sizes = [f"global_batch_size={size}" for size in (below, below + micro) if size]
     per_rank, rest = divmod(global_batch_size, num_replicas)
-    fitting = [] if rest else [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    if fitting:
-        sizes += f", or a batch_size of {', '.join(map(str, fitting))}"
+    if not rest:
+        divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        nearest = sorted(sorted(divisors, key=lambda size: abs(size - batch_size))[:2])
+        sizes += [f"batch_size={size}" for size in nearest]
     return (
         f"global_batch_size={global_batch_size} is no multiple of batch_size={batch_size} x {num_replicas} data "
-        f"parallel rank(s) = {micro}; use {sizes}."
+        f"parallel rank(s) = {micro}; use {' or '.join(sizes)}."
     )
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,8 +255,8 @@ def _get_split(saved: DatasetDict, source: DatasetSplit) -> Dataset:
     return saved[source.split]
 
 
-def _to_json(row: dict[str, Any], index: int, name: str) -> dict[str, str]:
-    return {"location": f"{name}, row {index}", "text": json.dumps(row, ensure_ascii=False, default=str)}
+def _to_json(row: Mapping[str, Any], index: int, name: str) -> dict[str, str]:
+    return {"location": f"{name}, row {index}", "text": json.dumps(dict(row), ensure_ascii=False, default=str)}
 
 
 def _hash_file(file: str) -> str:

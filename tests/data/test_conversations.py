@@ -163,7 +163,10 @@ ASK = {"role": "user", "content": "?"}
     [
         ('{"messages": [', r"it is not JSON \(Expecting value: .*\); repair the line or delete it"),
         ("[1]", "it is a list, not an object; write one object per line"),
-        ({"text": "x"}, r"it has neither 'messages' nor 'prompt' and 'completion', but \['text'\]; set messages_column"),
+        (
+            {"text": "x"},
+            r"it has neither 'messages' nor 'prompt' and 'completion', but \['text'\]; set messages_column",
+        ),
         ({"messages": "x"}, "'messages' is a text, not a list of messages"),
         ({"messages": []}, "it has no message of the assistant to learn"),
         ({"messages": [ASK]}, "it has no message of the assistant to learn; add one or delete the row"),
