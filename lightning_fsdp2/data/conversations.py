@@ -226,7 +226,7 @@ def _write_with_spans(
             return_assistant_tokens_mask=True,
             **special_tokens,
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise _refused_by_template(conversation, error) from error
     (text,), (spans,) = rendered
     if not any(end > start for start, end in spans):
@@ -277,7 +277,7 @@ def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerB
             )
             for part, is_prompt in [*parts, (messages, False)]
         ]
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise _refused_by_template(conversation, error) from error
     return cast(list[str], texts)
 

@@ -203,6 +203,15 @@ def test_what_the_template_refuses_is_named(template):
         tokenize([{"messages": TALK}], template)
 
 
+def test_template_that_fails_is_named():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    template = CHATML.replace("{{ message.content }}", "{{ 'says ' + message.tool_calls }}")
+    with pytest.raises(
+        ValueError, match=r"^a.jsonl, line 1: the chat template cannot write .*can only concatenate str"
+    ):
+        tokenize([{"messages": [call | {"role": "user", "content": "?"}, call]}], template)
+
+
 def test_template_that_marks_nothing_is_refused():
     template = MARKED.replace("'assistant'", "'model'")
     with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .* puts nothing of it into {% generation %}"):
