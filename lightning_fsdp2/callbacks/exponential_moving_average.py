@@ -47,6 +47,7 @@ class ExponentialMovingAverage(Callback):
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
         self._weights: list[Tensor] = []
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # kept: to find them is an operation for each
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -74,6 +75,7 @@ class ExponentialMovingAverage(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
+        self._pairs = None
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -84,7 +86,9 @@ class ExponentialMovingAverage(Callback):
         self._last_step = trainer.global_step
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        averages, weights = self._pair(pl_module)
+        if self._pairs is None:
+            self._pairs = self._pair(pl_module)
+        averages, weights = self._pairs
         torch._foreach_mul_(averages, decay)
         torch._foreach_add_(averages, weights, alpha=1 - decay)
 
@@ -109,6 +113,7 @@ class ExponentialMovingAverage(Callback):
     @torch.no_grad()
     def _put_in(self, module: LightningModule) -> None:
         averages, weights = self._pair(module)
+        self._pairs = None
         self._weights = [weight.clone() for weight in weights]
         for weight, average in zip(weights, averages, strict=True):
             weight.copy_(average)
@@ -147,4 +152,4 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -91,11 +91,8 @@ class HuggingFaceExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_dry_run(trainer):
             return
-        averages = (
-            callback for callback in cast(Any, trainer).callbacks if isinstance(callback, ExponentialMovingAverage)
-        )
-        average = next(averages, None)
-        with average.averaged(pl_module) if average is not None else nullcontext():
+        averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
+        with averages[0].averaged(pl_module) if averages else nullcontext():
             export_hf(pl_module, self._out, overwrite=self.overwrite, **self._options)
         rank_zero_info(f"Exported the model to {self._out}.")
 

@@ -27,13 +27,17 @@ class TrainingProgressBar(RichProgressBar):
         self._shown: dict[str, Any] = {}
         self._is_due = True
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # the first hook behind the logging of the step before, which has waited for the device
+        if self._is_due:
+            self._update_metrics(trainer, pl_module)
+
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        # other callbacks and the module have logged once the next batch is done
-        self._is_due = self._is_due or is_logging_step(trainer)
+        self._is_due = is_logging_step(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

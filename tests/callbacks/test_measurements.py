@@ -1,30 +1,25 @@
 """What the measuring callbacks log, against numbers from one process; and what they cost a step that does not log."""
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.collectives import StepCounter
-from helpers.models import make_token_batches
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import token_sum_loss
+from helpers.recorder import record
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import (
     Batch,
     Regressor,
     make_batches,
     make_language_model,
-    make_loader,
     make_optimizer,
 )
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fsdp2.callbacks import (
     ExponentialMovingAverage,
@@ -39,27 +34,15 @@ from lightning_fsdp2.callbacks import (
 )
 
 WORLD = 2
-each_strategy = pytest.mark.parametrize("kind", STRATEGIES.values(), ids=STRATEGIES)
 
+DEEP_LLAMA = {**LLAMA, "num_hidden_layers": 8}
+"""Few layers for a real model; callbacks cost the same however deep it is."""
 
-class Recorder(DummyLogger):
-    """Keeps what is logged, by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: dict[int, dict[str, float]] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.rows.setdefault(step, {}).update(metrics)
-
-
-def record(
-    kind: Kind, module: pl.LightningModule, batches: Sequence[Batch], callbacks: list[pl.Callback], **options: Any
-) -> dict[int, dict[str, float]]:
-    recorder = Recorder()
-    trainer = kind.make_trainer(logger=recorder, callbacks=callbacks, **options)
-    trainer.fit(module, make_loader(batches))
-    return recorder.rows
+each_strategy = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
 
 
 def train_language_model_alone(batches: Sequence[Batch], window: int, clip: float) -> list[dict[str, float]]:
@@ -95,3 +78,86 @@ def test_loss_and_norm_are_those_of_one_process(kind: Kind, clip: float | None) 
         for name, value in expected[1].items():
             assert rows[1][name] == pytest.approx(value, rel=1e-5), name
         assert rows[1]["learning_rate/group_0"] == 0.3
+
+
+def train_regressor_alone(batches: Sequence[Batch], window: int) -> list[dict[str, float]]:
+    module, steps = Regressor(), []
+    optimizer = make_optimizer(module.parameters())
+    for start in range(0, len(batches), window):
+        losses = [module.loss(batch) for batch in batches[start : start + window]]
+        optimizer.zero_grad()
+        loss = sum(losses) / window
+        loss.backward()
+        ranks = [float(sum(losses[rank::WORLD]) / (window // WORLD)) for rank in range(WORLD)]
+        norm = nn.utils.clip_grad_norm_(module.parameters(), math.inf)
+        steps.append({"loss/mean": float(loss), "loss/max": max(ranks), "gradients/norm": float(norm)})
+        optimizer.step()
+    return steps
+
+
+@each_strategy
+def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
+    batches = make_batches(12)
+
+    def run() -> tuple[Any, Any]:
+        callbacks = [LossOverRanks(), NaNGuard(), GradientNorm()]  # the guard is the first to need the norm
+        options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.01}
+        options["gradient_clip_algorithm"] = "value"
+        clipped = record(kind, Regressor(), batches[:4], callbacks, **{**options, "max_steps": 1})
+        del options["gradient_clip_val"], options["gradient_clip_algorithm"]
+        return clipped[0], record(kind, Regressor(), batches, callbacks, **options), train_regressor_alone(batches, 4)
+
+    for clipped, rows, expected in kind.run(run, WORLD):
+        assert clipped == pytest.approx(expected[0], rel=1e-5), "clipping by value came before the norm"
+        for step, values in enumerate(expected):
+            assert rows[step] == pytest.approx(values, rel=1e-5)
+
+
+class Counts(pl.Callback):
+    """Counts what one step does, from its batch to the next; the last of the callbacks."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.counter = StepCounter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            self.counter.__enter__()
+        elif batch_idx == self.step + 1:
+            self.counter.__exit__(None, None, None)
+
+
+@each_strategy
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, clip: float | None) -> None:
+    def make_callbacks() -> list[pl.Callback]:
+        return [
+            Throughput(),
+            MemoryUsage(),
+            GradientNorm(),
+            LearningRates(),
+            LossOverRanks(),
+            NaNGuard(),
+            GarbageCollection(every_n_batches=1),
+            ExponentialMovingAverage(),
+            TrainingProgressBar(),
+        ]
+
+    def run(callbacks: list[pl.Callback]) -> StepCounter:
+        counts = Counts(3)  # behind a logging step, whose numbers are still there
+        options = {"max_steps": 5, "log_every_n_steps": 3, "gradient_clip_val": clip}
+        options["enable_progress_bar"] = bool(callbacks)
+        module = make_language_model()
+        module.model = make_causal_lm(DEEP_LLAMA)
+        record(kind, module, make_token_batches(10), [*callbacks, counts], **options)
+        return counts.counter
+
+    def compare() -> None:
+        without, with_all = run([]), run(make_callbacks())
+        assert sum(without.operations.values()) > 1000, "no step was counted"
+        assert with_all.collectives == without.collectives
+        assert with_all.host_syncs == without.host_syncs
+        added = sum(with_all.operations.values()) - sum(without.operations.values())
+        assert 0 < added <= 0.01 * sum(without.operations.values()), with_all.operations - without.operations
+
+    kind.run(compare, WORLD)
