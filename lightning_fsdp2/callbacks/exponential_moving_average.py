@@ -46,7 +46,7 @@ class ExponentialMovingAverage(Callback):
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        self._weights: list[Tensor] = []
+        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages, and what they held
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # kept: to find them is an operation for each
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,22 +108,22 @@ class ExponentialMovingAverage(Callback):
         try:
             yield
         finally:
-            self._take_out(module)
+            self._take_out()
 
     @torch.no_grad()
     def _put_in(self, module: LightningModule) -> None:
         averages, weights = self._pair(module)
         self._pairs = None
-        self._weights = [weight.clone() for weight in weights]
+        self._replaced = [(weight, weight.clone()) for weight in weights]
         for weight, average in zip(weights, averages, strict=True):
             weight.copy_(average)
 
     @torch.no_grad()
-    def _take_out(self, module: LightningModule) -> None:
-        saved, self._weights = self._weights, []
-        if saved:
-            for weight, own in zip(self._pair(module)[1], saved, strict=True):
-                weight.copy_(own)
+    def _take_out(self) -> None:
+        # not by name: behind an error the module may hold gathered weights
+        replaced, self._replaced = self._replaced, []
+        for weight, own in replaced:
+            weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.averages:
@@ -134,13 +134,13 @@ class ExponentialMovingAverage(Callback):
         self._put_in(pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_out(pl_module)
+        self._take_out()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._take_out(pl_module)  # before others save a checkpoint
+        self._take_out()  # before others save a checkpoint
 
 
 def _get_trained(module: LightningModule) -> dict[str, Tensor]:

@@ -87,7 +87,9 @@ def _get_experts(config: Any) -> tuple[int, float]:
 
 def _count_attention(config: Any, sequence_length: int) -> float:
     """T · H (d_key + d_value), added up over the layers."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    default = "sliding_attention" if slides else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     if unknown := set(kinds) - _WINDOWS.keys():
         raise ValueError(f"{type(config).__name__} has layers of type {', '.join(sorted(unknown))}")
     heads = config.num_attention_heads
