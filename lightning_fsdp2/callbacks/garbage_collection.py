@@ -43,8 +43,13 @@ class GarbageCollection(Callback):
         if self._batches % self.every_n_batches == 0:
             gc.collect(self.generation)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # also called behind an error
+        self._restore()
+
+    def _restore(self) -> None:
         if self._was_enabled:
             gc.enable()
         self._was_enabled = False

@@ -66,6 +66,7 @@ def reports_norm(trainer: Trainer) -> bool:
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
     """Have ``observer`` called with the norm, a device tensor, whenever gradients are clipped by it."""
+    ignore_clipping(trainer, observer)  # of a run that ended with an error
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 

@@ -51,9 +51,12 @@ class MemorySnapshot(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, torch.OutOfMemoryError) and self._folder is not None:
             self._write(trainer, "out-of-memory")
+        self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # also called behind an error
+        self._stop()
+
+    def _stop(self) -> None:
         if self._folder is not None:
             record_memory_history(False)
         self._folder = None

@@ -4,11 +4,14 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.throughput import Throughput
+
+_BAR_WIDTH = 10
 
 
 class TrainingProgressBar(RichProgressBar):
@@ -26,6 +29,18 @@ class TrainingProgressBar(RichProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=leave)
         self._shown: dict[str, Any] = {}
         self._is_due = True
+
+    @override
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        # with Lightning's own widths, metrics would be broken into lines of one word each
+        description, bar, batches, *_ = super().configure_columns(trainer)
+        bar.bar_width = _BAR_WIDTH
+        return [description, bar, batches, TimeRemainingColumn()]
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Lightning writes "Epoch 0/-2" where `max_steps` ends the run
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # the first hook behind the logging of the step before, which has waited for the device

@@ -80,8 +80,13 @@ class StepProfiler(Callback):
     ) -> None:
         self._profiler.step()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # also called behind an error
+        self._stop()
+
+    def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -64,8 +65,8 @@ class Throughput(Callback):
         # the Trainer's own marks around `next(dataloader)`; what else lies between two batches includes its waiting for
         # the device (the broadcast of SIGTERM), logging and checkpoints
         loop = cast(Any, trainer).fit_loop.epoch_loop
-        loop._on_before_fetch = _call_both(loop._on_before_fetch, self._begin_fetch)
-        loop._on_after_fetch = _call_both(self._end_fetch, loop._on_after_fetch)
+        loop._on_before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), self._begin_fetch)
+        loop._on_after_fetch = _call_both(self._end_fetch, partial(type(loop)._on_after_fetch, loop))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for name in ("_on_before_fetch", "_on_after_fetch"):
