@@ -39,8 +39,8 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     """Return what one token costs in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
 
     The formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have one size and it
-    reads 6 N + 12 L H Q T. N are the parameters that a token is multiplied with: no input embedding, of experts those
-    it is routed to, a tied head once, and of a frozen weight two thirds, since it gets no gradient. T is the sequence
+    reads 6 N + 12 L H Q T. N are the parameters that a token is multiplied with: no embeddings, but for one that is the
+    head, of experts those it is routed to, and of a frozen weight two thirds, since it gets no gradient. T is the sequence
     length, or the window of a layer that has one; that attention is causal, or ends with a document, is not subtracted.
     Neither is what activation checkpointing computes again added: this is utilisation by the model.
 
@@ -67,8 +67,9 @@ def _count_products(model: Any, config: Any) -> float:
     embedding, head = get_embedding_and_head(model)
     if embedding is None or head is None:
         raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
-    is_tied = embedding.weight is getattr(head, "weight", None)
-    matrices = [p for p in model.parameters() if p.ndim > 1 and (is_tied or p is not embedding.weight)]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {id(getattr(head, "weight", None))}  # tied
+    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
     number, share = _get_experts(config)
     experts = [p for p in matrices if number > 1 and p.ndim == 3 and p.size(0) == number]
     if number > 1 and not experts:

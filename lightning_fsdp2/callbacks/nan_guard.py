@@ -54,8 +54,10 @@ class NaNGuard(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ignore_clipping(trainer, self._check_norm)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._step = trainer.global_step + 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if (mean := getattr(trainer.strategy, "token_mean", None)) is not None:
             self._check("mean loss", mean.loss)
         if must_measure(trainer):

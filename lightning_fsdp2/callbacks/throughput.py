@@ -48,8 +48,8 @@ class Throughput(Callback):
         self._total_tokens = 0.0
         self._steps = 0
         self._has_tokens = True
-        self._mfu_is_unknown = False
-        self._started = self._waited = self._fetch_started = 0.0
+        self._has_said_why = False
+        self._started = self._paused = self._waited = self._fetch_started = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {_TOKENS: self._total_tokens}
@@ -60,7 +60,7 @@ class Throughput(Callback):
     # ------------------------------------------------------------------ measuring
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mfu_is_unknown, self._has_tokens, self.latest = False, True, {}
+        self._has_said_why, self._has_tokens, self.latest = False, True, {}
         self._restart()
         # the Trainer's own marks around `next(dataloader)`; what else lies between two batches includes its waiting for
         # the device (the broadcast of SIGTERM), logging and checkpoints
@@ -128,8 +128,6 @@ class Throughput(Callback):
     def _get_utilisation(
         self, trainer: Trainer, pl_module: LightningModule, tokens_per_second: float, sequence_length: int
     ) -> dict[str, float]:
-        if self._mfu_is_unknown:
-            return {}
         metrics: dict[str, float] = {}
         try:
             flops = tokens_per_second * (self.flops_per_token or get_flops_per_token(pl_module, sequence_length))
@@ -137,9 +135,10 @@ class Throughput(Callback):
             peak = self.peak_flops or get_peak_flops(trainer.strategy.root_device, _get_compute_dtype(trainer))
             metrics["throughput/mfu"] = flops / peak
         except ValueError as error:
-            if not metrics:
-                self._mfu_is_unknown = True
-            rank_zero_info(f"Throughput: no MFU, because {error}. Set Throughput(flops_per_token=..., peak_flops=...).")
+            if not self._has_said_why:
+                remedy = "Set Throughput(flops_per_token=..., peak_flops=...)."
+                rank_zero_info(f"Throughput: no MFU, because {error}. {remedy}")
+            self._has_said_why = True
         return metrics
 
 
@@ -152,5 +151,6 @@ def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callabl
 
 
 def _get_compute_dtype(trainer: Trainer) -> torch.dtype:
-    default = torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float32
-    return getattr(trainer.strategy, "compute_dtype", torch.float16 if "16-" in str(trainer.precision)[:3] else default)
+    precision = str(trainer.precision)
+    names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return getattr(trainer.strategy, "compute_dtype", names.get(precision.partition("-")[0], torch.float32))

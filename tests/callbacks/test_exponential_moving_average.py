@@ -15,11 +15,12 @@ from helpers.user_modules import (
     make_language_model,
     make_loader,
     make_optimizer,
+    make_trainer,
 )
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_fsdp2 import CheckpointConfig
+from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.callbacks import ExponentialMovingAverage, HuggingFaceExport
 
 DECAY = 0.2
@@ -105,6 +106,22 @@ def test_the_averages_are_exported(kind: Kind, tmp_path: Path) -> None:
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     torch.testing.assert_close(exported, {name.removeprefix("model."): value for name, value in averages.items()})
     assert not torch.equal(weights["model.lm_head.weight"], averages["model.lm_head.weight"])
+
+
+@pytest.mark.slow
+def test_averages_are_resumed_on_another_mesh(tmp_path: Path) -> None:
+    def run() -> None:
+        batches = make_token_batches(4)
+        averages: list[Any] = []
+        for sizes, steps, path in (({}, 2, None), ({"tp_size": 2}, 3, tmp_path / "first.ckpt")):
+            average = ExponentialMovingAverage(DECAY, every_n_steps=2)  # none in the third step
+            trainer = make_trainer(FSDP2Strategy(**sizes), callbacks=[average], max_steps=steps)
+            trainer.fit(make_language_model(), make_loader(batches[:4] if not sizes else batches[:2]), ckpt_path=path)
+            averages.append(whole(average.averages))
+            trainer.save_checkpoint(tmp_path / "first.ckpt")
+        torch.testing.assert_close(averages[1], averages[0], rtol=0, atol=0)
+
+    STRATEGIES["fsdp2"].run(run, 2)
 
 
 @pytest.mark.slow

@@ -6,15 +6,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.models import LLAMA, make_causal_lm
+from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
 from helpers.ranks import run_ranks
 from helpers.recorder import Recorder, catch_messages
+from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import Regressor, make_batches, make_language_model, make_loader, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Strategy
 from lightning_fsdp2.callbacks import Throughput, throughput
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
 
@@ -91,6 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
     "head_dim": {**LLAMA, "head_dim": 24},
+    "gpt2": GPT2,
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -110,6 +112,28 @@ def test_operations_per_token_are_those_that_torch_counts(config: dict[str, Any]
     ((expected, counted),) = run_ranks(run, 1)
     # beside the products counted here, transformers multiplies positions with rotary frequencies
     assert expected == pytest.approx(counted, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_operations_of_a_sharded_model_are_those_of_the_whole(kind: Kind, tied: bool) -> None:
+    config = {**LLAMA, "tie_word_embeddings": tied}
+
+    def run() -> tuple[float, float]:
+        callback = Throughput()
+        trainer = kind.make_trainer(callbacks=[callback], max_steps=1, log_every_n_steps=1)
+        trainer.fit(CausalLM(config=config), make_loader(make_token_batches(2, length=32)))
+        rate = callback.latest["throughput/tokens_per_second_per_device"]
+        return callback.latest["throughput/tflops_per_device"] * 1e12 / rate, get_flops_per_token(
+            make_causal_lm(config), 32
+        )
+
+    for operations, expected in kind.run(run, 2):
+        assert operations == pytest.approx(expected, rel=1e-9)
 
 
 def test_frozen_weights_cost_two_thirds_and_windows_end_attention() -> None:
