@@ -40,9 +40,9 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
 
     The formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have one size and it
     reads 6 N + 12 L H Q T. N are the parameters that a token is multiplied with: no embeddings, but for one that is the
-    head, of experts those it is routed to, and of a frozen weight two thirds, since it gets no gradient. T is the sequence
-    length, or the window of a layer that has one; that attention is causal, or ends with a document, is not subtracted.
-    Neither is what activation checkpointing computes again added: this is utilisation by the model.
+    head, of experts those it is routed to, and of a frozen weight two thirds, since it gets no gradient. T is the
+    sequence length, or the window of a layer that has one; that attention is causal, or ends with a document, is not
+    subtracted. Neither is what activation checkpointing computes again added: this is utilisation by the model.
 
     Args:
         module: Holds one Hugging Face language model, sharded or not; numbers of parameters are those of the whole.

@@ -67,7 +67,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     materializes_models = True
     refused_callbacks: ClassVar[dict[type[Callback], str]] = dict.fromkeys(
         (WeightAveraging, StochasticWeightAveraging, ModelPruning),
-        "needs whole weights and fails on sharded ones; remove it, and average or prune checkpoints after training.",
+        "needs whole weights and fails on sharded ones; remove it, and average with"
+        " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
     """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
 

@@ -63,7 +63,7 @@ def train_language_model_alone(batches: Sequence[Batch], window: int, clip: floa
 
 
 @each_strategy
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_loss_and_norm_are_those_of_one_process(kind: Kind, clip: float | None) -> None:
     batches = make_token_batches(12)
 
@@ -128,7 +128,7 @@ class Counts(pl.Callback):
 
 
 @each_strategy
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, clip: float | None) -> None:
     def make_callbacks() -> list[pl.Callback]:
         return [

@@ -12,7 +12,7 @@ from lightning_fsdp2 import DDPStrategy
 from lightning_fsdp2.callbacks import StepProfiler
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [4]), (3, [4, 7])])
+@pytest.mark.parametrize(("every", "expected"), [pytest.param(0, [4], marks=pytest.mark.slow), (3, [4, 7])])
 def test_files_of_the_steps_asked_for(every: int, expected: list[int], tmp_path: Path) -> None:
     def run() -> None:
         profiler = StepProfiler(tmp_path / "traces", wait=2, warmup=1, active=1, every_n_batches=every)

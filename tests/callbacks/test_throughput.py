@@ -31,7 +31,11 @@ class Clock:
         return self.seconds
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2}], ids=["dp2", "tp2", "cp2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}, pytest.param({"cp_size": 2}, marks=pytest.mark.slow)],
+    ids=["dp2", "tp2", "cp2"],
+)
 def test_tokens_are_counted_once_for_the_ranks_that_share_them(sizes: dict[str, int]) -> None:
     batches = [{"input_ids": torch.arange(3, 3 + 24).view(2, 12)} for _ in range(16)]
     batches = [{**batch, "labels": batch["input_ids"]} for batch in batches]
@@ -72,7 +76,14 @@ def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_ti
         for steps, path in ((2, None), (4, tmp_path / "first.ckpt")):
             recorder = Recorder()
             trainer = make_trainer(
-                DDPStrategy(), logger=recorder, callbacks=[Throughput()], max_steps=steps, log_every_n_steps=2
+                DDPStrategy(),
+                logger=recorder,
+                callbacks=[Throughput()],
+                max_steps=steps,
+                log_every_n_steps=2,
+                val_check_interval=1,
+                limit_val_batches=0 if path else 1,
+                num_sanity_val_steps=0,
             )
             batches = [{"input_ids": torch.ones(2, 8, dtype=torch.long), **batch} for batch in make_batches(8)]
             with patch.object(throughput, "time", Clock()), catch_messages() as messages:
@@ -83,6 +94,8 @@ def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_ti
 
     (first, second, messages), _ = run_ranks(run, 2)
     assert first["throughput/tokens"] == 2 * 2 * 16
+    # of the seven looks at the clock two are for each fetch and two for the validation between the steps
+    assert first["throughput/step_seconds"] == (70 - 10) / 2
     assert second["throughput/tokens"] == 2 * first["throughput/tokens"]
     assert "throughput/mfu" not in second
     assert sum("no MFU, because Regressor holds 0 Hugging Face models" in message for message in messages) == 1
