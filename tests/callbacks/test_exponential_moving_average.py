@@ -128,6 +128,30 @@ def test_averages_are_resumed_on_another_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_averages_of_half_precision_weights_are_float32() -> None:
+    def run() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        average = ExponentialMovingAverage(0.99)
+        options = {"max_steps": 8, "precision": "bf16-true", "callbacks": [average]}
+        module = Regressor()
+        expected = {name: value.detach().bfloat16().float() for name, value in module.named_parameters()}
+        trainer = make_trainer(FSDP2Strategy(), **options)
+
+        class Follows(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+                decay = (1 + trainer.global_step) / (10 + trainer.global_step)
+                for name, value in whole(dict(pl_module.named_parameters())).items():
+                    expected[name] = decay * expected[name] + (1 - decay) * value.float()
+
+        trainer.callbacks.append(Follows())
+        trainer.fit(module, make_loader(make_batches(16)))
+        return whole(average.averages), expected
+
+    for averages, expected in STRATEGIES["fsdp2"].run(run, 2):
+        assert {value.dtype for value in averages.values()} == {torch.float32}
+        torch.testing.assert_close(averages, expected)
+
+
+@pytest.mark.slow
 def test_an_error_in_validation_leaves_the_weights(tmp_path: Path) -> None:
     class Fails(Regressor):
         def on_validation_epoch_end(self) -> None:

@@ -10,7 +10,8 @@ import torch
 from helpers.collectives import StepCounter
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import token_sum_loss
-from helpers.recorder import record
+from helpers.ranks import run_ranks
+from helpers.recorder import Recorder, record
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import (
     Batch,
@@ -18,9 +19,12 @@ from helpers.user_modules import (
     make_batches,
     make_language_model,
     make_optimizer,
+    make_trainer,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_fsdp2 import FSDP2Strategy
 from lightning_fsdp2.callbacks import (
     ExponentialMovingAverage,
     GarbageCollection,
@@ -161,3 +165,37 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, cli
         assert 0 < added <= 0.01 * sum(without.operations.values()), with_all.operations - without.operations
 
     kind.run(compare, WORLD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=["tp2", "cp2"])
+def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
+    batches = make_token_batches(4)
+
+    def run() -> tuple[Any, Any]:
+        recorder = Recorder()
+        callbacks = [GradientNorm(), LossOverRanks(), NaNGuard()]
+        options = {"max_steps": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.5}
+        trainer = make_trainer(FSDP2Strategy(**sizes), logger=recorder, callbacks=callbacks, **options)
+        module = make_language_model()
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        return recorder.rows, train_language_model_alone(batches, 2, 0.5)
+
+    for rows, expected in run_ranks(run, WORLD):
+        for step, values in enumerate(expected):
+            for name in ("loss/mean", "gradients/norm"):
+                assert rows[step][name] == pytest.approx(values[name], rel=1e-5), name
+            if "tp_size" in sizes:
+                assert rows[step]["loss/max"] == pytest.approx(values["loss/mean"], rel=1e-5)
+
+
+@each_strategy
+def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
+    def run() -> int:
+        counts = Counts(1)
+        callbacks = [GradientNorm(), NaNGuard(), counts]
+        options = {"max_steps": 3, "log_every_n_steps": 2, "gradient_clip_val": 0.5}
+        record(kind, make_language_model(), make_token_batches(6), callbacks, **options)
+        return counts.counter.operations["aten::_foreach_norm"]
+
+    assert kind.run(run, WORLD) == [1, 1]
