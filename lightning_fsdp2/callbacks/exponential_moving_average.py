@@ -43,6 +43,7 @@ class ExponentialMovingAverage(Callback):
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}
         """By the names of the parameters; sharded like these, float32."""
+        self._module: LightningModule | None = None  # that they are of
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
@@ -61,9 +62,12 @@ class ExponentialMovingAverage(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trained = _get_trained(pl_module)
         loaded, self._loaded = self._loaded, None
-        if loaded is None and self.averages.keys() == trained.keys():
-            return  # a second fit
+        is_second_fit = self._module is pl_module and self.averages.keys() == trained.keys()
+        self._module = pl_module
+        if loaded is None and is_second_fit:
+            return
         if loaded is None:
+            self._updates = 0
             self.averages = {name: _copy(parameter) for name, parameter in trained.items()}
             return
         if changed := loaded.keys() ^ trained.keys():
@@ -126,12 +130,13 @@ class ExponentialMovingAverage(Callback):
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.averages:
+        if pl_module is self._module:
+            self._put_in(pl_module)
+        else:
             rank_zero_warn(
-                "ExponentialMovingAverage: this process has not trained, so the weights themselves are evaluated, not"
-                " their averages."
+                "ExponentialMovingAverage: this module was not trained in this process, so its weights themselves are"
+                " evaluated, not their averages."
             )
-        self._put_in(pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_out()

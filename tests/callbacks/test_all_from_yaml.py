@@ -79,6 +79,7 @@ def write(folder: Path, names: list[str]) -> str:
     return f"--config={path}"
 
 
+@pytest.mark.slow
 def test_all_that_run_on_a_cpu_train_together(tmp_path: Path) -> None:
     names = [name for name in CALLBACKS if name != "MemorySnapshot"]
     arguments = ["fit", write(tmp_path, names)]

@@ -1,5 +1,6 @@
 """The averages of one process, sharded; evaluated, exported, saved and resumed."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def test_averages_are_those_of_one_process_and_are_resumed(kind: Kind, file_form
     kind.run(run, 2)
 
 
+@pytest.mark.slow
 @each_strategy
 def test_the_averages_are_exported(kind: Kind, tmp_path: Path) -> None:
     def run() -> tuple[Any, Any]:
@@ -167,6 +169,26 @@ def test_an_error_in_validation_leaves_the_weights(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             trainer.fit(module, make_loader(batches), make_loader(batches))
         torch.testing.assert_close(whole(dict(module.named_parameters())), average_alone(batches, 1)[0])
+
+    STRATEGIES["fsdp2"].run(run, 2)
+
+
+@pytest.mark.slow
+def test_a_module_that_was_not_trained_keeps_its_weights() -> None:
+    def run() -> None:
+        batches = make_batches(4)
+        average = ExponentialMovingAverage(DECAY)
+        trainer = make_trainer(FSDP2Strategy(), callbacks=[average], max_steps=1)
+        trainer.fit(Regressor(), make_loader(batches))
+        other = Regressor()
+        expected = {name: value.detach().clone() for name, value in other.named_parameters()}
+        is_first = trainer.is_global_zero
+        with pytest.warns(UserWarning, match="was not trained in this process") if is_first else nullcontext():
+            trainer.validate(other, make_loader(batches))
+        torch.testing.assert_close(whole(dict(other.named_parameters())), expected)
+        trainer = make_trainer(FSDP2Strategy(), callbacks=[average], max_steps=1)
+        trainer.fit(other, make_loader(batches))
+        torch.testing.assert_close(whole(average.averages), average_alone(batches, 1)[1])
 
     STRATEGIES["fsdp2"].run(run, 2)
 

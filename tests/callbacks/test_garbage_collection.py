@@ -55,6 +55,7 @@ def test_an_error_leaves_the_collector_on() -> None:
     assert run_ranks(run, 1) == [True]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_off_stays_off() -> None:
     def run() -> bool:
         gc.disable()

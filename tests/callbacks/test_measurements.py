@@ -99,6 +99,7 @@ def train_regressor_alone(batches: Sequence[Batch], window: int) -> list[dict[st
     return steps
 
 
+@pytest.mark.slow
 @each_strategy
 def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
     batches = make_batches(12)
@@ -189,6 +190,7 @@ def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
                 assert rows[step]["loss/max"] == pytest.approx(values["loss/mean"], rel=1e-5)
 
 
+@pytest.mark.slow
 @each_strategy
 def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
     def run() -> int:

@@ -51,6 +51,7 @@ def test_gradients_of_one_rank_stop_all_where_they_are_clipped(kind: Kind) -> No
         assert is_unchanged
 
 
+@pytest.mark.slow
 @each_strategy
 def test_without_clipping_gradients_are_checked_on_logging_steps(kind: Kind) -> None:
     batches = make_batches(6)

@@ -110,7 +110,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(config, marks=() if name == "mixtral" else pytest.mark.slow) for name, config in MODELS.items()],
+    ids=MODELS,
+)
 def test_operations_per_token_are_those_that_torch_counts(config: dict[str, Any]) -> None:
     def run() -> tuple[float, float]:
         model: Any = make_causal_lm(config)
