@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +110,21 @@ def assert_async(condition: Tensor, message: str) -> None:
     ``torch._assert_async`` has no public twin; torchtitan guards its steps with it too.
     """
     torch._assert_async(condition, message)
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop to record every allocation on GPUs and its stack, the last 100 000; torch documents it by this
+    private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
+    """
+    if enabled:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what :func:`record_memory_history` has recorded, and what is allocated."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
