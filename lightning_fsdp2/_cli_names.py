@@ -42,7 +42,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
             continue
         strategy = STRATEGIES[name]
         options = _flatten(strategy.get("init_args", {}), _FLAG)
-        expanded.append(f"{_FLAG}={strategy['class_path']}")
+        expanded.append(f"{_FLAG}.class_path={strategy['class_path']}")
         expanded += [f"{option}={str(value).lower()}" for option, value in options]
     return expanded
 
@@ -71,7 +71,10 @@ def get_hint(message: str, options: Iterable[str]) -> str:
         message: The parser's, whole.
         options: Names of the options that the command has.
     """
-    word, candidates = _find_unknown(message, options)
+    try:
+        word, candidates = _find_unknown(message, options)
+    except (ImportError, AttributeError, NameError, TypeError, ValueError):
+        return ""  # of a class that cannot be looked into; the message alone says what is wrong
     nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
     return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
 
