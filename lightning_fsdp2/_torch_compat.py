@@ -267,7 +267,7 @@ def simulate_world(world_size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
-    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:

@@ -79,9 +79,9 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration is wrong, or the checkpoint; with code 0 at
             the end of a command.
     """
-    arguments = sys.argv[1:] if args is None else args
     # the help of our configs stands under their fields; completion shows no help, and would read minutes of it
-    completes = any(str(argument).startswith("--print_completion") for argument in arguments)
+    arguments = args if isinstance(args, list) else sys.argv[1:]
+    completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
     FSDP2CLI(args)
 
@@ -205,7 +205,7 @@ class FSDP2CLI(LightningCLI):
         """Say which strategies there are, and head the groups of options with words of one line."""
         super().add_core_arguments_to_parser(parser)
         for name in ("trainer", "model", "data"):
-            parser.groups[name].title = f"Options of the {name}"
+            cast(Any, parser).groups[name].title = f"Options of the {name}"
         parser._option_string_actions["--trainer.strategy"].help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
