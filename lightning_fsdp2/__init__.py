@@ -31,6 +31,7 @@ register_cli_types()
 for _name, _strategy, _config in (
     ("fsdp2", FSDP2Strategy, FSDP2Config()),
     ("fsdp2_offload", FSDP2Strategy, FSDP2Config(offload_policy=True)),
+    ("lightning_fsdp2_ddp", DDPStrategy, DDPConfig()),
     ("megatron_fsdp", MegatronFSDPStrategy, MegatronFSDPConfig()),
 ):
     if _name not in StrategyRegistry:

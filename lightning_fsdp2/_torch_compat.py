@@ -270,6 +270,26 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@contextmanager
+def simulate_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
+
+    Torch's own tests do so (2.11 to 2.15); nothing public stands in for a process group.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes.
 

@@ -24,6 +24,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -118,6 +119,10 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def compute_dtype(self) -> torch.dtype:
         """In which the layers of the module compute."""
         return _get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin)
+
+    @abstractmethod
+    def build_manager(self, device_mesh: DeviceMesh) -> ManagerT:
+        """Of the strategy's flags and the Trainer's precision, for a mesh with all four axes."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
         """What watches the module's forwards outside of steps."""
