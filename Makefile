@@ -20,11 +20,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
 	touch $@
 
-# the config asks for two CPU processes; where there are GPUs, use them
-quickstart: GPU_ARGS = $(shell $(BIN)/python -c "import torch; \
-	print('--trainer.accelerator=gpu --trainer.devices=auto' if torch.cuda.is_available() else '')")
 quickstart: venv ## Train a small model on this machine
-	$(BIN)/lightning-fsdp2 fit --config configs/quickstart.yaml $(GPU_ARGS) $(ARGS)
+	$(BIN)/lightning-fsdp2 quickstart $(ARGS)
 
 test: venv ## Run the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

@@ -17,7 +17,7 @@ from lightning_fsdp2.config import (
     FSDP2Config,
     MegatronFSDPConfig,
 )
-from lightning_fsdp2.data import TextDataModule
+from lightning_fsdp2.data import ChatDataModule, TextDataModule
 from lightning_fsdp2.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from lightning_fsdp2.mesh import create_device_mesh
 from lightning_fsdp2.models import CausalLM, load_from_checkpoint
@@ -31,6 +31,7 @@ register_cli_types()
 for _name, _strategy, _config in (
     ("fsdp2", FSDP2Strategy, FSDP2Config()),
     ("fsdp2_offload", FSDP2Strategy, FSDP2Config(offload_policy=True)),
+    ("lightning_fsdp2_ddp", DDPStrategy, DDPConfig()),
     ("megatron_fsdp", MegatronFSDPStrategy, MegatronFSDPConfig()),
 ):
     if _name not in StrategyRegistry:
@@ -38,6 +39,7 @@ for _name, _strategy, _config in (
 
 __all__ = [
     "CausalLM",
+    "ChatDataModule",
     "CheckpointConfig",
     "DDPConfig",
     "DDPManager",

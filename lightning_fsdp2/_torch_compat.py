@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +110,21 @@ def assert_async(condition: Tensor, message: str) -> None:
     ``torch._assert_async`` has no public twin; torchtitan guards its steps with it too.
     """
     torch._assert_async(condition, message)
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop to record every allocation on GPUs and its stack, the last 100 000; torch documents it by this
+    private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
+    """
+    if enabled:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what :func:`record_memory_history` has recorded, and what is allocated."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -252,6 +268,26 @@ def can_compile_checkpointed_collectives() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd calls: a forward then is one that activation checkpointing computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def simulate_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
+
+    Torch's own tests do so (2.11 to 2.15); nothing public stands in for a process group.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

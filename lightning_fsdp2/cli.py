@@ -5,25 +5,52 @@
     lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
     lightning-fsdp2 fit --trainer.strategy.help lightning_fsdp2.FSDP2Strategy --trainer.strategy.config.help
     torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
+    lightning-fsdp2 describe --config run.yaml --world_size 512
     lightning-fsdp2 verify checkpoints/last.ckpt
 """
 
+import json
+import logging
 import os
 import re
-from typing import Any, NoReturn, cast
+import sys
+from argparse import Action
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
 
-from jsonargparse import set_parsing_settings
+import torch
+from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_fsdp2._cli_names import STRATEGIES, expand_arguments, expand_yaml, get_hint
 from lightning_fsdp2.commands import COMMANDS
+from lightning_fsdp2.describe import describe
+from lightning_fsdp2.describe_table import write_tables
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI", "main"]
 
 _DESCRIPTION = "Train any LightningModule on shards, from YAML, and look after its checkpoints."
 
-_STRATEGY_NAMES = ("fsdp2", "fsdp2_offload")
+_SUMMARIES = {
+    "fit": "Train a model, validating it on the way.",
+    "validate": "Evaluate a model on the validation data.",
+    "test": "Evaluate a model on the test data.",
+    "predict": "Write what a model predicts for data.",
+    "describe": "Print mesh, units and each parameter's shard for a config, on any number of ranks, without training.",
+}
+_QUICKSTART = "Train a small model on this machine, with options as of `fit`."
+_QUICKSTART_CONFIG = Path(__file__).parent / "quickstart.yaml"
+
+_STRATEGY_HELP = (
+    f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path. Its"
+    " options follow as --trainer.strategy.OPTION, or under init_args in YAML."
+)
 
 _USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 _HEADINGS = (
@@ -32,12 +59,18 @@ _HEADINGS = (
     "Errors:",
     "Problem with given class_path",
     "Given value type: ",
+    "Not a valid subclass of",
+    "Subclass types expect one of:",
+    "a class path (str)",
+    "a dict with",
 )
+_LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name: `strategy=('.*?')`.*", re.DOTALL)
+_NO_PATH = "Expected a dot import path string: "
 _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
 
 
 def main(args: ArgsType = None) -> None:
-    """Run ``fit``, ``validate``, ``test`` or ``predict``, or a command of :mod:`lightning_fsdp2.commands`.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``describe``, ``quickstart`` or a command on checkpoints.
 
     Args:
         args: Command line arguments without the program's name; None takes those of the process.
@@ -46,21 +79,75 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration is wrong, or the checkpoint; with code 0 at
             the end of a command.
     """
-    # the help of our configs stands under their fields
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # the help of our configs stands under their fields; completion shows no help, and would read minutes of it
+    arguments = args if isinstance(args, list) else sys.argv[1:]
+    completes = any(argument.startswith("--print_completion") for argument in arguments)
+    set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
     FSDP2CLI(args)
 
 
+class _Trainer(Trainer):
+    """Lightning's, which can also say what it would train."""
+
+    def describe(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        world_size: int | None = None,
+        format: Literal["table", "json"] = "table",
+    ) -> None:
+        """Print how the model is sharded.
+
+        Args:
+            model: On the meta device.
+            datamodule: Not used.
+            world_size: Number of ranks, also more than this machine has. None for trainer.devices x num_nodes.
+            format: Of the output: tables to read, or JSON with every parameter.
+        """
+        if world_size is None:
+            world_size = self.num_nodes * self.num_devices
+        description = describe(self, model, world_size=world_size)
+        if format == "json":
+            sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
+        else:
+            write_tables(description, sys.stdout)
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """Leaves out the lists of all subclasses, which ``--OPTION.help`` gives, and markup."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text = super()._get_help_string(action)
+        return re.sub(r",? ?known subclasses: [^)]*", "", text).replace("``", "").replace(" ()", "")
+
+
 class _ArgumentParser(LightningArgumentParser):
-    """Ends with one line, where jsonargparse writes a screenful of usage and every type it tried."""
+    """Knows short names, and ends with one line where jsonargparse writes a screenful of what it tried."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _HelpFormatter, **kwargs})
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        args = expand_arguments(sys.argv[1:] if args is None else args)
+        if self._subcommands_action is not None and args[:1] == ["quickstart"]:
+            args = ["fit", f"--config={_QUICKSTART_CONFIG}", *_get_gpu_arguments(), *args[1:]]
+        return super().parse_args(args, *others, **kwargs)
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        return super().parse_string(expand_yaml(content, _SUMMARIES), *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # jsonargparse's own variable for whoever needs the whole story: it then raises, from the cause
         wants_traceback = os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
         if self.exit_on_error and not wants_traceback:
-            hint = _TARGET_HINT if "'_target_'" in message else ""
+            message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
+            hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
             self.exit(2, f"error: {_summarize(message)}{hint}\n")
         super().error(message, ex)
+
+    def _list_options(self) -> set[str]:
+        commands = self._subcommands_action.choices.values() if self._subcommands_action else []
+        return {action.dest for parser in (self, *commands) for action in parser._actions}
 
 
 class FSDP2CLI(LightningCLI):
@@ -75,14 +162,27 @@ class FSDP2CLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
+        usages = {name: f"lightning-fsdp2 {name} --config FILE [--OPTION VALUE ...]" for name in _SUMMARIES}
+        commands = {name: {"description": _SUMMARIES[name], "usage": usages[name]} for name in _SUMMARIES}
         super().__init__(
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "lightning-fsdp2", "description": _DESCRIPTION},
+            trainer_class=_Trainer,
+            parser_kwargs={
+                "prog": "lightning-fsdp2",
+                "usage": "lightning-fsdp2 COMMAND [--OPTION VALUE ...]",
+                "description": _DESCRIPTION,
+                **(commands if run else {}),
+            },
             parser_class=_ArgumentParser,
             auto_configure_optimizers=False,
             args=args,
             run=run,
         )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and ``describe``."""
+        return {**LightningCLI.subcommands(), "describe": {"model", "datamodule"}}
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
@@ -91,16 +191,29 @@ class FSDP2CLI(LightningCLI):
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         if not add_subcommands:
             return
+        subcommands = cast(Any, self.parser)._subcommands_action
+        for action in subcommands._choices_actions:
+            action.help = _SUMMARIES[action.dest]
+        subcommands.add_subcommand("quickstart", _ArgumentParser(description=_QUICKSTART), help=_QUICKSTART)
         for name, command in COMMANDS.items():
-            summary = (command.__doc__ or "").partition("\n")[0]
+            summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
             parser = _ArgumentParser(description=summary)
             parser.add_function_arguments(command, as_group=False, as_positional=True)
-            cast(Any, self.parser)._subcommands_action.add_subcommand(name, parser, help=summary)
+            subcommands.add_subcommand(name, parser, help=summary)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Say which strategies there are, and head the groups of options with words of one line."""
+        super().add_core_arguments_to_parser(parser)
+        for name in ("trainer", "model", "data"):
+            cast(Any, parser).groups[name].title = f"Options of the {name}"
+        parser._option_string_actions["--trainer.strategy"].help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the arguments; those of a command are carried out, and the process ends."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
+        if name == "describe":
+            self.config[name].seed_everything = False  # nothing is drawn
         if name not in COMMANDS:
             return
         try:
@@ -120,7 +233,7 @@ class FSDP2CLI(LightningCLI):
         """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could."""
         strategy = self._get(self.config, "trainer.strategy")
         name = str(getattr(strategy, "class_path", strategy))
-        is_ours = name.startswith("lightning_fsdp2.") or name in _STRATEGY_NAMES
+        is_ours = name.startswith("lightning_fsdp2.") or name in STRATEGIES
         if is_ours and str(self._get(self.config, "trainer.precision")) in ("16", "16-mixed"):
             try:
                 ShardedPrecision("16-mixed")
@@ -130,12 +243,82 @@ class FSDP2CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; a wrong option they find ends like one that the parser finds."""
         try:
-            super().instantiate_classes()
+            if self.subcommand == "describe":
+                self._instantiate_to_describe()
+            else:
+                super().instantiate_classes()
         except _USER_ERRORS as error:
             # jsonargparse turns whatever a model's __init__ raises into a ValueError; a bug keeps its traceback
             if not isinstance(_get_root_cause(error), _USER_ERRORS):
                 raise
             self._parser(self.subcommand).error(str(error), error)
+
+    def _instantiate_to_describe(self) -> None:
+        """Make no weights, and nothing that reads, writes or wants the machines of the run."""
+        config = self.config["describe"]
+        if config.world_size is None:
+            config.world_size = _get_world_size(config.trainer)
+        config.data = None
+        config.trainer.update(
+            Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None)
+        )
+        with torch.device("meta"), _without_infos():
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer; to describe a model it needs no launcher's environment."""
+        if self.subcommand == "describe":
+            kwargs["plugins"] = [LightningEnvironment()]
+        return super().instantiate_trainer(**kwargs)
+
+    def describe(self, **kwargs: Any) -> None:
+        """Let the Trainer describe the model; what the strategy refuses ends in one line."""
+        try:
+            cast(Any, self.trainer).describe(**kwargs)
+        except (*_USER_ERRORS, TypeError) as error:
+            if os.environ.get("JSONARGPARSE_DEBUG"):
+                raise
+            self._parser(self.subcommand).error(str(error), error)
+
+
+def _get_world_size(trainer: Namespace) -> int:
+    """The ranks that a config asks for.
+
+    Raises:
+        ValueError: When it asks for all devices, and this machine has none of the kind.
+    """
+    devices: Any = trainer.devices
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices) not in ("auto", "-1"):
+        count = int(devices)
+    else:
+        count = 1 if trainer.accelerator == "cpu" else torch.accelerator.device_count()
+    if count < 1:
+        raise ValueError(
+            f"trainer.devices={devices!r} is what a machine has, and this one has no accelerator; give the number of"
+            " ranks, such as --world_size=8."
+        )
+    return count * int(trainer.num_nodes)
+
+
+def _get_gpu_arguments() -> list[str]:
+    """The quickstart asks for two CPU processes; where there are GPUs, it uses them."""
+    return ["--trainer.accelerator=gpu", "--trainer.devices=auto"] if torch.cuda.is_available() else []
+
+
+@contextmanager
+def _without_infos() -> Iterator[None]:
+    """Keep what Lightning says of the machine out of what is read or piped on."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _get_root_cause(error: BaseException) -> BaseException:
@@ -168,6 +351,8 @@ def _summarize(message: str) -> str:
                 deepest, reasons, value = depth, [], ""
             reasons.append(text)
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
+    if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
+        reasons = [f"{path!r} is no class path" for path in paths]
     # where one kind of value was right and its content wrong, what other kinds there are does not help
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))

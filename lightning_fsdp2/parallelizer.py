@@ -83,6 +83,7 @@ def fsdp2_strategy_parallelize(
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
+    materializes: bool = True,
 ) -> nn.Module:
     """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
 
@@ -125,6 +126,8 @@ def fsdp2_strategy_parallelize(
         enable_fsdp2_prefetch: Whether units start the all-gathers of the next ones.
         fsdp2_backward_prefetch_depth: How many of them in backward.
         fsdp2_forward_prefetch_depth: How many of them in forward.
+        materializes: Whether a model on the meta device gets its weights; False leaves its shards there, to be looked
+            at.
 
     Returns:
         ``model`` itself.
@@ -210,9 +213,10 @@ def fsdp2_strategy_parallelize(
     )
     if enable_fsdp2_prefetch:
         apply_prefetch(plan, forward_depth=fsdp2_forward_prefetch_depth, backward_depth=fsdp2_backward_prefetch_depth)
-    weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-    load_pretrained(model, weights_device, device_mesh)
-    materialize(model, weights_device, device_mesh)
+    if materializes:
+        weights_device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+        load_pretrained(model, weights_device, device_mesh)
+        materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), fsdp_mesh)
     return model
 

@@ -1,16 +1,25 @@
+import io
+import json
+import os
 import runpy
+import shutil
+import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers.models import LLAMA
+from helpers.ranks import run_ranks
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+import lightning_fsdp2
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.config import FSDP2Config
 
@@ -68,7 +77,8 @@ def _no_arguments(monkeypatch):
 @pytest.fixture
 def _restored_settings():
     yield
-    set_parsing_settings(docstring_parse_attribute_docstrings=False)  # as before `main`, and faster
+    # as before `main`, and faster
+    set_parsing_settings(docstring_parse_attribute_docstrings=False, add_print_completion_argument=False)
 
 
 def write_yaml(folder: Path, model: dict[str, Any] | None = None, **trainer: Any) -> str:
@@ -163,8 +173,15 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
 @pytest.mark.parametrize(
     ("strategy", "line"),
     [
-        (strategy({"sequence_paralel": True}), "trainer.strategy.config: Option 'sequence_paralel' is not accepted"),
-        (strategy({}, tp_sise=2), "trainer.strategy: Option 'tp_sise' is not accepted"),
+        (
+            strategy({"sequence_paralel": True}),
+            "trainer.strategy.config: Option 'sequence_paralel' is not accepted; did you mean 'sequence_parallel'?",
+        ),
+        (strategy({}, tp_sise=2), "trainer.strategy: Option 'tp_sise' is not accepted; did you mean 'tp_size'?"),
+        (
+            strategy({}, sequence_parallel=True),
+            "trainer.strategy: Option 'sequence_parallel' is not accepted; did you mean 'config.sequence_parallel'?",
+        ),
         (
             strategy({"activation_checkpointing": "sel"}),
             "trainer.strategy.config.activation_checkpointing: Expected a <class 'bool'>, or: Expected a "
@@ -184,8 +201,37 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
             "tp_plan=None for ours.",
         ),
         ({"class_path": f"{__name__}.Nothing"}, f"trainer.strategy: module '{__name__}' has no attribute 'Nothing'"),
+        (
+            {"class_path": "lightning_fsdp2.FSDP2Strateg"},
+            "trainer.strategy: module 'lightning_fsdp2' has no attribute 'FSDP2Strateg'; did you mean"
+            " 'lightning_fsdp2.FSDP2Strategy'?",
+        ),
+        (
+            {"class_path": "lightnin_fsdp2.FSDP2Strategy"},
+            "trainer.strategy: No module named 'lightnin_fsdp2'; did you mean 'lightning_fsdp2'?",
+        ),
+        ({"class_path": "fsd2"}, "trainer.strategy: 'fsd2' is no class path; did you mean 'fsdp2'?"),
+        (
+            {"class_path": "FSDP2Strateg"},
+            "trainer.strategy: 'FSDP2Strateg' is no class path; did you mean 'lightning_fsdp2.FSDP2Strategy'?",
+        ),
+        ("megatron", "trainer.strategy: there is no strategy 'megatron'; did you mean 'megatron_fsdp'?"),
     ],
-    ids=["unknown-field", "unknown-argument", "wrong-type", "target", "wrong-value", "old-name", "no-class"],
+    ids=[
+        "unknown-field",
+        "unknown-argument",
+        "field-as-argument",
+        "wrong-type",
+        "target",
+        "wrong-value",
+        "old-name",
+        "no-class",
+        "class",
+        "module",
+        "short-name",
+        "class-name",
+        "name",
+    ],
 )
 def test_errors_in_the_strategy_are_one_line(strategy, line, tmp_path, capsys):
     assert error_of(["fit", write_yaml(tmp_path, strategy=strategy)], capsys) == f"error: {line}"
@@ -196,13 +242,21 @@ def test_errors_in_the_strategy_are_one_line(strategy, line, tmp_path, capsys):
     [
         ("--trainer.max_epochs=ten", "trainer.max_epochs: Expected a <class 'int'>. Got value: ten"),
         ("--nothing=1", "unrecognized arguments: --nothing=1"),
-        ("--trainer.strategy=nothing", "You selected an invalid strategy name: `strategy='nothing'`"),
+        ("--trainer.max_stepz=1", "unrecognized arguments: --trainer.max_stepz=1; did you mean 'trainer.max_steps'?"),
+        ("--trainer.strategy=nothing", "trainer.strategy: there is no strategy 'nothing'"),
         ("--trainer.accelerator=cuda", "`CUDAAccelerator` can not run on your system"),
     ],
 )
 def test_errors_in_flags_are_one_line(flag, line, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert error_of(["fit", write_yaml(tmp_path), flag], capsys).startswith(f"error: {line}")
+
+
+def test_a_misspelt_key_in_yaml_is_one_line(tmp_path, capsys):
+    line = error_of(["fit", write_yaml(tmp_path, max_stepz=1)], capsys)
+    assert (
+        line == "error: Subcommand 'fit' does not accept option 'trainer.max_stepz'; did you mean 'trainer.max_steps'?"
+    )
 
 
 def test_missing_files_are_one_line(tmp_path, capsys):
@@ -245,4 +299,167 @@ def test_python_dash_m(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module("lightning_fsdp2", run_name="__main__")
     assert exit_.value.code == 0
-    assert "usage: lightning-fsdp2 [-c CONFIG]" in capsys.readouterr().out
+    assert "usage: lightning-fsdp2 COMMAND" in capsys.readouterr().out
+
+
+def print_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as exit_:
+        FSDP2CLI([*args, "--print_config"])
+    assert exit_.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+SHORT_NAMES = {
+    "fsdp2": ("lightning_fsdp2.FSDP2Strategy", None),
+    "fsdp2_offload": ("lightning_fsdp2.FSDP2Strategy", True),
+    "lightning_fsdp2_ddp": ("lightning_fsdp2.DDPStrategy", None),
+    "megatron_fsdp": ("lightning_fsdp2.MegatronFSDPStrategy", None),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+@pytest.mark.parametrize("source", ["yaml", "yaml-with-options", "flag"])
+def test_short_names_of_strategies(name, source, tmp_path, capsys):
+    class_path, offload_policy = SHORT_NAMES[name]
+    config = {"activation_checkpointing": "full"} if name != "megatron_fsdp" else {"activation_checkpointing": True}
+    if source == "yaml":
+        args = [write_yaml(tmp_path, strategy=name)]
+    elif source == "yaml-with-options":
+        args = [write_yaml(tmp_path, strategy={"class_path": name, "init_args": {"config": config}})]
+    else:
+        option = f"--trainer.strategy.config.activation_checkpointing={config['activation_checkpointing']}"
+        args = [write_yaml(tmp_path), "--trainer.strategy", name, option.replace("True", "true")]
+    printed = print_config(["fit", *args], capsys)["trainer"]["strategy"]
+    assert printed["class_path"] == class_path
+    printed = (printed["init_args"]["config"] or {}).get("init_args", {})
+    assert printed.get("offload_policy") is offload_policy
+    if source != "yaml":
+        assert printed["activation_checkpointing"] == config["activation_checkpointing"]
+
+
+def test_numbers_of_a_config_with_a_short_name_stay_numbers(tmp_path, capsys):
+    path = Path(write_yaml(tmp_path, strategy="fsdp2").removeprefix("--config="))
+    path.write_text(path.read_text() + "seed_everything: 7\n")
+    path.write_text(path.read_text().replace("lr: 0.01", "lr: 1e-4"))
+    printed = print_config(["fit", f"--config={path}"], capsys)
+    assert printed["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 1e-4
+    assert printed["seed_everything"] == 7
+
+
+def test_quickstart_is_fit_with_the_config_in_the_package(capsys):
+    printed = print_config(["quickstart", "--trainer.max_steps=3"], capsys)
+    config = yaml.safe_load((Path(lightning_fsdp2.__file__).parent / "quickstart.yaml").read_text())
+    assert printed["model"]["init_args"]["config"] == config["model"]["init_args"]["config"]
+    assert printed["trainer"]["max_steps"] == 3
+
+
+LLAMA_OPTIONS = {"config": LLAMA, "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}}
+
+
+def test_describe_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path):
+    model = {"class_path": "lightning_fsdp2.CausalLM", "init_args": LLAMA_OPTIONS}
+    strategy = {"class_path": "fsdp2", "init_args": {"tp_size": 2, "dp_replicate_size": "auto"}}
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path / "logs")}}
+    config = write_yaml(
+        tmp_path,
+        model,
+        strategy=strategy,
+        accelerator="gpu",
+        devices=4,
+        num_nodes=2,
+        logger=logger,
+        precision="bf16-mixed",
+    )
+
+    def run(*args: str) -> str:
+        with redirect_stdout(io.StringIO()) as output:
+            FSDP2CLI(["describe", config, *args])
+        return output.getvalue()
+
+    [printed] = run_ranks(run, 1, "--format=json", group=False)
+    description = json.loads(printed)
+    assert description["mesh"] == {"dp_replicate": 2, "dp_shard": 2, "context_parallel": 1, "tensor_parallel": 2}
+    units = [unit["modules"] for unit in description["units"]]
+    assert units[:2] == [["model.model.embed_tokens"], ["model.model.layers.0"]]
+    q_proj = next(p for p in description["units"][1]["parameters"] if p["name"].endswith("q_proj.weight"))
+    assert q_proj == {
+        "name": "model.model.layers.0.self_attn.q_proj.weight",
+        "shape": [32, 32],
+        "dtype": "float32",
+        "is_trained": True,
+        "placements": {"dp_replicate": "whole", "dp_shard_cp": "dim 0", "tensor_parallel": "dim 0"},
+        "shard_shape": [8, 32],
+        "shard_bytes": 1024,
+    }
+    [printed] = run_ranks(run, 1, "--world_size=64", "--trainer.strategy=lightning_fsdp2_ddp", group=False)
+    assert "DDPStrategy on 64 ranks" in printed
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            ["--trainer.strategy=fsdp2", "--trainer.strategy.tp_size=3", "--world_size=4"],
+            "tp_size=3 = 3 does not divide",
+        ),
+        (["--trainer.strategy=ddp", "--world_size=4"], "describe knows the strategies of lightning_fsdp2"),
+        (["--trainer.accelerator=gpu", "--trainer.devices=-1"], "give the number of ranks, such as --world_size=8."),
+    ],
+)
+def test_what_cannot_be_described_is_one_line(flags, error, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    model = {"class_path": "lightning_fsdp2.CausalLM", "init_args": LLAMA_OPTIONS}
+    with pytest.raises(SystemExit) as exit_:
+        FSDP2CLI(["describe", write_yaml(tmp_path, model), *flags])
+    assert exit_.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert error in line
+
+
+@pytest.mark.usefixtures("_restored_settings")
+def test_help_fits_100_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    for args in (["--help"], ["fit", "--help"], ["describe", "--help"]):
+        with pytest.raises(SystemExit):
+            main(args)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 100
+        assert not any("known subclasses" in line for line in lines)
+    assert lines[0] == "usage: lightning-fsdp2 describe --config FILE [--OPTION VALUE ...]"
+    assert sum("fsdp2_offload" in line for line in lines) == 1
+
+
+@pytest.mark.slow
+def test_shell_completion():
+    pytest.importorskip("shtab", reason="needs jsonargparse[shtab]")
+    # in a process of its own: it looks into all classes that are imported, and tests import many
+    command = [sys.executable, "-m", "lightning_fsdp2", "--print_completion=shtab-bash"]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+    completed = subprocess.run(
+        ["bash"], input=f"{script}\ncomplete -p lightning-fsdp2", capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.split()[-1] == "lightning-fsdp2"
+    assert "--trainer.strategy.tp_size" in script
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_quickstart_in_an_empty_directory(tmp_path):
+    pytest.importorskip("hatchling", reason="needs the build backend")
+    root = Path(__file__).parent.parent
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*pip, str(root)], check=True, timeout=120)
+    [wheel] = tmp_path.glob("*.whl")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    short = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    command = [sys.executable, "-m", "lightning_fsdp2", "quickstart", "--trainer.devices=1", *short]
+    # the wheel itself on the path: what is not in it cannot be found
+    unpacked = tmp_path / "unpacked"
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=empty, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert (empty / "outputs" / "quickstart" / "last.ckpt").exists()

@@ -1,6 +1,31 @@
 """Lightning callbacks; they work under any strategy."""
 
+from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
+from lightning_fsdp2.callbacks.garbage_collection import GarbageCollection
+from lightning_fsdp2.callbacks.gradient_norm import GradientNorm
 from lightning_fsdp2.callbacks.hugging_face_export import HuggingFaceExport
+from lightning_fsdp2.callbacks.learning_rates import LearningRates
+from lightning_fsdp2.callbacks.loss_over_ranks import LossOverRanks
+from lightning_fsdp2.callbacks.memory_snapshot import MemorySnapshot
+from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
+from lightning_fsdp2.callbacks.nan_guard import NaNGuard
+from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.callbacks.run_report import RunReport
+from lightning_fsdp2.callbacks.step_profiler import StepProfiler
+from lightning_fsdp2.callbacks.throughput import Throughput
 
-__all__ = ["HuggingFaceExport", "RunReport"]
+__all__ = [
+    "ExponentialMovingAverage",
+    "GarbageCollection",
+    "GradientNorm",
+    "HuggingFaceExport",
+    "LearningRates",
+    "LossOverRanks",
+    "MemorySnapshot",
+    "MemoryUsage",
+    "NaNGuard",
+    "RunReport",
+    "StepProfiler",
+    "Throughput",
+    "TrainingProgressBar",
+]

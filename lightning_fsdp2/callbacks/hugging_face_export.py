@@ -1,11 +1,13 @@
 """Exports the trained model in the format of Hugging Face."""
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
 from lightning_fsdp2.checkpoint.coordination import on_first_rank
 from lightning_fsdp2.checkpoint.hugging_face import (
     ExportDtype,
@@ -18,6 +20,8 @@ from lightning_fsdp2.checkpoint.hugging_face import (
 
 class HuggingFaceExport(Callback):
     """Writes the model at the end of ``fit`` with :func:`~lightning_fsdp2.export_hf`: all ranks, from their shards.
+
+    The weights are the averaged ones, where the Trainer has an ``ExponentialMovingAverage``.
 
     Nothing is written with ``fast_dev_run``, or when training ends with an error: export a checkpoint then. A job that
     continues another (``ckpt_path``) needs ``overwrite=True``, or a directory of its own: the first one exported too.
@@ -87,7 +91,9 @@ class HuggingFaceExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_dry_run(trainer):
             return
-        export_hf(pl_module, self._out, overwrite=self.overwrite, **self._options)
+        averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
+        with averages[0].averaged(pl_module) if averages else nullcontext():
+            export_hf(pl_module, self._out, overwrite=self.overwrite, **self._options)
         rank_zero_info(f"Exported the model to {self._out}.")
 
 

@@ -1,6 +1,7 @@
-"""Text files to packed batches of tokens for causal language models."""
+"""Text files and conversations to packed batches of tokens for causal language models."""
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+from lightning_fsdp2.data.chat import ChatDataModule
 from lightning_fsdp2.data.text import TextDataModule
 
-__all__ = ["TextDataModule", "build_byte_tokenizer"]
+__all__ = ["ChatDataModule", "TextDataModule", "build_byte_tokenizer"]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import IterableDataset as TorchIterableDataset
 
-_IGNORE_INDEX = -100  # the label that Hugging Face's losses and ours leave out
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+IGNORE_INDEX = -100
+"""The label that Hugging Face's losses and ours leave out."""
+
+_ROWS_AT_ONCE = 16
 
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
@@ -31,6 +39,47 @@ class ResumableSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return itertools.islice(super().__iter__(), self.start, None)
+
+
+class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
+    """Sequences that are read and made while training goes on: one rank's share of a stream.
+
+    Every rank makes the whole stream, and of n ranks rank r takes the sequences r, r + n, r + 2n, … of it. So, as with
+    a :class:`ResumableSampler`, a step takes the same sequences from any number of ranks. The last sequences, which are
+    not one for each rank, are left out.
+
+    Args:
+        sequences: Rows of lists of integers. Its ``set_epoch`` changes its order if it is shuffled.
+        num_replicas: Number of ranks.
+        rank: This one.
+    """
+
+    epoch = 0
+    start = 0
+    """How many of this rank's sequences the next iteration makes, but leaves out."""
+
+    def __init__(self, sequences: IterableDataset, num_replicas: int = 1, rank: int = 0) -> None:
+        super().__init__()
+        self._sequences = sequences
+        self.num_replicas = num_replicas
+        self._rank = rank
+
+    def share(self, num_replicas: int, rank: int) -> SequenceStream:
+        """Return another rank's share of the same stream."""
+        return SequenceStream(self._sequences, num_replicas, rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self._sequences.set_epoch(self.epoch)
+        # `iter(...)` would shuffle otherwise in a worker process
+        batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
+        rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
+        rounds = zip(*[rows] * self.num_replicas, strict=False)  # complete ones only
+        for row_of_each in itertools.islice(rounds, self.start, None):
+            yield {name: torch.tensor(values) for name, values in row_of_each[self._rank]}
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
@@ -82,6 +131,56 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             self.sampler.set_epoch(self._epoch)
 
 
+class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
+    """A ``DataLoader`` over a :class:`SequenceStream` that saves and restores its position.
+
+    The position is as that of a :class:`ResumableDataLoader`, but of the batch before the last one handed out:
+    Lightning reads one batch ahead of a loader without a length.
+    """
+
+    has_global_position = True
+
+    allows_for_read_ahead = True
+    """Without this the strategies do."""
+
+    # Each an epoch and samples. Lightning tells the epoch to samplers only: it is counted here, from the stream's on.
+    _start: tuple[int, int] | None = None
+    _position: tuple[int, int] | None = None
+    _restored_samples: int | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        stream = self._get_stream()
+        epoch, samples = self._position = self._start or (stream.epoch, 0)
+        stream.set_epoch(epoch)
+        stream.start = samples // stream.num_replicas
+        for number, batch in enumerate(super().__iter__()):
+            if number == 1:  # before, nothing was trained on, and Lightning may begin once more
+                self._start, self._restored_samples = (epoch + 1, 0), None
+            self._position = epoch, samples
+            samples += len(batch["input_ids"]) * stream.num_replicas
+            yield batch
+        self._start = self._position = epoch + 1, 0
+
+    def get_optional_restored_batches(self) -> int | None:
+        """How many batches of this loader's size a restored position stands for, whatever size they had; else None."""
+        if self._restored_samples is None:
+            return None
+        return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
+
+    def _get_stream(self) -> SequenceStream:
+        return cast(SequenceStream, self.dataset)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position behind the batch that is trained on."""
+        epoch, samples = self._position or (self._get_stream().epoch, 0)
+        return {"epoch": epoch, "samples": samples}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on behind that batch: the stream is made up to there, and left out."""
+        self._start = self._position = state_dict["epoch"], state_dict["samples"]
+        self._restored_samples = state_dict["samples"]
+
+
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
     """Add sequences without labels until ``num_replicas`` divides their number, so that nothing is evaluated twice.
 
@@ -92,7 +191,7 @@ def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[d
     if not missing:
         return dataset
     sequence = dataset[0]
-    filler = {**sequence, "labels": torch.full_like(sequence["input_ids"], _IGNORE_INDEX)}
+    filler = {**sequence, "labels": torch.full_like(sequence["input_ids"], IGNORE_INDEX)}
     return ConcatDataset([[filler] * missing, dataset])  # type: ignore[list-item]
 
 
@@ -103,22 +202,24 @@ def collate_sequences(
 
     Args:
         sequences: Each with ``input_ids`` and perhaps ``labels``, which are equal otherwise, and ``position_ids`` that
-            restart at each document. Tensors of shape [sequence_length].
-        pad_to_multiple_of: Pad at the end to a multiple of this length, without labels. Causal attention needs no mask
-            there.
+            restart at each document. Tensors of shape [sequence_length]; shorter ones are padded at their end, without
+            labels. Causal attention needs no mask there.
+        pad_to_multiple_of: Pad all of them to a multiple of this length.
         pad_token_id: The token to pad with.
 
     Returns:
         ``input_ids``, ``labels`` and, if the sequences have them, ``position_ids``: int64 tensors of shape
         [batch, sequence_length]. The first token of a document has no label: another document would predict it.
     """
-    batch = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0] if name != "labels"}
-    batch["labels"] = torch.stack([sequence.get("labels", sequence["input_ids"]) for sequence in sequences])
-    if "position_ids" in batch:
-        batch["labels"].masked_fill_(batch["position_ids"] == 0, _IGNORE_INDEX)
-    if pad_to_multiple_of is None:
-        return batch
-    padding = (0, -batch["input_ids"].size(1) % pad_to_multiple_of)
+    longest = max(len(sequence["input_ids"]) for sequence in sequences)
+    length = longest + -longest % (pad_to_multiple_of or 1)
     # position 0 throughout: each token of padding is a document by itself
-    values = {"input_ids": pad_token_id, "labels": _IGNORE_INDEX, "position_ids": 0}
-    return {name: F.pad(tensor, padding, value=values[name]) for name, tensor in batch.items()}
+    padding = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0}
+    complete = [{**sequence, "labels": sequence.get("labels", sequence["input_ids"])} for sequence in sequences]
+    batch = {
+        name: torch.stack([F.pad(one[name], (0, length - len(one[name])), value=padding[name]) for one in complete])
+        for name in complete[0]
+    }
+    if "position_ids" in batch:
+        batch["labels"].masked_fill_(batch["position_ids"] == 0, IGNORE_INDEX)
+    return batch

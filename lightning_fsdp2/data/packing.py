@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_fsdp2.data.loader import IGNORE_INDEX
+
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 # `datasets` finds cached work by the names of the functions here and what they are given, not by what they do: give
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 # A token takes much more memory as Python and Rust objects, while it is made, than in the cache.
 _DOCUMENTS_AT_ONCE = 64
+
+# Of so many, few are left over that no others fill up to a sequence with.
+_CONVERSATIONS_AT_ONCE = 1024
 
 
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -162,3 +168,85 @@ class _Packer:
         end = len(stream) // self.sequence_length * self.sequence_length
         self.rests[column] = stream[end:]
         return stream[:end].reshape(-1, self.sequence_length)
+
+
+def pack_conversations(
+    conversations: Dataset | IterableDataset, *, sequence_length: int, pad_token_id: int
+) -> Dataset | IterableDataset:
+    """Put whole conversations together to sequences, and pad each to its length.
+
+    Of every thousand conversations, the longest come first, each into the sequence that it fills best (best fit
+    decreasing; Johnson 1973). None is cut: what follows would have lost the question.
+
+    Args:
+        conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``; those without an answer are left out.
+        sequence_length: Tokens per sequence; no conversation is longer.
+        pad_token_id: The token to pad with, without labels.
+
+    Returns:
+        Rows of ``input_ids``, ``labels`` and ``position_ids``, each of ``sequence_length`` integers. Positions restart
+        at 0 at each conversation; each token of padding is at position 0.
+    """
+    from datasets import Features, List, Value
+
+    columns = ("input_ids", "labels", "position_ids")
+    return conversations.with_format("numpy").map(
+        _pack_whole,
+        batched=True,
+        batch_size=_CONVERSATIONS_AT_ONCE,
+        remove_columns=conversations.column_names,
+        fn_kwargs={"sequence_length": sequence_length, "pad_token_id": pad_token_id},
+        features=Features({column: List(Value("int32"), length=sequence_length) for column in columns}),
+        **get_bar_options(conversations, "Packing"),
+    )
+
+
+def select_with_answers(conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Return the ``input_ids`` and ``labels`` of conversations that have an answer, each a sequence by itself."""
+    bar = get_bar_options(conversations, "Leaving out conversations without an answer")
+    return conversations.filter(bool, input_columns="answer_tokens", **bar).select_columns(["input_ids", "labels"])
+
+
+def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
+    """Return the options of a ``map`` or ``filter`` for a progress bar, which a stream has none of."""
+    from datasets import IterableDataset
+
+    return {} if isinstance(rows, IterableDataset) else {"desc": text}
+
+
+def _pack_whole(
+    batch: dict[str, Sequence[npt.NDArray[np.int32]]], sequence_length: int, pad_token_id: int
+) -> dict[str, npt.NDArray[np.int32]]:
+    ids, labels = batch["input_ids"], batch["labels"]
+    kept = [index for index, answer_tokens in enumerate(batch["answer_tokens"]) if answer_tokens]
+    groups = [[kept[place] for place in group] for group in _fit([len(ids[index]) for index in kept], sequence_length)]
+    sequences = {
+        "input_ids": np.full((len(groups), sequence_length), pad_token_id, np.int32),
+        "labels": np.full((len(groups), sequence_length), IGNORE_INDEX, np.int32),
+        "position_ids": np.zeros((len(groups), sequence_length), np.int32),
+    }
+    for row, group in enumerate(groups):
+        start = 0
+        for index in group:
+            end = start + len(ids[index])
+            sequences["input_ids"][row, start:end] = ids[index]
+            sequences["labels"][row, start:end] = labels[index]
+            sequences["position_ids"][row, start:end] = np.arange(end - start)
+            start = end
+    return sequences
+
+
+def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Group the indices of ``lengths`` by best fit decreasing, in order within groups and by their first index."""
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # what is left in each group, sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        tightest = bisect_left(rooms, (lengths[index], -1))
+        if tightest < len(rooms):
+            room, group = rooms.pop(tightest)
+        else:
+            room, group = capacity, len(groups)
+            groups.append([])
+        groups[group].append(index)
+        insort(rooms, (room - lengths[index], group))
+    return sorted(sorted(group) for group in groups)

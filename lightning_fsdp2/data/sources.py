@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict, IterableDataset
 
 PYTHON_STDLIB = "python-stdlib"
 """The path that stands for the Python source of the running interpreter's standard library."""
@@ -107,14 +111,15 @@ def load_documents(files: Sequence[str], *, text_column: str = "text", cache_dir
     """
     from datasets import Dataset, concatenate_datasets
 
-    json = [file for file in files if file.endswith(_JSON_SUFFIXES)]
+    json_files = [file for file in files if file.endswith(_JSON_SUFFIXES)]
     parquet = [file for file in files if file.endswith(_PARQUET_SUFFIXES)]
     text = [file for file in files if not file.endswith(_JSON_SUFFIXES + _PARQUET_SUFFIXES)]
     parts = []
     if text:
         parts.append(_read_text(text, cache_dir))
-    if json:
-        parts.append(_select_text(Dataset.from_json(_escape(json), cache_dir=cache_dir), text_column, json[0]))
+    if json_files:
+        rows = Dataset.from_json(_escape(json_files), cache_dir=cache_dir)
+        parts.append(_select_text(rows, text_column, json_files[0]))
     if parquet:
         parts.append(_select_text(Dataset.from_parquet(_escape(parquet), cache_dir=cache_dir), text_column, parquet[0]))
     documents = concatenate_datasets(parts).filter(bool, input_columns="text", desc="Dropping empty documents")
@@ -170,3 +175,137 @@ def _select_text(rows: Dataset, text_column: str, file: str) -> Dataset:
     if text_column != "text":
         documents = documents.rename_column(text_column, "text")
     return documents.cast_column("text", Value("string"))
+
+
+@dataclass(frozen=True)
+class DatasetSplit:
+    """A split of a dataset of the Hugging Face Hub or of a local directory."""
+
+    name: str
+    """What ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
+
+    subset: str | None
+    """Which of the dataset's configurations; None for the only one."""
+
+    split: str
+    """Its name, or a slice such as ``train[:1%]``."""
+
+
+def load_rows(
+    source: Sequence[str] | DatasetSplit, *, streaming: bool = False, cache_dir: str | None = None
+) -> Dataset | IterableDataset:
+    """Read rows of any form, each as JSON: their columns may differ from row to row, which a table's cannot.
+
+    Args:
+        source: Files, as from :func:`find_files`, or a dataset. ``.parquet`` files and ``.json`` files that begin with
+            a bracket hold a table and a list of objects, any other file an object per line.
+        streaming: Read them when they are asked for, each time.
+        cache_dir: The cache of ``datasets``; None for its default.
+
+    Returns:
+        A dataset with the string columns ``location``, which names a row in an error, and ``text``, an object in JSON.
+
+    Raises:
+        ValueError: A line that is not UTF-8, a damaged file, or a dataset or split that there is not.
+    """
+    from datasets import Dataset, Features, IterableDataset, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    features = Features({"location": Value("string"), "text": Value("string")})
+    if isinstance(source, DatasetSplit):
+        rows = _load_dataset(source, streaming, cache_dir)
+        columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know them
+        name = f"{source.name} ({source.split})"
+        options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
+        return rows.map(_to_json, remove_columns=columns, **options)
+    if streaming:
+        return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
+    # `datasets` looks for what it has read by the arguments of the generator
+    files = [(file, _hash_file(file)) for file in source]
+    try:
+        return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) -> Dataset | IterableDataset:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetNotFoundError
+
+    folder = Path(source.name).expanduser()
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        saved = load_from_disk(str(folder))
+        rows = _get_split(saved, source) if isinstance(saved, DatasetDict) else saved
+        return rows.to_iterable_dataset() if streaming else rows
+    try:
+        return load_dataset(source.name, source.subset, split=source.split, streaming=streaming, cache_dir=cache_dir)
+    except DatasetNotFoundError as error:
+        raise ValueError(f"dataset={source.name!r} is not found: {error}") from error
+    except ValueError as error:  # an unknown subset or split, with those that there are
+        raise ValueError(
+            f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"
+        ) from error
+
+
+def _get_split(saved: DatasetDict, source: DatasetSplit) -> Dataset:
+    if source.split not in saved:
+        raise ValueError(f"split={source.split!r} is not in dataset={source.name!r}; use one of {list(saved)}.")
+    return saved[source.split]
+
+
+def _to_json(row: Mapping[str, Any], index: int, name: str) -> dict[str, str]:
+    return {"location": f"{name}, row {index}", "text": json.dumps(dict(row), ensure_ascii=False, default=str)}
+
+
+def _hash_file(file: str) -> str:
+    digest = xxhash.xxh3_128()
+    with open(file, "rb") as content:
+        while block := content.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_rows(files: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    for file, _ in files:
+        if file.endswith(_PARQUET_SUFFIXES):
+            yield from _read_table(file)
+        elif file.endswith(".json") and _is_list(file):
+            yield from _read_list(file)
+        else:
+            yield from _read_lines(file)
+
+
+def _read_lines(file: str) -> Iterator[dict[str, str]]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            location = f"{file}, line {number}"
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{location}: it is not UTF-8 ({error.reason}); convert the file to UTF-8.") from error
+            if text:
+                yield {"location": location, "text": text}
+
+
+def _is_list(file: str) -> bool:
+    with open(file, "rb") as content:
+        return content.read(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _read_list(file: str) -> Iterator[dict[str, str]]:
+    try:
+        rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # those of JSON and of UTF-8
+        raise ValueError(f"{file}: it is no list in JSON ({error}); repair it, or write an object per line.") from error
+    for number, row in enumerate(rows, 1):
+        yield {"location": f"{file}, item {number}", "text": json.dumps(row, ensure_ascii=False)}
+
+
+def _read_table(file: str) -> Iterator[dict[str, str]]:
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+
+    rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
+    for number, row in enumerate(rows):
+        yield _to_json(row, number, file)

@@ -43,8 +43,12 @@ class FSDP2Manager:
         self.device_mesh = device_mesh
         self.mp_policy = resolve_mp_policy(config.mp_policy)
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
         """Shard ``model`` in place and return it; see :func:`fsdp2_strategy_parallelize` for what it may be.
+
+        Args:
+            model: As there.
+            materializes: As there.
 
         Raises:
             ValueError: When the model cannot be sharded so, or is sharded already.
@@ -70,6 +74,7 @@ class FSDP2Manager:
             enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
             fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
             fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
+            materializes=materializes,
         )
 
     def maybe_compile(self, model: nn.Module) -> None:

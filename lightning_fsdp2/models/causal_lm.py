@@ -269,9 +269,15 @@ class CausalLM(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if self._is_logging_step(self.global_step + 1):
+        is_logged = self._is_logging_step(self.global_step + 1)
+        plugin: Any = self.trainer.precision_plugin
+        # our strategies tell by which norm they have clipped
+        is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
+        if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if is_logged and is_told:
+            self._gradient_norm = plugin.gradient_norm
 
     # ------------------------------------------------------------------ logging
 

@@ -48,6 +48,9 @@ class TokenMean:
     tokens: Tensor
     """Number of label tokens. [] float64."""
 
+    own: TokenWindow
+    """What this rank has added to it."""
+
 
 def token_mean_loss(
     module: nn.Module,
@@ -187,7 +190,7 @@ def apply_token_mean_(
     loss_sum, tokens = totals.unbind()
     assert_async(tokens > 0, "No label token in a whole optimizer step: every label is ignore_index. Check the labels.")
     scale_gradients(module.parameters(), ranks * loss_divisor * LOSS_UNIT / tokens)
-    return TokenMean(loss=loss_sum / tokens, tokens=tokens)
+    return TokenMean(loss=loss_sum / tokens, tokens=tokens, own=window)
 
 
 def drop_token_windows(module: nn.Module) -> None:

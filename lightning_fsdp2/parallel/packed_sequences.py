@@ -91,7 +91,8 @@ def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
 def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. Use another"
-        " attn_implementation or batch_size where that is the reason, or separate_documents=False."
+        " attn_implementation or batch_size where that is the reason, or separate_documents=False (of a"
+        " ChatDataModule, pack=False)."
     )
 
 

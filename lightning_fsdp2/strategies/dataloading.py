@@ -33,7 +33,8 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     lengths: list[Any] = [None] * group.size()
     dist.all_gather_object(lengths, length, group=group)
     if any(other is None for other in lengths):
-        wrapper = _StatefulLockstepLoader if hasattr(loader, "state_dict") else _LockstepLoader
+        is_ahead = hasattr(loader, "state_dict") and not getattr(loader, "allows_for_read_ahead", False)
+        wrapper = _StatefulLockstepLoader if is_ahead else _LockstepLoader
         return wrapper(loader, group, may_drop, _get_shortest_guess(loader, group))
     if max(lengths) > 0 and min(lengths) == 0:
         raise ValueError(

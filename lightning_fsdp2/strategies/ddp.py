@@ -11,6 +11,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -70,8 +71,12 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._manager = self.build_manager(self.full_device_mesh)
+
+    @override
+    def build_manager(self, device_mesh: DeviceMesh) -> DDPManager:
         config = choose_autocast(self.config, str(self.precision_plugin.precision))
-        self._manager = DDPManager(config, self.full_device_mesh)
+        return DDPManager(config, device_mesh)
 
     @override
     def setup(self, trainer: "Trainer") -> None:

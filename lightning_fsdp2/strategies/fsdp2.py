@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -83,9 +84,14 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # an error before there are groups
         super().setup_environment()
-        self._manager = FSDP2Manager(replace(self.config, mp_policy=policy), self.full_device_mesh)
+        self._manager = self.build_manager(self.full_device_mesh)
+
+    @override
+    def build_manager(self, device_mesh: DeviceMesh) -> FSDP2Manager:
+        policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
+        return FSDP2Manager(replace(self.config, mp_policy=policy), device_mesh)
 
     @override
     def setup(self, trainer: "Trainer") -> None:

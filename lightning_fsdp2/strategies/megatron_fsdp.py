@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -91,8 +92,12 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._manager = self.build_manager(self.full_device_mesh)
+
+    @override
+    def build_manager(self, device_mesh: DeviceMesh) -> MegatronFSDPManager:
         config = choose_autocast(self.config, str(self.precision_plugin.precision))
-        self._manager = MegatronFSDPManager(config, self.full_device_mesh)
+        return MegatronFSDPManager(config, device_mesh)
 
     @override
     def make_step_region(self, timeout: timedelta) -> StepRegion:

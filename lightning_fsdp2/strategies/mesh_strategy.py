@@ -24,6 +24,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -67,7 +68,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     materializes_models = True
     refused_callbacks: ClassVar[dict[type[Callback], str]] = dict.fromkeys(
         (WeightAveraging, StochasticWeightAveraging, ModelPruning),
-        "needs whole weights and fails on sharded ones; remove it, and average or prune checkpoints after training.",
+        "needs whole weights and fails on sharded ones; remove it, and average with"
+        " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
     """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
 
@@ -112,6 +114,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         if self._manager is None:
             raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
         return self._manager
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which the layers of the module compute."""
+        return _get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin)
+
+    @abstractmethod
+    def build_manager(self, device_mesh: DeviceMesh) -> ManagerT:
+        """Of the strategy's flags and the Trainer's precision, for a mesh with all four axes."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
         """What watches the module's forwards outside of steps."""
@@ -181,7 +192,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def setup(self, trainer: "Trainer") -> None:
         self._check_callbacks(trainer)
         self._validate_together(trainer)
-        _set_available_flops(trainer, _get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin))
+        _set_available_flops(trainer, self.compute_dtype)
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards

@@ -1,6 +1,6 @@
 """What ``Trainer(precision=)`` means for the strategies, and clipping that works on any mix of meshes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -59,6 +59,10 @@ class ShardedPrecision(Precision):
                 f" bfloat16 weights; use precision={remedy}."
             )
         self.precision = precision  # type: ignore[assignment]
+        self.gradient_norm: Tensor | None = None
+        """Of all gradients together, when they were last clipped by it; as it was before. [] float32."""
+        self.norm_observers: list[Callable[[Tensor], None]] = []
+        """Called with the norm when gradients were clipped by it, before the optimizer uses them."""
         # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
@@ -101,7 +105,9 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self.gradient_norm = clip_grad_norm_(self.main_params(optimizer), clip_val)
+        for observe in self.norm_observers:
+            observe(self.gradient_norm)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

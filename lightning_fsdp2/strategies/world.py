@@ -44,7 +44,7 @@ class WorldStrategy(ParallelStrategy):
         super().__init__()
         self.config = config
         self.num_nodes = 1
-        self._get_sizes = get_sizes
+        self.get_sizes = get_sizes
         self._timeout = timeout
         self._full_device_mesh: DeviceMesh | None = None
         self._control_group: dist.ProcessGroup | None = None
@@ -122,7 +122,7 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        sizes = self._get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
+        sizes = self.get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()

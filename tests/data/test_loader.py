@@ -3,11 +3,19 @@ import itertools
 import lightning.pytorch as L
 import pytest
 import torch
+from datasets import IterableDataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DistributedSampler
 
-from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences, fill_up
+from lightning_fsdp2.data.loader import (
+    ResumableDataLoader,
+    ResumableSampler,
+    ResumableStreamLoader,
+    SequenceStream,
+    collate_sequences,
+    fill_up,
+)
 
 SAMPLES = 11
 
@@ -56,6 +64,20 @@ def test_first_tokens_of_documents_have_no_label_and_padding_belongs_to_none():
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert sequence["input_ids"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_shorter_sequences_are_padded_to_the_longest():
+    sequences = [
+        {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([-100, 2, 3])},
+        {"input_ids": torch.tensor([4]), "labels": torch.tensor([4])},
+    ]
+    batch = collate_sequences(sequences, pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
+    assert collate_sequences(sequences, pad_to_multiple_of=4)["labels"].tolist() == [
+        [-100, 2, 3, -100],
+        [4, -100, -100, -100],
+    ]
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (6, 2), (7, 2), (7, 4), (1, 3), (9, 8)])
@@ -153,6 +175,55 @@ def test_resume_on_another_number_of_ranks(ranks, batch_size):
     assert sorted(rest) == sorted(itertools.islice(order, 16, None))
 
 
+def count(number):
+    yield from ({"input_ids": [sample]} for sample in range(number))
+
+
+def build_stream_loader(ranks=1, rank=0, batch_size=2, num_workers=0, samples=SAMPLES):
+    rows = IterableDataset.from_generator(count, gen_kwargs={"number": samples}).shuffle(seed=3, buffer_size=5)
+    return ResumableStreamLoader(
+        SequenceStream(rows).share(ranks, rank),
+        batch_size=batch_size,
+        drop_last=True,
+        num_workers=num_workers,
+        collate_fn=collate_sequences,
+    )
+
+
+def test_ranks_share_out_the_stream_of_one():
+    of_one = [ids(batch) for batch in build_stream_loader(batch_size=4, samples=31)]
+    first, second = ([ids(batch) for batch in build_stream_loader(2, rank, samples=31)] for rank in (0, 1))
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(batch) for batch in of_one]
+    assert len(set(itertools.chain(*of_one))) == 28
+
+
+@pytest.mark.parametrize(("ranks", "batch_size", "num_workers"), [(1, 2, 0), (2, 1, 0), (1, 4, 1)])
+def test_resumed_stream_goes_on_behind_the_batch_before_the_last(ranks, batch_size, num_workers):
+    whole = build_stream_loader(samples=40)
+    epochs = [list(itertools.chain(*map(ids, whole))) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+    stopped = build_stream_loader(samples=40)
+    assert stopped.state_dict() == {"epoch": 0, "samples": 0}
+    list(stopped)
+    assert stopped.state_dict() == {"epoch": 1, "samples": 0}
+    list(itertools.islice(stopped, 7))
+    assert stopped.state_dict() == {"epoch": 1, "samples": 12}
+
+    rests = []
+    for rank in range(ranks):
+        resumed = build_stream_loader(ranks, rank, batch_size, num_workers, samples=40)
+        assert resumed.get_optional_restored_batches() is None
+        resumed.load_state_dict(stopped.state_dict())
+        assert resumed.state_dict() == stopped.state_dict()
+        batches = iter(resumed)
+        rests.append(ids(next(batches)))
+        assert resumed.get_optional_restored_batches() == 12 // (batch_size * ranks)
+        rests[-1] += itertools.chain(*map(ids, batches))
+        rests[-1] += itertools.chain(*map(ids, resumed))  # the next epoch
+    assert [sample for each in zip(*rests, strict=True) for sample in each] == epochs[1][12:] + epochs[2]
+
+
 class Recorder(L.LightningModule):
     """Remembers the samples it was trained on."""
 
@@ -177,10 +248,10 @@ def build_trainer(**settings):
     return L.Trainer(**({"devices": 1, "enable_checkpointing": False} | quiet | settings))
 
 
-def fit(num_workers=0, validate=False, ckpt_path=None, **settings):
+def fit(num_workers=0, validate=False, ckpt_path=None, build=build_loader, **settings):
     module = Recorder()
     validation = build_loader(shuffle=False) if validate else None
-    build_trainer(**settings).fit(module, build_loader(num_workers=num_workers), validation, ckpt_path=ckpt_path)
+    build_trainer(**settings).fit(module, build(num_workers=num_workers), validation, ckpt_path=ckpt_path)
     return module.seen
 
 
@@ -213,6 +284,18 @@ def test_resumed_fit_trains_on_what_was_left(tmp_path, saves, num_workers, setti
         progress = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         rest = whole[progress["total"]["ready"] :]
         assert fit(num_workers, max_epochs=3, ckpt_path=path, **settings) == rest, path.name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_resumed_fit_on_a_stream_trains_on_what_was_left(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **EVERY_STEP)
+    stream = {"build": build_stream_loader, "max_epochs": 3}
+    whole = fit(callbacks=[save], enable_checkpointing=True, **stream)
+    checkpoints = sorted(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) >= 2
+    for path in checkpoints:
+        step = torch.load(path, weights_only=False)["global_step"]
+        assert fit(ckpt_path=path, **stream) == whole[step:], path.name
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,4 +1,5 @@
 import logging
+import random
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lightning_fsdp2.data import packing
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
-from lightning_fsdp2.data.packing import pack_documents, split_documents
+from lightning_fsdp2.data.packing import pack_conversations, pack_documents, split_documents
 
 END = 256
 
@@ -138,3 +139,48 @@ def test_of_a_lone_document_the_end_is_validated_on():
 def test_equal_documents_alone_are_not_split():
     train, validation = split_documents(dataset(["the same"] * 3), fraction=0.05, seed=0)
     assert {len(train), len(validation)} == {0, 3}
+
+
+def talks(lengths, answers=None):
+    """Conversations whose tokens count up, the last of each being an answer unless told otherwise."""
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    ids = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    labels = [[-100] * (len(row) - 1) + row[-1:] for row in ids]
+    answers = [1] * len(lengths) if answers is None else answers
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, "answer_tokens": answers, "length": lengths})
+
+
+def pack_talks(rows, sequence_length):
+    return pack_conversations(rows, sequence_length=sequence_length, pad_token_id=-1).with_format(None)[:]
+
+
+def test_conversations_are_packed_whole_where_they_fit_best():
+    packed = pack_talks(talks([3, 6, 8, 2, 4, 5, 1], answers=[1, 1, 1, 1, 1, 1, 0]), 10)
+    # 8 + 2, 6 + 4, 5 + 3; the last one has no answer
+    assert packed["input_ids"] == [
+        [0, 1, 2, *range(23, 28), -1, -1],
+        [*range(3, 9), *range(19, 23)],
+        [*range(9, 17), 17, 18],
+    ]
+    assert packed["labels"] == [
+        [-100, -100, 2, -100, -100, -100, -100, 27, -100, -100],
+        [-100] * 5 + [8] + [-100] * 3 + [22],
+        [-100] * 7 + [16, -100, 18],
+    ]
+    assert packed["position_ids"] == [
+        [0, 1, 2, 0, 1, 2, 3, 4, 0, 0],
+        [*range(6), *range(4)],
+        [*range(8), 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+def test_every_conversation_is_packed_once(monkeypatch, at_once):
+    monkeypatch.setattr(packing, "_CONVERSATIONS_AT_ONCE", at_once)
+    draw = random.Random(0)
+    lengths = [draw.randint(2, 50) for _ in range(300)]
+    packed = pack_talks(talks(lengths), 50)
+    tokens = sorted(token for row in packed["input_ids"] for token in row if token != -1)
+    assert tokens == list(range(sum(lengths)))
+    least = -(-sum(lengths) // 50)
+    assert len(packed["input_ids"]) <= {1: 300, 7: 1.4 * least, 1000: 1.05 * least}[at_once]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from lightning_fsdp2.data.sources import find_files, load_documents
+from lightning_fsdp2.data.sources import find_files, load_documents, load_rows
 
 
 @pytest.fixture
@@ -139,3 +139,24 @@ def test_wrong_column(tmp_path, cache, column, message):
     (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 1}')
     with pytest.raises(ValueError, match=message):
         load_documents([str(tmp_path / "a.jsonl")], text_column=column, cache_dir=cache)
+
+
+def test_rows_are_objects_in_json_with_the_place_they_are_from(tmp_path, cache):
+    # the second one has other columns and types, which no table holds
+    rows = [{"a": 1}, {"a": "é", "b": [{"c": None}]}]
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.json", "c.json")]
+    Path(files[0]).write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows) + "\n")
+    Path(files[1]).write_text(json.dumps(rows, indent=1))
+    Path(files[2]).write_text(json.dumps(rows[0]))
+    expected = [(f"{files[0]}, line 1", rows[0]), (f"{files[0]}, line 3", rows[1])]
+    expected += [(f"{files[1]}, item 1", rows[0]), (f"{files[1]}, item 2", rows[1]), (f"{files[2]}, line 1", rows[0])]
+    for streaming in (False, True):
+        read = [(row["location"], json.loads(row["text"])) for row in load_rows(files, streaming=streaming)]
+        assert read == expected
+
+
+def test_damaged_list_is_named(tmp_path, cache):
+    file = tmp_path / "a.json"
+    file.write_text('[{"a": 1},')
+    with pytest.raises(ValueError, match=rf"^{file}: it is no list in JSON \(.*\); repair it, or write an object per"):
+        load_rows([str(file)], cache_dir=cache)

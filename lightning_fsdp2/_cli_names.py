@@ -1,0 +1,155 @@
+"""What users may write in short on the command line and in YAML, and what they may have meant by a misspelt word."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import packages_distributions
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader
+from lightning.pytorch.strategies import StrategyRegistry
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"class_path": "lightning_fsdp2.FSDP2Strategy"},
+    "fsdp2_offload": {
+        "class_path": "lightning_fsdp2.FSDP2Strategy",
+        "init_args": {"config": {"offload_policy": True}},
+    },
+    "lightning_fsdp2_ddp": {"class_path": "lightning_fsdp2.DDPStrategy"},
+    "megatron_fsdp": {"class_path": "lightning_fsdp2.MegatronFSDPStrategy"},
+}
+"""Short names of the strategies. Written out, they take options; Lightning's registry knows the same names."""
+
+_FLAG = "--trainer.strategy"
+
+
+def expand_arguments(args: Sequence[str]) -> list[str]:
+    """Write out the short name of a strategy in ``--trainer.strategy NAME``."""
+    expanded: list[str] = []
+    for argument in args:
+        if expanded[-1:] == [_FLAG]:
+            argument = f"{expanded.pop()}={argument}"
+        flag, _, name = argument.partition("=")
+        if flag not in (_FLAG, f"{_FLAG}.class_path") or name not in STRATEGIES:
+            expanded.append(argument)
+            continue
+        strategy = STRATEGIES[name]
+        options = _flatten(strategy.get("init_args", {}), _FLAG)
+        expanded.append(f"{_FLAG}.class_path={strategy['class_path']}")
+        expanded += [f"{option}={str(value).lower()}" for option, value in options]
+    return expanded
+
+
+def expand_yaml(content: str, commands: Iterable[str]) -> str:
+    """Write out the short name of a strategy in YAML: of a whole config, or of one with a section per command."""
+    try:
+        config = get_loader("yaml")(content)
+    except yaml.YAMLError:
+        return content  # the parser says where
+    if not isinstance(config, dict):
+        return content
+    sections = (config, *(config.get(command) for command in commands))
+    trainers = [section["trainer"] for section in sections if isinstance(section, dict) and "trainer" in section]
+    is_changed = False
+    for trainer in trainers:
+        if isinstance(trainer, dict) and (strategy := _expand_strategy(trainer.get("strategy"))):
+            trainer["strategy"], is_changed = strategy, True
+    return yaml.safe_dump(config, sort_keys=False) if is_changed else content
+
+
+def get_hint(message: str, options: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for what a parser's error calls unknown, or nothing where nothing is near.
+
+    Args:
+        message: The parser's, whole.
+        options: Names of the options that the command has.
+    """
+    try:
+        word, candidates = _find_unknown(message, options)
+    except (ImportError, AttributeError, NameError, TypeError, ValueError):
+        return ""  # of a class that cannot be looked into; the message alone says what is wrong
+    nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
+    return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
+
+
+def _expand_strategy(strategy: Any) -> dict[str, Any] | None:
+    name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
+    if not isinstance(name, str) or name not in STRATEGIES:
+        return None
+    own = strategy if isinstance(strategy, dict) else {}
+    return dict(_merge(STRATEGIES[name], {key: value for key, value in own.items() if key != "class_path"}))
+
+
+def _merge(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**defaults, **own}
+    for key in defaults.keys() & own.keys():
+        if isinstance(defaults[key], Mapping) and isinstance(own[key], Mapping):
+            merged[key] = _merge(defaults[key], own[key])
+    return merged
+
+
+def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}", value
+
+
+def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """The unknown word in ``message``, and what could stand there, by what it resembles."""
+    if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
+        return found[2], _get_options(found[1])
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        names = [name for name in dir(importlib.import_module(found[1])) if not name.startswith("_")]
+        return found[2], {name: f"{found[1]}.{name}" for name in names}
+    if found := re.search(r"No module named '([\w.]+)'", message):
+        return found[1], {name: name for name in _get_modules(found[1])}
+    if found := re.search(r"(?:no strategy|dot import path string:) '?(\w+)", message):
+        names = [*STRATEGIES, *StrategyRegistry.available_strategies()]
+        return found[1], {name: name for name in names} | {name: f"lightning_fsdp2.{name}" for name in _get_classes()}
+    if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+        return found[1], {name: name for name in re.findall(r"\w+", found[2])}
+    if found := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message):
+        return found[1], {name: name for name in options}
+    return "", {}
+
+
+def _get_options(class_path: str) -> dict[str, str]:
+    """The arguments of a class, and the fields of the configs among them."""
+    module, _, name = class_path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    options: dict[str, str] = {}
+    for base in inspect.getmro(found):
+        if "__init__" not in base.__dict__:
+            continue
+        options |= {name: name for name in inspect.signature(base.__dict__["__init__"]).parameters if name != "self"}
+    for name, hint in typing.get_type_hints(found.__init__).items():
+        for kind in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
+            options = {field.name: f"{name}.{field.name}" for field in dataclasses.fields(kind)} | options
+    return options
+
+
+def _get_classes() -> list[str]:
+    import lightning_fsdp2
+
+    return [name for name in lightning_fsdp2.__all__ if isinstance(getattr(lightning_fsdp2, name), type)]
+
+
+def _get_modules(name: str) -> list[str]:
+    """Names of modules beside that which ``name`` would be."""
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]
+    try:
+        path = importlib.import_module(parent).__path__
+    except (ImportError, AttributeError):
+        return []
+    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(path)]

@@ -1,0 +1,160 @@
+"""An exponential moving average of the weights, sharded as they are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.checkpoint.state import shard_like
+from lightning_fsdp2.parallel.failures import list_names
+
+_WEIGHTS = "weights"
+_UPDATES = "updates"
+
+
+class ExponentialMovingAverage(Callback):
+    """Averages the trained weights over the steps; each rank the shards it holds, without communication.
+
+    Behind an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32, where ``decay`` is at
+    most ``(1 + n) / (10 + n)`` in the n-th update, so that the first weights are soon forgotten. Validation, test and
+    prediction of this Trainer, and ``HuggingFaceExport``, use the averages; training goes on with the weights, which
+    checkpoints hold too, beside the averages. Buffers, and parameters that are frozen when training starts, are not
+    averaged.
+
+    Args:
+        decay: Weight of the past, between 0 and 1.
+        every_n_steps: Number of optimizer steps between updates.
+
+    Raises:
+        ValueError: When one is out of range; when a checkpoint has averages of other parameters.
+    """
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"ExponentialMovingAverage(decay={decay}) must lie between 0 and 1.")
+        if every_n_steps < 1:
+            raise ValueError(f"ExponentialMovingAverage(every_n_steps={every_n_steps}) must be 1 or more.")
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.averages: dict[str, Tensor] = {}
+        """By the names of the parameters; sharded like these, float32."""
+        self._module: LightningModule | None = None  # that they are of
+        self._updates = 0
+        self._last_step = 0
+        self._loaded: dict[str, Tensor] | None = None
+        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages, and what they held
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # kept: to find them is an operation for each
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_WEIGHTS: self.averages, _UPDATES: self._updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded, self._updates = state_dict[_WEIGHTS], state_dict[_UPDATES]
+
+    # ------------------------------------------------------------------ averaging
+
+    @torch.no_grad()
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trained = _get_trained(pl_module)
+        loaded, self._loaded = self._loaded, None
+        is_second_fit = self._module is pl_module and self.averages.keys() == trained.keys()
+        self._module = pl_module
+        if loaded is None and is_second_fit:
+            return
+        if loaded is None:
+            self._updates = 0
+            self.averages = {name: _copy(parameter) for name, parameter in trained.items()}
+            return
+        if changed := loaded.keys() ^ trained.keys():
+            raise ValueError(
+                f"The checkpoint's moving average is of other parameters than those trained: {list_names(changed)}."
+                " Train the same ones, or start from its weights alone."
+            )
+        self.averages = {name: shard_like(loaded[name], parameter) for name, parameter in trained.items()}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
+        self._pairs = None
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step - self._last_step < self.every_n_steps:
+            return
+        self._last_step = trainer.global_step
+        self._updates += 1
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        if self._pairs is None:
+            self._pairs = self._pair(pl_module)
+        averages, weights = self._pairs
+        torch._foreach_mul_(averages, decay)
+        torch._foreach_add_(averages, weights, alpha=1 - decay)
+
+    def _pair(self, module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
+        """The shards of this rank: the averages, and the weights that they are of."""
+        parameters = dict(module.named_parameters())
+        pairs = [(_to_local(average), _to_local(parameters[name])) for name, average in self.averages.items()]
+        pairs = [(average, weight) for average, weight in pairs if weight.numel()]
+        return [average for average, _ in pairs], [weight for _, weight in pairs]
+
+    # ------------------------------------------------------------------ using the averages
+
+    @contextmanager
+    def averaged(self, module: LightningModule) -> Iterator[None]:
+        """Have the module hold the averages inside the block; outside of forwards and backwards, on all ranks."""
+        self._put_in(module)
+        try:
+            yield
+        finally:
+            self._take_out()
+
+    @torch.no_grad()
+    def _put_in(self, module: LightningModule) -> None:
+        averages, weights = self._pair(module)
+        self._pairs = None
+        self._replaced = [(weight, weight.clone()) for weight in weights]
+        for weight, average in zip(weights, averages, strict=True):
+            weight.copy_(average)
+
+    @torch.no_grad()
+    def _take_out(self) -> None:
+        # not by name: behind an error the module may hold gathered weights
+        replaced, self._replaced = self._replaced, []
+        for weight, own in replaced:
+            weight.copy_(own)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module is self._module:
+            self._put_in(pl_module)
+        else:
+            rank_zero_warn(
+                "ExponentialMovingAverage: this module was not trained in this process, so its weights themselves are"
+                " evaluated, not their averages."
+            )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_out()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._take_out()  # before others save a checkpoint
+
+
+def _get_trained(module: LightningModule) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float32, copy=True)
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,55 @@
+"""Python's garbage collector at the same step on all ranks."""
+
+import gc
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class GarbageCollection(Callback):
+    """Collects garbage at the same step on all ranks, and at no other time of the training.
+
+    The collector starts whenever enough objects were made: on each rank in another step, and all the others wait for
+    it in the next collective. The idea is torchtitan's (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
+
+    Args:
+        every_n_batches: Number of training batches between collections.
+        generation: The oldest generation that they collect, 0 to 2; 2 looks at all objects, which takes long.
+
+    Raises:
+        ValueError: When one is out of range.
+    """
+
+    def __init__(self, every_n_batches: int = 50, generation: int = 1) -> None:
+        if every_n_batches < 1:
+            raise ValueError(f"GarbageCollection(every_n_batches={every_n_batches}) must be 1 or more.")
+        if generation not in (0, 1, 2):
+            raise ValueError(f"GarbageCollection(generation={generation}) must be 0, 1 or 2.")
+        self.every_n_batches = every_n_batches
+        self.generation = generation
+        self._batches = 0
+        self._was_enabled = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._batches = 0
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()  # what setting up has left
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self._batches % self.every_n_batches == 0:
+            gc.collect(self.generation)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._was_enabled:
+            gc.enable()
+        self._was_enabled = False

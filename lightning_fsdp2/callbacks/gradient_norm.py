@@ -1,0 +1,77 @@
+"""The norm of the gradients before clipping."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
+from lightning_fsdp2.parallel.gradients import get_total_norm
+
+
+class GradientNorm(Callback):
+    """Logs ``gradients/norm``, of all gradients together before clipping, on the Trainer's logging steps.
+
+    Where the Trainer clips by norm, under a strategy of this package, it is the norm that clipping has computed; else
+    it is computed on logging steps. Under manual optimisation it is the one of the last ``self.clip_gradients``.
+    """
+
+    def __init__(self) -> None:
+        self._norm: Tensor | None = None  # of the current batch
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._norm = None
+        observe_clipping(trainer, self._keep)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ignore_clipping(trainer, self._keep)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if must_measure(trainer):
+            self.measure(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        norm, self._norm = self._norm, None
+        if norm is not None and is_logging_step(trainer):
+            log_metrics(trainer, {"gradients/norm": float(norm)})
+
+    def measure(self, optimizer: Optimizer) -> Tensor:
+        """The norm of the gradients that ``optimizer`` is about to use, once per batch; every rank must call it.
+
+        Returns:
+            [] float32, on the device.
+        """
+        if self._norm is None:
+            self._norm = get_total_norm([p for group in optimizer.param_groups for p in group["params"]])
+        return self._norm
+
+    def _keep(self, norm: Tensor) -> None:
+        self._norm = norm
+
+
+def must_measure(trainer: Trainer) -> bool:
+    """Whether this is a logging step on which nobody else computes the norm, or tells it."""
+    return trainer.lightning_module.automatic_optimization and is_logging_step(trainer) and not reports_norm(trainer)
+
+
+def reports_norm(trainer: Trainer) -> bool:
+    """Whether every step is clipped by norm, by a strategy that tells who observes it."""
+    clips = cast(Any, trainer).gradient_clip_val and cast(Any, trainer).gradient_clip_algorithm in (None, "norm")
+    return bool(clips) and hasattr(trainer.precision_plugin, "norm_observers")
+
+
+def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
+    """Have ``observer`` called with the norm, a device tensor, whenever gradients are clipped by it."""
+    ignore_clipping(trainer, observer)  # of a run that ended with an error
+    if hasattr(trainer.precision_plugin, "norm_observers"):
+        cast(Any, trainer.precision_plugin).norm_observers.append(observer)
+
+
+def ignore_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
+    """End what :func:`observe_clipping` began."""
+    if observer in getattr(trainer.precision_plugin, "norm_observers", ()):
+        cast(Any, trainer.precision_plugin).norm_observers.remove(observer)

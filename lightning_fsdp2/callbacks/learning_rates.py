@@ -1,0 +1,38 @@
+"""The learning rates that steps were taken with."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
+
+
+class LearningRates(Callback):
+    """Logs ``learning_rate/group_<i>`` of every parameter group, on the Trainer's logging steps.
+
+    It is the one of the step itself; Lightning's ``LearningRateMonitor`` has the next step's, and none without a
+    schedule. Several optimizers are ``learning_rate/optimizer_<i>/group_<j>``.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[int, list[Any]] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        # schedules go on before `on_train_batch_end`
+        if is_logging_step(trainer):
+            self._used[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        used, self._used = self._used, {}
+        if not used or not is_logging_step(trainer):
+            return
+        several = len(trainer.optimizers) > 1
+        metrics = {}
+        for number, optimizer in enumerate(trainer.optimizers):
+            prefix = f"learning_rate/optimizer_{number}" if several else "learning_rate"
+            for group, rate in enumerate(used.get(id(optimizer), ())):
+                metrics[f"{prefix}/group_{group}"] = float(rate)
+        log_metrics(trainer, metrics)

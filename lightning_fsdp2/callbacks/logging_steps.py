@@ -1,0 +1,43 @@
+"""What callbacks share that measure: on which steps they may wait for the device, and where their numbers go."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Whether the step of the current batch is one that the Trainer logs, and this batch is its last micro-batch.
+
+    Callbacks communicate and wait for the device on these steps only.
+    """
+    trainer_ = cast(Any, trainer)
+    return bool(trainer_._logger_connector.should_update_logs) and not trainer_.fit_loop._should_accumulate()
+
+
+def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tensor:
+    """Gather a few numbers of every rank, in one collective and one wait for the device; all ranks must call it.
+
+    Args:
+        trainer: The one that trains.
+        numbers: This rank's; scalars, on the host or any device.
+
+    Returns:
+        [ranks, numbers] float64, in host memory.
+    """
+    strategy = trainer.strategy
+    device = strategy.root_device
+    row = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    return strategy.all_gather(row).reshape(-1, len(numbers)).cpu()
+
+
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Hand metrics of the current step to the loggers, and to callbacks that monitor one.
+
+    ``self.log`` would keep them as tensors, which Lightning then reads again behind every batch.
+    """
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

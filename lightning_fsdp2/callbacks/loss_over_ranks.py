@@ -1,0 +1,49 @@
+"""The loss of a step over all ranks: its mean, and that of the rank with the highest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
+from lightning_fsdp2.parallel.loss import TokenMean
+
+
+class LossOverRanks(Callback):
+    """Logs ``loss/mean`` and ``loss/max`` over the ranks, on the Trainer's logging steps.
+
+    Of a module that trains with :func:`~lightning_fsdp2.token_mean_loss`, as ``CausalLM`` does: the loss per label
+    token, over all tokens of the step, and over those of the rank where it is highest. Of any other: what
+    ``training_step`` returned, averaged over the micro-batches of the step. A maximum far above the mean points at the
+    data of one rank.
+    """
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loss = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            # the Trainer has divided each micro-batch's by their number
+            self._loss = loss if self._loss is None else self._loss + loss
+        if trainer.fit_loop._should_accumulate():
+            return
+        if is_logging_step(trainer):
+            self._report(trainer, getattr(trainer.strategy, "token_mean", None))
+        self._loss = None
+
+    def _report(self, trainer: Trainer, mean: TokenMean | None) -> None:
+        if mean is not None:
+            sums, counts = gather_numbers(trainer, (mean.own.loss_sum, mean.own.tokens)).unbind(1)
+        elif self._loss is not None:
+            sums, counts = gather_numbers(trainer, (self._loss, 1.0)).unbind(1)
+        else:
+            return
+        highest = (sums / counts)[counts > 0].max()
+        log_metrics(trainer, {"loss/mean": float(sums.sum() / counts.sum()), "loss/max": float(highest)})

@@ -1,0 +1,68 @@
+"""Who holds the memory of a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fsdp2._torch_compat import dump_memory_snapshot, record_memory_history
+
+
+class MemorySnapshot(Callback):
+    """Writes the history of the GPU memory, for https://pytorch.org/memory_viz: when it runs out, and at a given step.
+
+    The stack of every allocation is recorded, which costs time on the host, so keep it for runs that look for memory.
+
+    Args:
+        dirpath: Where to write ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in
+            the directory of the logger or, without one, the Trainer's ``default_root_dir``.
+        at_step: Number of optimizer steps behind which a snapshot is written. None writes one only when memory runs
+            out.
+
+    Raises:
+        ValueError: When ``at_step`` is below 1, or the run is not on GPUs.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, at_step: int | None = None) -> None:
+        if at_step is not None and at_step < 1:
+            raise ValueError(f"MemorySnapshot(at_step={at_step}) must be 1 or more.")
+        self.dirpath = dirpath
+        self.at_step = at_step
+        self._folder: Path | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            raise ValueError(
+                f"Trainer(callbacks=[MemorySnapshot(...)]) records the allocator of GPUs, and this run is on"
+                f" {device.type!r}; remove it."
+            )
+        self._folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "memory")
+        record_memory_history(True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.at_step and not trainer.fit_loop._should_accumulate():
+            self._write(trainer, f"step{trainer.global_step}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, torch.OutOfMemoryError) and self._folder is not None:
+            self._write(trainer, "out-of-memory")
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._folder is not None:
+            record_memory_history(False)
+        self._folder = None
+
+    def _write(self, trainer: Trainer, name: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}-rank{trainer.global_rank}.pickle"
+        dump_memory_snapshot(path)
+        rank_zero_info(f"MemorySnapshot: wrote {path}; look at it on https://pytorch.org/memory_viz.")

@@ -1,0 +1,100 @@
+"""How many floating-point operations a model needs per token, and how many a device can do per second."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import nn
+
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models
+
+_DENSE_PEAKS = {"gb200": 2.5e15, "b200": 2.25e15, "h200": 989.4e12, "h100 nvl": 835.5e12}
+"""bfloat16 and float16 without sparsity, by a part of the device's name, as torchtitan has them
+(``torchtitan/tools/utils.py``). Lightning's table lacks the first three under the names that CUDA gives them, and has
+the sparse peak of the last, with which a utilisation would be halved.
+"""
+
+_WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The layer types of transformers with softmax attention, and where their configs say how far they look."""
+
+
+def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the dense peak of a device, in floating-point operations per second.
+
+    Raises:
+        ValueError: When it is not known.
+    """
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    if dtype in (torch.bfloat16, torch.float16):
+        for part, peak in _DENSE_PEAKS.items():
+            if part in name:
+                return peak
+    peak = get_available_flops(device, dtype) if name else None
+    if not peak:
+        raise ValueError(f"the peak of {name or device.type!r} in {str(dtype).removeprefix('torch.')} is not known")
+    return float(peak)
+
+
+def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
+    """Return what one token costs in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
+
+    The formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have one size and it
+    reads 6 N + 12 L H Q T. N are the parameters that a token is multiplied with: no embeddings, but for one that is the
+    head, of experts those it is routed to, and of a frozen weight two thirds, since it gets no gradient. T is the
+    sequence length, or the window of a layer that has one; that attention is causal, or ends with a document, is not
+    subtracted. Neither is what activation checkpointing computes again added: this is utilisation by the model.
+
+    Args:
+        module: Holds one Hugging Face language model, sharded or not; numbers of parameters are those of the whole.
+        sequence_length: T, of the whole sequence under context parallelism.
+
+    Raises:
+        ValueError: When the model is of another kind, saying why nothing is known about it.
+    """
+    models = get_hf_models(module)
+    if len(models) != 1:
+        raise ValueError(f"{type(module).__name__} holds {len(models)} Hugging Face models, not one")
+    model: Any = models[0]
+    config = model.config
+    text = config.get_text_config()
+    if text is not config:
+        raise ValueError(f"{type(config).__name__} has parts besides text")
+    return _count_products(model, text) + 6 * _count_attention(text, sequence_length)
+
+
+def _count_products(model: Any, config: Any) -> float:
+    """6 N, and 4 N of what is frozen."""
+    embedding, head = get_embedding_and_head(model)
+    if embedding is None or head is None:
+        raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {id(getattr(head, "weight", None))}  # tied
+    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
+    number, share = _get_experts(config)
+    experts = [p for p in matrices if number > 1 and p.ndim == 3 and p.size(0) == number]
+    if number > 1 and not experts:
+        raise ValueError(f"the {number} experts of {type(config).__name__} are not where they are looked for")
+    in_experts = {id(parameter) for parameter in experts}
+    return sum((6 if p.requires_grad else 4) * p.numel() * (share if id(p) in in_experts else 1) for p in matrices)
+
+
+def _get_experts(config: Any) -> tuple[int, float]:
+    """How many experts a layer has, and the share of them that a token is routed to."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if number := getattr(config, name, None):
+            return number, config.num_experts_per_tok / number
+    return 1, 1.0
+
+
+def _count_attention(config: Any, sequence_length: int) -> float:
+    """T · H (d_key + d_value), added up over the layers."""
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    default = "sliding_attention" if slides else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    if unknown := set(kinds) - _WINDOWS.keys():
+        raise ValueError(f"{type(config).__name__} has layers of type {', '.join(sorted(unknown))}")
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = (getattr(config, "qk_head_dim", None) or size) + (getattr(config, "v_head_dim", None) or size)
+    windows = [getattr(config, _WINDOWS[kind] or "", None) or sequence_length for kind in kinds]
+    return float(sum(heads * width * min(window, sequence_length) for window in windows))

@@ -1,0 +1,72 @@
+"""Stops a run whose numbers are lost before its weights are."""
+
+import math
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fsdp2._torch_compat import assert_async
+from lightning_fsdp2.callbacks.gradient_norm import (
+    GradientNorm,
+    ignore_clipping,
+    must_measure,
+    observe_clipping,
+    reports_norm,
+)
+
+_REMEDY = (
+    "No weight was changed. Resume from the last checkpoint with a lower learning rate, without the data of this step,"
+    " or with Trainer(detect_anomaly=True), which names the operation."
+)
+
+
+class NaNGuard(Callback):
+    """Stops all ranks before an optimizer step whose loss or gradients are NaN or infinite.
+
+    It reads what a step computes in any case and what is the same on every rank, so that all stop in the same step:
+    the norm that gradients are clipped by (``Trainer(gradient_clip_val=...)``) and, of modules that train with
+    :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked on the
+    Trainer's logging steps alone.
+
+    The host does not wait for the device: on an accelerator the run ends by a device-side assertion, which the next
+    call that waits raises, with the message on stderr; torchtitan guards its steps with the same
+    (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU it is raised at once.
+
+    Raises:
+        RuntimeError: On every rank, naming the step.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        observe_clipping(trainer, self._check_norm)
+        if not reports_norm(trainer) and pl_module.automatic_optimization:
+            rank_zero_info(
+                "NaNGuard: gradients are checked on logging steps only"
+                f" (log_every_n_steps={cast(Any, trainer).log_every_n_steps}); set Trainer(gradient_clip_val=...) to"
+                " have every step checked."
+            )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ignore_clipping(trainer, self._check_norm)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step + 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if (mean := getattr(trainer.strategy, "token_mean", None)) is not None:
+            self._check("mean loss", mean.loss)
+        if must_measure(trainer):
+            callbacks = (callback for callback in cast(Any, trainer).callbacks if isinstance(callback, GradientNorm))
+            self._check_norm(next(callbacks, GradientNorm()).measure(optimizer))
+
+    def _check_norm(self, norm: Tensor) -> None:
+        self._check("norm of the gradients", norm)
+
+    def _check(self, name: str, value: Tensor) -> None:
+        # one operation: a comparison with NaN is false, and neither number is ever minus infinity
+        assert_async(value < math.inf, f"NaNGuard: the {name} of step {self._step} is not finite. {_REMEDY}")

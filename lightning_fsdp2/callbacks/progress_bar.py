@@ -1,0 +1,88 @@
+"""A progress bar that shows what a training costs."""
+
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.progress import TimeRemainingColumn
+from typing_extensions import override
+
+from lightning_fsdp2.callbacks.logging_steps import is_logging_step
+from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
+from lightning_fsdp2.callbacks.throughput import Throughput
+
+_BAR_WIDTH = 10
+
+
+class TrainingProgressBar(RichProgressBar):
+    """Lightning's ``RichProgressBar`` with tokens per second, MFU and memory beside the module's own metrics.
+
+    They are those of the callbacks ``Throughput`` and ``MemoryUsage``, where the Trainer has these. Numbers change
+    behind the Trainer's logging steps only, so that the bar never waits for the device in between.
+
+    Args:
+        refresh_rate: How often a second the bar is drawn; 0 draws none.
+        leave: Whether the bar of an epoch stays on the screen.
+    """
+
+    def __init__(self, refresh_rate: int = 4, leave: bool = False) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=leave)
+        self._shown: dict[str, Any] = {}
+        self._is_due = True
+
+    @override
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        # with Lightning's own widths, metrics would be broken into lines of one word each
+        description, bar, batches, *_ = super().configure_columns(trainer)
+        bar.bar_width = _BAR_WIDTH
+        return [description, bar, batches, TimeRemainingColumn()]
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Lightning writes "Epoch 0/-2" where `max_steps` ends the run
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # the first hook behind the logging of the step before, which has waited for the device
+        if self._is_due:
+            self._update_metrics(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._is_due = is_logging_step(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_due = True
+        super().on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_due = True
+        super().on_validation_end(trainer, pl_module)
+
+    @override
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        if self._is_due:
+            self._is_due = False
+            self._shown = {**super().get_metrics(trainer, pl_module), **_get_costs(trainer)}
+            self._shown.pop("v_num", None)
+        return self._shown
+
+
+def _get_costs(trainer: Trainer) -> dict[str, str]:
+    numbers: dict[str, float] = {}
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, Throughput | MemoryUsage):
+            numbers |= callback.latest
+    costs = {}
+    if tokens := numbers.get("throughput/tokens_per_second"):
+        costs["tok/s"] = f"{tokens / 1000:,.1f}k" if tokens >= 10_000 else f"{tokens:,.0f}"
+    if mfu := numbers.get("throughput/mfu"):
+        costs["mfu"] = f"{mfu:.1%}"
+    if memory := numbers.get("memory/reserved_gib", numbers.get("memory/process_gib")):
+        costs["mem"] = f"{memory:.1f}GiB"
+    return costs

@@ -1,0 +1,156 @@
+"""Tokens per second, the share of the devices' peak that they amount to, and how long steps wait for data."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
+from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
+
+_TOKENS = "tokens"
+
+
+class Throughput(Callback):
+    """Logs, on the Trainer's logging steps, what the steps since the last one came to, without validation.
+
+    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``; ``throughput/tokens``, all that
+    the run has read, also before it was resumed: the axis to compare runs of different batches by;
+    ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
+    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``.
+
+    Tokens are the elements of ``batch["input_ids"]``, those of padding included, once for the ranks that read the same
+    batch (tensor and context parallel ones).
+
+    MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
+    Operations per token: :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. Where they or the peak are
+    not known, MFU is not logged, and the reason is said once.
+
+    Args:
+        flops_per_token: Floating-point operations of one token, forward and backward. None derives them from the model.
+        peak_flops: Of a device, per second, without sparsity. None takes it from a table.
+    """
+
+    def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None) -> None:
+        for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            if value is not None and value <= 0:
+                raise ValueError(f"Throughput({name}={value}) must be positive; leave it out to have it looked up.")
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.latest: dict[str, float] = {}
+        """What was logged last, for progress bars."""
+        self._tokens = 0
+        self._total_tokens = 0.0
+        self._steps = 0
+        self._has_tokens = True
+        self._has_said_why = False
+        self._started = self._paused = self._waited = self._fetch_started = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_TOKENS: self._total_tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._total_tokens = state_dict[_TOKENS]
+
+    # ------------------------------------------------------------------ measuring
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_said_why, self._has_tokens, self.latest = False, True, {}
+        self._restart()
+        # the Trainer's own marks around `next(dataloader)`; what else lies between two batches includes its waiting for
+        # the device (the broadcast of SIGTERM), logging and checkpoints
+        loop = cast(Any, trainer).fit_loop.epoch_loop
+        loop._on_before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), self._begin_fetch)
+        loop._on_after_fetch = _call_both(self._end_fetch, partial(type(loop)._on_after_fetch, loop))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started += time.monotonic() - self._paused
+
+    def _begin_fetch(self) -> None:
+        self._fetch_started = time.monotonic()
+
+    def _end_fetch(self) -> None:
+        self._waited += time.monotonic() - self._fetch_started
+
+    def _restart(self) -> None:
+        self._tokens, self._steps, self._waited = 0, 0, 0.0
+        self._started = time.monotonic()
+
+    # ------------------------------------------------------------------ reporting
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        input_ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(input_ids, Tensor):
+            self._tokens += input_ids.numel()
+        elif self._has_tokens:
+            self._has_tokens = False
+            rank_zero_info('Throughput: batches have no tensor "input_ids", so tokens are not counted.')
+        self._steps += not cast(Any, trainer).fit_loop._should_accumulate()
+        if is_logging_step(trainer):
+            self._report(trainer, pl_module, input_ids.size(-1) if isinstance(input_ids, Tensor) else 0)
+
+    def _report(self, trainer: Trainer, pl_module: LightningModule, sequence_length: int) -> None:
+        counts = gather_numbers(trainer, (self._tokens, self._waited))  # behind it the device has done the steps
+        seconds = time.monotonic() - self._started
+        metrics = {
+            "throughput/step_seconds": seconds / self._steps,
+            "throughput/data_share": float(counts[:, 1].max()) / seconds,
+        }
+        if self._has_tokens:
+            readers = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+            tokens = float(counts[:, 0].sum()) * readers / trainer.world_size
+            self._total_tokens += tokens
+            per_device = tokens / seconds / trainer.world_size
+            metrics |= {
+                "throughput/tokens": self._total_tokens,
+                "throughput/tokens_per_second": tokens / seconds,
+                "throughput/tokens_per_second_per_device": per_device,
+                **self._get_utilisation(trainer, pl_module, per_device, sequence_length),
+            }
+        log_metrics(trainer, metrics)
+        self.latest = metrics
+        self._restart()
+
+    def _get_utilisation(
+        self, trainer: Trainer, pl_module: LightningModule, tokens_per_second: float, sequence_length: int
+    ) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        try:
+            flops = tokens_per_second * (self.flops_per_token or get_flops_per_token(pl_module, sequence_length))
+            metrics["throughput/tflops_per_device"] = flops / 1e12
+            peak = self.peak_flops or get_peak_flops(trainer.strategy.root_device, _get_compute_dtype(trainer))
+            metrics["throughput/mfu"] = flops / peak
+        except ValueError as error:
+            if not self._has_said_why:
+                remedy = "Set Throughput(flops_per_token=..., peak_flops=...)."
+                rank_zero_info(f"Throughput: no MFU, because {error}. {remedy}")
+            self._has_said_why = True
+        return metrics
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+def _get_compute_dtype(trainer: Trainer) -> torch.dtype:
+    precision = str(trainer.precision)
+    names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return getattr(trainer.strategy, "compute_dtype", names.get(precision.partition("-")[0], torch.float32))

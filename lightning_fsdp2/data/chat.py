@@ -1,0 +1,266 @@
+"""Conversations as a LightningDataModule for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_fsdp2.data.conversations import Columns, tokenize_conversations
+from lightning_fsdp2.data.lengths import LengthStatistics, measure_lengths
+from lightning_fsdp2.data.loader import SequenceStream
+from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, get_validation_fraction, split_in_two
+from lightning_fsdp2.data.packing import pack_conversations, select_with_answers
+from lightning_fsdp2.data.sources import DatasetSplit, find_files, load_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+_Source: TypeAlias = "list[str] | DatasetSplit"
+
+
+class ChatDataModule(SequenceDataModule):
+    """Conversations to fine-tune a causal language model on, with the loss on the assistant's answers only.
+
+    A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``, and
+    perhaps ``tools``; or it has a ``prompt`` and a ``completion``, texts of the user and the assistant, or lists of
+    messages. The tokenizer's chat template writes them. Where it has ``{% generation %}``, that says what an answer is;
+    with any other, an answer is what stands behind the template's prompt for it, up to the end of its turn. A template
+    with which that is not exact, because it writes earlier turns otherwise once more follow, is refused.
+
+    Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
+    Whole conversations are packed together, and ``position_ids`` restart at each, so that none sees another. It is for
+    the model's attention to go by them, and ``CausalLM`` refuses those that do not: outside of context parallelism,
+    flash attention does so at ``batch_size=1`` only. Conversations longer than a sequence are cut at their end, with a
+    warning that counts them.
+
+    Tokenising happens once, in ``prepare_data`` of one process per node; all others, and later runs with the same data,
+    tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run goes on at
+    the next sequence, on any number of ranks.
+
+    Args:
+        path: A file, a directory, a glob, or a list of them. ``.jsonl`` files hold an object per line, ``.json`` files
+            also a list of objects, ``.parquet`` files a row each.
+        dataset: In place of ``path``, a dataset of the Hugging Face Hub or of a local directory: what
+            ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+        subset: Which configuration of ``dataset``, if it has several.
+        split: The part of ``dataset`` to train on.
+        messages_column: Where a row has its messages.
+        prompt_column: Where a row without messages has what the answer is to.
+        completion_column: Where a row without messages has the answer.
+        tokenizer: A directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
+            download, but a ``chat_template``.
+        chat_template: A file with a Jinja template, or the template itself, in place of the tokenizer's own.
+        sequence_length: Tokens per sequence.
+        pack: Put several conversations into one sequence. Otherwise each is one, padded to the longest of its batch,
+            and batches have no ``position_ids``.
+        pad_to_multiple_of: Pad each sequence at its end, with end-of-text tokens and without labels, to a multiple of
+            this length: context and sequence parallelism need one of ``2 * cp_size * tp_size``.
+        batch_size: Sequences per micro-batch of one data parallel rank.
+        global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the data
+            parallel ranks: sets the Trainer's ``accumulate_grad_batches``, so that a run can go on with another number
+            of ranks. The last step of an epoch may have fewer.
+        validation_fraction: The part of the conversations to validate on, chosen by their content. Default: 0.05, or 0
+            if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
+        validation_path: Conversations to validate on, like ``path``.
+        validation_split: The part of ``dataset`` to validate on.
+        test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
+        test_split: The part of ``dataset`` for them.
+        streaming: Read, tokenise and pack what to train on while training, for data that is too much to store. Every
+            rank reads all of it and keeps its share, and a resumed run reads again what it has been trained on.
+        shuffle: Train on another order of the sequences in each epoch.
+        shuffle_buffer: How many conversations of a stream are held to draw the next one from.
+        seed: Decides the order and which conversations are for validation.
+        num_workers: Processes per rank that load batches; at most 1 with ``streaming``.
+        max_conversations: Use only the first conversations to train on, this many.
+        cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
+
+    Raises:
+        FileNotFoundError: A path that gives no file.
+        ValueError: Options that contradict each other or are out of their range; later, in ``prepare_data`` and
+            ``setup``, a tokenizer without a chat template, or a row that is no conversation with an answer. It names
+            the file and the line. A stream is read while training, and only then are its rows looked at.
+    """
+
+    statistics: dict[str, LengthStatistics]
+    """Set by ``setup``: the lengths of ``training``, ``validation`` and ``test``, but of no stream."""
+
+    def __init__(
+        self,
+        *,
+        path: str | list[str] | None = None,
+        dataset: str | None = None,
+        subset: str | None = None,
+        split: str = "train",
+        messages_column: str = "messages",
+        prompt_column: str = "prompt",
+        completion_column: str = "completion",
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        sequence_length: int = 2048,
+        pack: bool = True,
+        pad_to_multiple_of: int | None = None,
+        batch_size: int = 1,
+        global_batch_size: int | None = None,
+        validation_fraction: float | None = None,
+        validation_path: str | list[str] | None = None,
+        validation_split: str | None = None,
+        test_path: str | list[str] | None = None,
+        test_split: str | None = None,
+        streaming: bool = False,
+        shuffle: bool = True,
+        shuffle_buffer: int = 10_000,
+        seed: int = 0,
+        num_workers: int = 0,
+        max_conversations: int | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            tokenizer=tokenizer,
+            sequence_length=sequence_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+        )
+        if max_conversations is not None:
+            check_minimum("max_conversations", max_conversations, 1, "leave it out to use all conversations")
+        check_minimum("shuffle_buffer", shuffle_buffer, 1, "use shuffle=False for the order of the data")
+        if bool(path) == bool(dataset):
+            raise ValueError(
+                f"path={path!r} and dataset={dataset!r}: give exactly one of them, path for files, dataset for what "
+                "datasets.load_dataset takes."
+            )
+        if streaming:
+            _check_streaming(validation_fraction, num_workers)
+            validation_fraction = 0.0
+        self.columns = Columns(messages_column, prompt_column, completion_column)
+        self.separate_documents = pack
+        self.validation_fraction = get_validation_fraction(validation_fraction, validation_path or validation_split)
+        self.streaming = streaming
+        self.shuffle_buffer = shuffle_buffer
+        self.max_conversations = max_conversations
+        self.statistics = {}
+        self._chat_template = None if chat_template is None else _read_template(chat_template)
+        # Here, and not in prepare_data, so that a misspelt path fails on every rank at once.
+        self._train: _Source = DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], _SUFFIXES)
+        self._validation = self._get_optional_source("validation", validation_path, validation_split)
+        self._test = self._get_optional_source("test", test_path, test_split)
+
+    def _get_optional_source(self, name: str, path: str | list[str] | None, split: str | None) -> _Source | None:
+        """Return what to validate or to test on."""
+        if path and split:
+            raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
+        if path:
+            return find_files(path, _SUFFIXES, option=f"{name}_path")
+        if not split:
+            return None
+        if not isinstance(self._train, DatasetSplit):
+            raise ValueError(f"{name}_split={split!r} is a part of `dataset`, which is not given; use {name}_path.")
+        return DatasetSplit(self._train.name, self._train.subset, split)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer with the chat template, loaded when it is first asked for."""
+        tokenizer = super().tokenizer
+        if self._chat_template is not None:
+            tokenizer.chat_template = self._chat_template
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"tokenizer={self._tokenizer_name!r} has no chat template; set chat_template to a file with one, or "
+                "use the tokenizer of a model that was made for conversations."
+            )
+        return tokenizer
+
+    def _load_splits(self) -> tuple[Dataset | SequenceStream, Dataset | None]:
+        validation = self._validation and load_rows(self._validation, cache_dir=self.cache_dir)
+        train = load_rows(self._train, streaming=self.streaming, cache_dir=self.cache_dir)
+        if self.max_conversations is not None:
+            train = train.take(self.max_conversations)
+        if self.streaming:
+            return self._stream(train), self._prepare(validation, "validation") if validation else None
+        if self.validation_fraction:
+            if len(train) == 1:
+                raise ValueError(
+                    f"validation_fraction={self.validation_fraction} leaves nothing of a lone conversation to train "
+                    "on; use 0, or more conversations."
+                )
+            train, validation = split_in_two(train, fraction=self.validation_fraction, seed=self.seed)
+        return self._prepare(train, "training"), self._prepare(validation, "validation") if validation else None
+
+    def _load_test(self) -> Dataset | None:
+        return self._prepare(load_rows(self._test, cache_dir=self.cache_dir), "test") if self._test else None
+
+    def _prepare(self, rows: Dataset, split: str) -> Dataset:
+        conversations = self._tokenize(rows)
+        sequences = self._arrange(conversations)
+        if len(sequences) == 0:
+            raise ValueError(
+                f"{len(rows)} {split} conversation(s) have no answer within sequence_length={self.sequence_length}; "
+                "use longer sequences."
+            )
+        self._report(conversations, len(sequences) if self.separate_documents else None, split)
+        return sequences.with_format("torch")
+
+    def _stream(self, rows: IterableDataset) -> SequenceStream:
+        if self.shuffle:
+            rows = rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
+        return SequenceStream(self._arrange(self._tokenize(rows)))
+
+    def _tokenize(self, rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        return tokenize_conversations(
+            rows,
+            tokenizer=self.tokenizer,
+            chat_template=self.tokenizer.get_chat_template(),
+            columns=self.columns,
+            sequence_length=self.sequence_length,
+        )
+
+    def _arrange(self, conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        """Make sequences of conversations that have an answer."""
+        if self.separate_documents:
+            return pack_conversations(
+                conversations, sequence_length=self.sequence_length, pad_token_id=self.tokenizer.eos_token_id
+            )
+        return select_with_answers(conversations)
+
+    def _report(self, conversations: Dataset, sequences: int | None, split: str) -> None:
+        """Log how long the conversations are, once."""
+        if split in self.statistics:
+            return
+        statistics = measure_lengths(conversations, sequences=sequences, sequence_length=self.sequence_length)
+        self.statistics[split] = statistics
+        rank_zero_info(statistics.describe(split, self.sequence_length))
+        if warning := statistics.get_optional_warning(split, self.sequence_length):
+            rank_zero_warn(warning)
+
+
+def _check_streaming(validation_fraction: float | None, num_workers: int) -> None:
+    if validation_fraction:
+        raise ValueError(
+            f"validation_fraction={validation_fraction} with streaming=True would hold back a part of every pass over "
+            "the stream; give a validation_path or validation_split."
+        )
+    if num_workers > 1:
+        raise ValueError(f"num_workers={num_workers} with streaming=True would read the stream that often; use 0 or 1.")
+
+
+def _read_template(chat_template: str) -> str:
+    """Return the text of a template, or of the file that it is in."""
+    if "{" in chat_template:
+        return chat_template
+    file = Path(chat_template).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"chat_template={chat_template!r} is no file of this machine, and as a template it writes no message; "
+            "check its spelling."
+        )
+    return file.read_text(encoding="utf-8")

@@ -1,0 +1,290 @@
+"""Conversations as tokens, with labels on the assistant's answers only."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from lightning_fsdp2.data.loader import IGNORE_INDEX
+from lightning_fsdp2.data.packing import get_bar_options
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+# `datasets` finds cached work by the names of the functions here and what they are given, not by what they do: give
+# one another name when its result changes.
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that a message can have."""
+
+_ANSWERS = "assistant"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+_CONVERSATIONS_AT_ONCE = 64
+
+# the template has written the special tokens; conversations longer than the model's context are cut afterwards
+_TOKENS_AS_WRITTEN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row keeps its conversation: in one column of messages, or in a prompt and a completion."""
+
+    messages: str = "messages"
+    prompt: str = "prompt"
+    completion: str = "completion"
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    location: str
+    messages: Messages
+    tools: list[Any] | None
+
+
+def tokenize_conversations(
+    rows: Dataset | IterableDataset,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str,
+    columns: Columns,
+    sequence_length: int,
+) -> Dataset | IterableDataset:
+    """Write each row's conversation by the chat template, tokenise it, and give its answers labels.
+
+    A template with ``{% generation %}`` says itself what an answer is. With any other, an answer is what the template
+    writes behind its prompt for generation (https://huggingface.co/docs/transformers/chat_templating) up to the end of
+    the answer's turn. This takes that the tokens up to there do not change when more follows, which is checked for
+    every answer.
+
+    Args:
+        rows: With ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
+        tokenizer: The template has all special tokens; it adds none.
+        chat_template: In Jinja, as transformers takes it.
+        columns: Where the rows keep their conversations.
+        sequence_length: Longer conversations are cut at their end.
+
+    Returns:
+        Rows of ``input_ids`` and ``labels`` (-100 but for answers), lists of at most ``sequence_length`` integers; the
+        whole ``length`` of the conversation in tokens, and ``answer_tokens``, the labels that are left.
+
+    Raises:
+        ValueError: A row that is no conversation with an answer, or that the template cannot write or tell apart. It
+            names the row.
+    """
+    from datasets import Features, List, Value
+
+    features = Features(
+        {
+            "input_ids": List(Value("int32")),
+            "labels": List(Value("int32")),
+            "length": Value("int32"),
+            "answer_tokens": Value("int32"),
+        }
+    )
+    return rows.map(
+        _tokenize_rows,
+        batched=True,
+        batch_size=_CONVERSATIONS_AT_ONCE,
+        remove_columns=["location", "text"],
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "chat_template": chat_template,
+            "columns": columns,
+            "sequence_length": sequence_length,
+        },
+        features=features,
+        **get_bar_options(rows, "Tokenising"),
+    )
+
+
+def _tokenize_rows(
+    batch: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str,
+    columns: Columns,
+    sequence_length: int,
+) -> dict[str, list[Any]]:
+    conversations = [
+        _parse(text, location, columns) for text, location in zip(batch["text"], batch["location"], strict=True)
+    ]
+    label = _label_generations if _GENERATION.search(chat_template) else _label_behind_prefixes
+    examples = label(conversations, tokenizer, chat_template)
+    rows = [(ids[:sequence_length], labels[:sequence_length], len(ids)) for ids, labels in examples]
+    return {
+        "input_ids": [ids for ids, _, _ in rows],
+        "labels": [labels for _, labels, _ in rows],
+        "length": [length for _, _, length in rows],
+        # nothing predicts the first token
+        "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
+    }
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def _parse(text: str, location: str, columns: Columns) -> _Conversation:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{location}: it is not JSON ({error}); repair the line or delete it.") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{location}: it is {_name_type(row)}, not an object; write one object per line.")
+    messages = [
+        _check_message(message, f"{location}: message {number}")
+        for number, message in enumerate(_get_messages(row, location, columns), 1)
+    ]
+    if not any(message["role"] == _ANSWERS for message in messages):
+        raise ValueError(f"{location}: it has no message of the {_ANSWERS} to learn; add one or delete the row.")
+    if messages[0]["role"] == _ANSWERS:
+        raise ValueError(f"{location}: it begins with an answer; put a message of the user first or delete the row.")
+    return _Conversation(location, messages, row.get("tools") or None)
+
+
+def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[Any]:
+    if row.get(columns.messages) is not None:
+        return _to_list(row[columns.messages], f"{location}: {columns.messages!r}")
+    prompt, completion = row.get(columns.prompt), row.get(columns.completion)
+    if prompt is None or completion is None:
+        raise ValueError(
+            f"{location}: it has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}, but "
+            f"{list(row)}; set messages_column, or prompt_column and completion_column."
+        )
+    return [
+        *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
+        *_to_list(
+            [{"role": _ANSWERS, "content": completion}] if isinstance(completion, str) else completion,
+            f"{location}: completion",
+        ),
+    ]
+
+
+def _to_list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is {_name_type(value)}, not a list of messages; write [{{'role': …}}, …].")
+    return value
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError(f"{where} has no 'role'; write {{'role': 'user', 'content': …}}.")
+    role = message["role"]
+    if role not in ROLES:
+        near = difflib.get_close_matches(str(role), ROLES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
+        raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
+    # tables have every key in every message
+    present = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(present.get("content"), str) and not (role == _ANSWERS and present.get("tool_calls")):
+        raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; write a text.")
+    return present
+
+
+def _name_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "nothing"}
+    return names.get(type(value), "a number")
+
+
+# ---------------------------------------------------------------------- labels
+
+
+def _label_generations(
+    conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
+) -> list[tuple[list[int], list[int]]]:
+    """Label the tokens of the characters between ``{% generation %}`` and ``{% endgeneration %}``.
+
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 means the same, but leaves out the
+    last tokens of a character that has several, and where no token has an answer's last character labels all the rest.
+    """
+    written = [_write_with_spans(conversation, tokenizer, chat_template) for conversation in conversations]
+    encoded = tokenizer([text for text, _ in written], **_TOKENS_AS_WRITTEN, return_offsets_mapping=True)
+    examples = []
+    for (_, spans), ids, offsets in zip(written, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        is_answer = [any(a < end and b > start for start, end in spans) for a, b in offsets]
+        examples.append((ids, [token if learn else IGNORE_INDEX for token, learn in zip(ids, is_answer, strict=True)]))
+    return examples
+
+
+def _write_with_spans(
+    conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str
+) -> tuple[str, list[tuple[int, int]]]:
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+    rendered: Any  # annotated as a string
+    try:
+        rendered = render_jinja_template(
+            [conversation.messages],
+            tools=conversation.tools,
+            chat_template=chat_template,
+            return_assistant_tokens_mask=True,
+            **special_tokens,
+        )
+    except (TemplateError, TypeError) as error:
+        raise _refused_by_template(conversation, error) from error
+    (text,), (spans,) = rendered
+    if not any(end > start for start, end in spans):
+        raise ValueError(
+            f"{conversation.location}: the chat template puts nothing of it into {{% generation %}}; put the answers "
+            "there, or give another chat_template."
+        )
+    return text, spans
+
+
+def _label_behind_prefixes(
+    conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
+) -> list[tuple[list[int], list[int]]]:
+    """Label the tokens between the prompt for each answer and the end of its turn."""
+    written = [_write_prefixes(conversation, tokenizer, chat_template) for conversation in conversations]
+    tokens = iter(tokenizer([text for texts in written for text in texts], **_TOKENS_AS_WRITTEN)["input_ids"])
+    examples = []
+    for conversation, texts in zip(conversations, written, strict=True):
+        *prefixes, ids = [next(tokens) for _ in texts]
+        labels = [IGNORE_INDEX] * len(ids)
+        for number, (prompt, turn) in enumerate(zip(prefixes[::2], prefixes[1::2], strict=True), 1):
+            if ids[: len(prompt)] != prompt or ids[: len(turn)] != turn:
+                raise ValueError(
+                    f"{conversation.location}: with this chat template, the tokens of the conversation do not begin "
+                    f"with those up to answer {number} alone, so the answer cannot be told apart; strip whitespace "
+                    "around it, or give a chat_template that marks answers with {% generation %}."
+                )
+            labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]
+        examples.append((ids, labels))
+    return examples
+
+
+def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
+    """Return the text up to the beginning and the end of each answer in turn, and the whole."""
+    from jinja2 import TemplateError
+
+    messages = conversation.messages
+    answers = [index for index, message in enumerate(messages) if message["role"] == _ANSWERS]
+    parts = [(messages[:end], is_prompt) for index in answers for end, is_prompt in ((index, True), (index + 1, False))]
+    try:
+        texts = [
+            tokenizer.apply_chat_template(
+                part,
+                tools=conversation.tools,
+                chat_template=chat_template,
+                add_generation_prompt=is_prompt,
+                tokenize=False,
+            )
+            for part, is_prompt in [*parts, (messages, False)]
+        ]
+    except (TemplateError, TypeError) as error:
+        raise _refused_by_template(conversation, error) from error
+    return cast(list[str], texts)
+
+
+def _refused_by_template(conversation: _Conversation, error: Exception) -> ValueError:
+    roles = ", ".join(message["role"] for message in conversation.messages)
+    return ValueError(
+        f"{conversation.location}: the chat template cannot write the messages of {roles}: {error}; change the "
+        "conversation or give another chat_template."
+    )

@@ -1,0 +1,81 @@
+"""How long the conversations of a data set are, and what packing makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Lengths in tokens, before conversations are cut."""
+
+    conversations: int
+    tokens: int
+    """Of all conversations together."""
+
+    answer_tokens: int
+    """Tokens that are learned, of the conversations as they are cut."""
+
+    median: int
+    percentile_95: int
+    longest: int
+    cut: int
+    """Conversations that are longer than a sequence."""
+
+    left_out: int
+    """Conversations that no answer is left of."""
+
+    sequences: int | None
+    """What the conversations are packed into; None where each is a sequence by itself."""
+
+    fill: float
+    """The part of the sequences' tokens that is not padding."""
+
+    def describe(self, split: str, sequence_length: int) -> str:
+        """Return a line for the log."""
+        return (
+            f"{split}: {self.conversations:,} conversations of {self.tokens:,} tokens, {self.answer_tokens:,} of them"
+            f" in answers; median {self.median:,}, 95 % up to {self.percentile_95:,}, longest {self.longest:,}"
+            + (f"; {self.sequences:,} sequences of {sequence_length:,}, {self.fill:.1%} full" if self.sequences else "")
+        )
+
+    def get_optional_warning(self, split: str, sequence_length: int) -> str | None:
+        """Say what is cut, if anything is."""
+        if not (self.cut or self.left_out):
+            return None
+        return (
+            f"{split}: {self.cut:,} of {self.conversations:,} conversations are longer than"
+            f" sequence_length={sequence_length} and are cut at their end; {self.left_out:,} have no answer left and"
+            " are left out. Use longer sequences to keep them whole."
+        )
+
+
+def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_length: int) -> LengthStatistics:
+    """Measure tokenised conversations.
+
+    Args:
+        conversations: With the columns ``length`` and ``answer_tokens``.
+        sequences: How many sequences they are packed into, if they are.
+        sequence_length: Tokens per sequence.
+    """
+    columns = conversations.select_columns(["length", "answer_tokens"]).with_format("numpy")[:]
+    lengths, answers = columns["length"].astype(np.int64), columns["answer_tokens"].astype(np.int64)
+    kept = np.minimum(lengths, sequence_length)[answers > 0].sum()
+    return LengthStatistics(
+        conversations=len(lengths),
+        tokens=int(lengths.sum()),
+        answer_tokens=int(answers.sum()),
+        median=int(np.percentile(lengths, 50, method="lower")),
+        percentile_95=int(np.percentile(lengths, 95, method="lower")),
+        longest=int(lengths.max()),
+        cut=int((lengths > sequence_length).sum()),
+        left_out=int((answers == 0).sum()),
+        sequences=sequences,
+        fill=float(kept / (sequences * sequence_length)) if sequences else 1.0,
+    )

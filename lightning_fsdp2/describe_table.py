@@ -1,0 +1,181 @@
+"""A :class:`~lightning_fsdp2.describe.Description` as a person reads it: equal layers in one line, sizes in words."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_fsdp2.describe import Description, ParameterDescription, UnitDescription
+
+_WIDTH = 100
+_TIMES = " \N{MULTIPLICATION SIGN} "
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def write_tables(description: Description, file: TextIO) -> None:
+    """Write the tables of units and of parameters, 100 columns wide or as wide as the terminal is."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = max(_WIDTH, console.width)
+    groups = [list(group) for _, group in itertools.groupby(description.units, _get_kind)]
+    axes = _get_sharding_axes(description)
+    console.print(_build_summary(description, has_units=bool(axes)), "")
+    if axes:
+        console.print(_build_unit_table(groups), "")
+    console.print(_build_parameter_table(groups, axes))
+    for note in description.notes:
+        console.print(f"\n{note}")
+
+
+def _get_sharding_axes(description: Description) -> list[str]:
+    """Those over which at least one parameter is sharded."""
+    parameters = [parameter for unit in description.units for parameter in unit.parameters]
+    placements = [placement for parameter in parameters for placement in parameter.placements.items()]
+    return list(dict.fromkeys(axis for axis, placement in placements if placement != "whole"))
+
+
+def _build_summary(description: Description, *, has_units: bool) -> Table:
+    totals = description.totals
+    weights, gradients = _format_bytes(totals["weight_bytes"]), _format_bytes(totals["gradient_bytes"])
+    states, gathered = _format_bytes(2 * totals["gradient_bytes"]), _format_bytes(totals["largest_gathered_bytes"])
+    is_all = totals["trained_parameters"] == totals["parameters"]
+    trained = "all" if is_all else _format_count(totals["trained_parameters"])
+    table = Table.grid(padding=(0, 2))
+    for name, value in {
+        "model": description.model,
+        "parameters": f"{_format_count(totals['parameters'])}, {trained} trained",
+        "strategy": f"{description.strategy} on {totals['ranks']} ranks",
+        "mesh": _TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
+        "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
+        "per rank": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
+        **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
+    }.items():
+        table.add_row(Text(name, style="bold"), value)
+    return table
+
+
+def _build_unit_table(groups: list[list[UnitDescription]]) -> Table:
+    table = _build_table("Unit", "Parameters", "Gathered", "Shard")
+    table.add_column("After forward", no_wrap=True)
+    for group in groups:
+        first, times = group[0], f"{len(group)}{_TIMES}" if len(group) > 1 else ""
+        table.add_row(
+            _get_unit_name(group),
+            times + _format_count(sum(math.prod(parameter.shape) for parameter in first.parameters)),
+            times + _format_bytes(first.gathered_bytes),
+            times + _format_bytes(first.shard_bytes),
+            _describe_resharding(group),
+        )
+    return table
+
+
+def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str]) -> Table:
+    table = _build_table("Parameter", "Shard")
+    for column in ("Shape", "Dtype"):
+        table.add_column(column, no_wrap=True)
+    for axis in axes:
+        table.add_column(axis.replace("_", " "))
+    shows_trained = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
+    if shows_trained:
+        table.add_column("Trained")
+    for group in groups:
+        table.add_row(Text(_get_unit_name(group), style="bold"))
+        for name, parameter, count in _fold_parameters(group[0]):
+            table.add_row(
+                f"  {name}",
+                (f"{count}{_TIMES}" if count > 1 else "") + _format_bytes(parameter.shard_bytes),
+                _TIMES.join(map(str, parameter.shape)),
+                parameter.dtype,
+                *(parameter.placements.get(axis, "whole") for axis in axes),
+                *(["yes" if parameter.is_trained else "no"] if shows_trained else []),
+            )
+    return table
+
+
+def _build_table(name: str, *numbers: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(name, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def _get_kind(unit: UnitDescription) -> object:
+    """Equal for units that differ in a number of their names alone, and in what is kept after forward."""
+    modules = [_NUMBER.sub("#", name) for name in unit.modules]
+    parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
+    return modules, parameters, unit.gathered_bytes
+
+
+def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:
+    """Names within the unit, such as ``experts.0-7.up_proj.weight``, with the first parameter of each and how many."""
+    prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != ["(root)"] else ""
+    alike: dict[object, list[tuple[str, ParameterDescription]]] = {}
+    for parameter in unit.parameters:
+        name = parameter.name.removeprefix(prefix)
+        alike.setdefault((_NUMBER.sub("#", name), _get_look(parameter)), []).append((name, parameter))
+    return [(_fold_names([name for name, _ in group]), group[0][1], len(group)) for group in alike.values()]
+
+
+def _get_look(parameter: ParameterDescription) -> object:
+    return (
+        parameter.shape,
+        parameter.dtype,
+        parameter.is_trained,
+        tuple(parameter.placements.items()),
+        parameter.shard_bytes,
+    )
+
+
+def _get_unit_name(group: list[UnitDescription]) -> str:
+    return " + ".join(_fold_names(names) for names in zip(*(unit.modules for unit in group), strict=True))
+
+
+def _fold_names(names: Sequence[str]) -> str:
+    """Write ``layers.0-2`` for ``layers.0``, ``layers.1`` and ``layers.2``."""
+    numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
+    ranges = iter([_fold_numbers(sorted(set(column))) for column in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda match: next(ranges), names[0])
+
+
+def _fold_numbers(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _describe_resharding(group: list[UnitDescription]) -> str:
+    words = [_name_resharding(unit.reshard_after_forward) for unit in group]
+    others = [unit.modules[0].rpartition(".")[2] for unit, word in zip(group, words, strict=True) if word != words[0]]
+    return f"{words[0]}, {','.join(others)} {words[-1]}" if others else words[0]
+
+
+def _name_resharding(reshard_after_forward: bool | int) -> str:
+    if reshard_after_forward is True:
+        return "resharded"
+    return "kept" if reshard_after_forward is False else f"on {reshard_after_forward} ranks"
+
+
+def _format_bytes(number: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
+        number /= 1024  # type: ignore[assignment]
+    return f"{number:.1f} GiB"
+
+
+def _format_count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)

@@ -1,0 +1,203 @@
+"""What the measuring callbacks log, against numbers from one process; and what they cost a step that does not log."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.collectives import StepCounter
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import token_sum_loss
+from helpers.ranks import run_ranks
+from helpers.recorder import Recorder, record
+from helpers.strategies import STRATEGIES, Kind
+from helpers.user_modules import (
+    Batch,
+    Regressor,
+    make_batches,
+    make_language_model,
+    make_optimizer,
+    make_trainer,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Strategy
+from lightning_fsdp2.callbacks import (
+    ExponentialMovingAverage,
+    GarbageCollection,
+    GradientNorm,
+    LearningRates,
+    LossOverRanks,
+    MemoryUsage,
+    NaNGuard,
+    Throughput,
+    TrainingProgressBar,
+)
+
+WORLD = 2
+
+DEEP_LLAMA = {**LLAMA, "num_hidden_layers": 8}
+"""Few layers for a real model; callbacks cost the same however deep it is."""
+
+each_strategy = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
+
+
+def train_language_model_alone(batches: Sequence[Batch], window: int, clip: float) -> list[dict[str, float]]:
+    """Mean loss, highest loss of a rank, and norm before clipping of every step."""
+    model, steps = make_language_model().model, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for start in range(0, len(batches), window):
+        parts = [token_sum_loss(model, batch) for batch in batches[start : start + window]]
+        optimizer.zero_grad()
+        loss = sum(part for part, _ in parts) / sum(tokens for _, tokens in parts)
+        loss.backward()
+        ranks = [parts[rank::WORLD] for rank in range(WORLD)]
+        means = [float(sum(part for part, _ in own)) / max(1, sum(tokens for _, tokens in own)) for own in ranks]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        steps.append({"loss/mean": float(loss), "loss/max": max(means), "gradients/norm": float(norm)})
+        optimizer.step()
+    return steps
+
+
+@each_strategy
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
+def test_loss_and_norm_are_those_of_one_process(kind: Kind, clip: float | None) -> None:
+    batches = make_token_batches(12)
+
+    def run() -> tuple[Any, Any]:
+        callbacks = [GradientNorm(), LossOverRanks(), LearningRates(), NaNGuard()]
+        options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 2, "gradient_clip_val": clip}
+        rows = record(kind, make_language_model(), batches, callbacks, **options)
+        return rows, train_language_model_alone(batches, 4, clip)
+
+    for rows, expected in kind.run(run, WORLD):
+        assert list(rows) == [1], "another step than the second was logged"
+        for name, value in expected[1].items():
+            assert rows[1][name] == pytest.approx(value, rel=1e-5), name
+        assert rows[1]["learning_rate/group_0"] == 0.3
+
+
+def train_regressor_alone(batches: Sequence[Batch], window: int) -> list[dict[str, float]]:
+    module, steps = Regressor(), []
+    optimizer = make_optimizer(module.parameters())
+    for start in range(0, len(batches), window):
+        losses = [module.loss(batch) for batch in batches[start : start + window]]
+        optimizer.zero_grad()
+        loss = sum(losses) / window
+        loss.backward()
+        ranks = [float(sum(losses[rank::WORLD]) / (window // WORLD)) for rank in range(WORLD)]
+        norm = nn.utils.clip_grad_norm_(module.parameters(), math.inf)
+        steps.append({"loss/mean": float(loss), "loss/max": max(ranks), "gradients/norm": float(norm)})
+        optimizer.step()
+    return steps
+
+
+@pytest.mark.slow
+@each_strategy
+def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
+    batches = make_batches(12)
+
+    def run() -> tuple[Any, Any]:
+        callbacks = [LossOverRanks(), NaNGuard(), GradientNorm()]  # the guard is the first to need the norm
+        options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.01}
+        options["gradient_clip_algorithm"] = "value"
+        clipped = record(kind, Regressor(), batches[:4], callbacks, **{**options, "max_steps": 1})
+        del options["gradient_clip_val"], options["gradient_clip_algorithm"]
+        return clipped[0], record(kind, Regressor(), batches, callbacks, **options), train_regressor_alone(batches, 4)
+
+    for clipped, rows, expected in kind.run(run, WORLD):
+        assert clipped == pytest.approx(expected[0], rel=1e-5), "clipping by value came before the norm"
+        for step, values in enumerate(expected):
+            assert rows[step] == pytest.approx(values, rel=1e-5)
+
+
+class Counts(pl.Callback):
+    """Counts what one step does, from its batch to the next; the last of the callbacks."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.counter = StepCounter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            self.counter.__enter__()
+        elif batch_idx == self.step + 1:
+            self.counter.__exit__(None, None, None)
+
+
+@each_strategy
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, clip: float | None) -> None:
+    def make_callbacks() -> list[pl.Callback]:
+        return [
+            Throughput(),
+            MemoryUsage(),
+            GradientNorm(),
+            LearningRates(),
+            LossOverRanks(),
+            NaNGuard(),
+            GarbageCollection(every_n_batches=1),
+            ExponentialMovingAverage(),
+            TrainingProgressBar(),
+        ]
+
+    def run(callbacks: list[pl.Callback]) -> StepCounter:
+        counts = Counts(3)  # behind a logging step, whose numbers are still there
+        options = {"max_steps": 5, "log_every_n_steps": 3, "gradient_clip_val": clip}
+        options["enable_progress_bar"] = bool(callbacks)
+        module = make_language_model()
+        module.model = make_causal_lm(DEEP_LLAMA)
+        record(kind, module, make_token_batches(10), [*callbacks, counts], **options)
+        return counts.counter
+
+    def compare() -> None:
+        without, with_all = run([]), run(make_callbacks())
+        assert sum(without.operations.values()) > 1000, "no step was counted"
+        assert with_all.collectives == without.collectives
+        assert with_all.host_syncs == without.host_syncs
+        added = sum(with_all.operations.values()) - sum(without.operations.values())
+        assert 0 < added <= 0.01 * sum(without.operations.values()), with_all.operations - without.operations
+
+    kind.run(compare, WORLD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=["tp2", "cp2"])
+def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
+    batches = make_token_batches(4)
+
+    def run() -> tuple[Any, Any]:
+        recorder = Recorder()
+        callbacks = [GradientNorm(), LossOverRanks(), NaNGuard()]
+        options = {"max_steps": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.5}
+        trainer = make_trainer(FSDP2Strategy(**sizes), logger=recorder, callbacks=callbacks, **options)
+        module = make_language_model()
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        return recorder.rows, train_language_model_alone(batches, 2, 0.5)
+
+    for rows, expected in run_ranks(run, WORLD):
+        for step, values in enumerate(expected):
+            for name in ("loss/mean", "gradients/norm"):
+                assert rows[step][name] == pytest.approx(values[name], rel=1e-5), name
+            if "tp_size" in sizes:
+                assert rows[step]["loss/max"] == pytest.approx(values["loss/mean"], rel=1e-5)
+
+
+@pytest.mark.slow
+@each_strategy
+def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
+    def run() -> int:
+        counts = Counts(1)
+        callbacks = [GradientNorm(), NaNGuard(), counts]
+        options = {"max_steps": 3, "log_every_n_steps": 2, "gradient_clip_val": 0.5}
+        record(kind, make_language_model(), make_token_batches(6), callbacks, **options)
+        return counts.counter.operations["aten::_foreach_norm"]
+
+    assert kind.run(run, WORLD) == [1, 1]

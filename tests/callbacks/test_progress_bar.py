@@ -1,0 +1,60 @@
+"""What the progress bar shows, and that it fits into a terminal."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from helpers.models import make_token_batches
+from helpers.ranks import run_ranks
+from helpers.user_modules import make_language_model, make_loader, make_trainer
+from rich.console import Console
+
+from lightning_fsdp2.callbacks import MemoryUsage, Throughput, TrainingProgressBar
+from lightning_fsdp2.callbacks.progress_bar import _get_costs
+
+
+class Screen(pl.Callback):
+    """Draws the bar behind each batch as a terminal of 100 columns shows it."""
+
+    def __init__(self, bar: TrainingProgressBar) -> None:
+        self.bar = bar
+        self.lines: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.bar.is_disabled:  # on all ranks but the first
+            return
+        console = Console(width=100, force_terminal=True, color_system=None)
+        with console.capture() as capture:
+            console.print(self.bar.progress.get_renderable())
+        self.lines.append(capture.get().strip())
+
+
+def test_a_line_of_a_hundred_columns_shows_loss_tokens_and_memory() -> None:
+    def run() -> tuple[list[str], float]:
+        bar = TrainingProgressBar()
+        screen = Screen(bar)
+        callbacks = [Throughput(flops_per_token=1.0, peak_flops=1e3), MemoryUsage(), bar, screen]
+        options = {"enable_progress_bar": True, "max_steps": 5, "log_every_n_steps": 2}
+        trainer = make_trainer(callbacks=callbacks, **options)
+        trainer.fit(make_language_model(), make_loader(make_token_batches(10)))
+        return screen.lines, float(trainer.callback_metrics["train/loss"])
+
+    lines, loss = run_ranks(run, 2)[0]
+    assert "loss" not in lines[1], "a number before the first logging step"
+    for line in lines:
+        assert "\n" not in line, line
+    for part in ("4/5", f"train/loss: {loss:.3f}", "tok/s: ", "mfu: ", "mem: ", "GiB"):
+        assert part in lines[4], lines[4]
+    assert lines[3].partition("train/loss")[2] == lines[2].partition("train/loss")[2], "changed without a log"
+
+
+def test_numbers_are_short() -> None:
+    throughput, memory = Throughput(), MemoryUsage()
+    trainer: Any = type("Trainer", (), {"callbacks": [throughput, memory]})
+    assert _get_costs(trainer) == {}
+    throughput.latest = {"throughput/tokens_per_second": 1_234_567.0, "throughput/mfu": 0.4123}
+    memory.latest = {"memory/allocated_gib": 50.0, "memory/reserved_gib": 61.26}
+    assert _get_costs(trainer) == {"tok/s": "1,234.6k", "mfu": "41.2%", "mem": "61.3GiB"}
+    throughput.latest = {"throughput/tokens_per_second": 9876.5}
+    memory.latest = {"memory/process_gib": torch.tensor(0.5).item()}
+    assert _get_costs(trainer) == {"tok/s": "9,876", "mem": "0.5GiB"}

@@ -1,0 +1,218 @@
+import json
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+from lightning_fsdp2.data.conversations import Columns, tokenize_conversations
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+# as that of reasoning models: only the last answer keeps its thoughts
+FORGETFUL = CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content if loop.last else message.content.split('</think>')[-1] }}",
+)
+ALTERNATING = "{% if messages[0].role != 'user' %}{{ raise_exception('The user speaks first') }}{% endif %}" + CHATML
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 1?\n"},
+    {"role": "assistant", "content": "2 🎉"},
+    {"role": "user", "content": "and 漢字?"},
+    {"role": "assistant", "content": "Words, in another script. 🎉"},
+]
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """A tokenizer with merges, those of newlines in a row among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+    text = ["assistant\n\n user system Words, in another script. 漢字 漢字 1 + 1 and? Be brief.\n\n\n"] * 3
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def tokenize(rows, template=CHATML, tokenizer=None, sequence_length=1000, columns=None):
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    dataset = Dataset.from_dict({"location": [f"a.jsonl, line {n}" for n in range(1, len(rows) + 1)], "text": texts})
+    return tokenize_conversations(
+        dataset,
+        tokenizer=tokenizer or build_byte_tokenizer(),
+        chat_template=template,
+        columns=columns or Columns(),
+        sequence_length=sequence_length,
+    )
+
+
+def learned(row):
+    """The runs of tokens with labels, which must be the tokens themselves."""
+    runs, previous = [], -100
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            if previous == -100:
+                runs.append([])
+            runs[-1].append(token)
+        previous = label
+    return runs
+
+
+def write(messages):
+    return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "merging"])
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
+def test_answers_alone_have_labels(merging, kind, template, end):
+    tokenizer = merging if kind == "merging" else build_byte_tokenizer()
+    (row,) = tokenize([{"messages": TALK}], template, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(row)] == ["2 🎉" + end, "Words, in another script. 🎉" + end]
+    assert row["length"] == len(row["input_ids"])
+    assert row["answer_tokens"] == sum(map(len, learned(row)))
+
+
+def test_tokens_are_those_of_the_whole_text(merging):
+    for tokenizer in (merging, build_byte_tokenizer()):
+        (row,) = tokenize([{"messages": TALK}], tokenizer=tokenizer)
+        assert row["input_ids"] == tokenizer(write(TALK))["input_ids"]
+
+
+def test_prompt_and_completion_are_a_user_and_an_assistant(merging):
+    texts, lists, renamed = (
+        {"prompt": "1 + 1?", "completion": "2"},
+        {"prompt": TALK[:2], "completion": TALK[2:3]},
+        {"question": "1 + 1?", "answer": "2", "prompt": None},
+    )
+    (row,) = tokenize([texts], tokenizer=merging)
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    assert row == tokenize([{"messages": messages}], tokenizer=merging)[0]
+    assert tokenize([lists], tokenizer=merging)[0] == tokenize([{"messages": TALK[:3]}], tokenizer=merging)[0]
+    columns = Columns(prompt="question", completion="answer")
+    assert tokenize([renamed], tokenizer=merging, columns=columns)[0] == row
+
+
+def test_tools_reach_the_template_and_calls_need_no_content():
+    template = (
+        "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% for message in messages %}<{{ message.role }}>"
+        + (
+            "{{ message.content or message.tool_calls[0].name }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+            "{% endif %}"
+        )
+    )
+    messages = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]},
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "It is noon."},
+    ]
+    (row,) = tokenize([{"messages": messages, "tools": [{"name": "clock"}]}], template)
+    assert bytes(row["input_ids"]) == b"[clock]<user>time?<assistant>clock<tool>noon<assistant>It is noon."
+    assert [bytes(run) for run in learned(row)] == [b"clock", b"It is noon."]
+
+
+def test_long_conversations_are_cut_at_their_end():
+    whole, cut, lost = (tokenize([{"messages": TALK}], sequence_length=length)[0] for length in (1000, 110, 60))
+    assert (len(cut["input_ids"]), cut["length"]) == (110, whole["length"])
+    assert cut["labels"] == whole["labels"][:110]
+    assert 0 < cut["answer_tokens"] < whole["answer_tokens"]
+    assert lost["answer_tokens"] == 0
+
+
+def test_template_that_forgets_is_refused_only_where_it_does():
+    thinks = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "<think>hm</think>2"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "3"},
+    ]
+    (row,) = tokenize([{"messages": thinks[:2]}], FORGETFUL)
+    assert [bytes(run) for run in learned(row)] == [b"<think>hm</think>2<|im_end|>\n"]
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 2: .* answer 1 alone.*marks answers with {% generation %}"):
+        tokenize([{"messages": thinks[:2]}, {"messages": thinks}], FORGETFUL)
+    marked = MARKED.replace("{{ message.content }}<|im_end|>{% endg", "{{ message.content[-1] }}{% endg")
+    (row,) = tokenize([{"messages": thinks}], marked)
+    assert [bytes(run) for run in learned(row)] == [b"2", b"3"]
+
+
+def test_answer_that_merges_with_the_prompt_is_refused(merging):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nWords"}]
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .*answer 1 alone.*strip whitespace"):
+        tokenize([{"messages": messages}], tokenizer=merging)
+
+
+ASK = {"role": "user", "content": "?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"messages": [', r"it is not JSON \(Expecting value: .*\); repair the line or delete it"),
+        ("[1]", "it is a list, not an object; write one object per line"),
+        (
+            {"text": "x"},
+            r"it has neither 'messages' nor 'prompt' and 'completion', but \['text'\]; set messages_column",
+        ),
+        ({"messages": "x"}, "'messages' is a text, not a list of messages"),
+        ({"messages": []}, "it has no message of the assistant to learn"),
+        ({"messages": [ASK]}, "it has no message of the assistant to learn; add one or delete the row"),
+        ({"messages": [{"role": "assistant", "content": "!"}]}, "it begins with an answer; put a message of the user"),
+        (
+            {"messages": [ASK, {"role": "asistant", "content": "!"}]},
+            "message 2 has the unknown role 'asistant'; did you",
+        ),
+        (
+            {"messages": [ASK, {"role": "gpt", "content": "!"}]},
+            "message 2 has the unknown role 'gpt'; use one of system",
+        ),
+        ({"messages": [ASK, {"from": "gpt"}]}, "message 2 has no 'role'; write"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": 3}]},
+            "message 2 has a number as its 'content'; write a te",
+        ),
+        ({"messages": [ASK, {"role": "assistant"}]}, "message 2 has nothing as its 'content'"),
+        ({"prompt": "x", "completion": 3}, "completion is a number, not a list of messages"),
+    ],
+    ids=lambda value: None if isinstance(value, str) and value.startswith("it") else "",
+)
+def test_row_that_is_no_conversation_is_named(row, message):
+    with pytest.raises(ValueError, match=f"^a.jsonl, line 2: {message}") as raised:
+        tokenize([{"messages": [ASK, {"role": "assistant", "content": "!"}]}, row])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, ALTERNATING + "{% generation %}{% endgeneration %}"])
+def test_what_the_template_refuses_is_named(template):
+    with pytest.raises(
+        ValueError, match=r"^a.jsonl, line 1: .* messages of system, user.*: The user speaks first; chan"
+    ):
+        tokenize([{"messages": TALK}], template)
+
+
+def test_template_that_fails_is_named():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    template = CHATML.replace("{{ message.content }}", "{{ 'says ' + message.tool_calls }}")
+    with pytest.raises(
+        ValueError, match=r"^a.jsonl, line 1: the chat template cannot write .*can only concatenate str"
+    ):
+        tokenize([{"messages": [call | {"role": "user", "content": "?"}, call]}], template)
+
+
+def test_template_that_marks_nothing_is_refused():
+    template = MARKED.replace("'assistant'", "'model'")
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .* puts nothing of it into {% generation %}"):
+        tokenize([{"messages": TALK}], template)
