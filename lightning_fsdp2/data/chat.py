@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fsdp2.data.conversations import Columns, tokenize_conversations
 from lightning_fsdp2.data.lengths import LengthStatistics, measure_lengths
 from lightning_fsdp2.data.loader import SequenceStream
-from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, get_validation_fraction, split_in_two
+from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, split_in_two
 from lightning_fsdp2.data.packing import pack_conversations, select_with_answers
-from lightning_fsdp2.data.sources import DatasetSplit, find_files, load_rows
+from lightning_fsdp2.data.sources import load_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
-
-_Source: TypeAlias = "list[str] | DatasetSplit"
 
 
 class ChatDataModule(SequenceDataModule):
@@ -121,51 +119,35 @@ class ChatDataModule(SequenceDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__(
+            path=path,
+            dataset=dataset,
+            subset=subset,
+            split=split,
+            suffixes=_SUFFIXES,
             tokenizer=tokenizer,
             sequence_length=sequence_length,
             pad_to_multiple_of=pad_to_multiple_of,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            validation_path=validation_path,
+            validation_split=validation_split,
+            test_path=test_path,
+            test_split=test_split,
+            streaming=streaming,
             shuffle=shuffle,
+            shuffle_buffer=shuffle_buffer,
             seed=seed,
             num_workers=num_workers,
             cache_dir=cache_dir,
         )
         if max_conversations is not None:
             check_minimum("max_conversations", max_conversations, 1, "leave it out to use all conversations")
-        check_minimum("shuffle_buffer", shuffle_buffer, 1, "use shuffle=False for the order of the data")
-        if bool(path) == bool(dataset):
-            raise ValueError(
-                f"path={path!r} and dataset={dataset!r}: give exactly one of them, path for files, dataset for what "
-                "datasets.load_dataset takes."
-            )
-        if streaming:
-            _check_streaming(validation_fraction, num_workers)
-            validation_fraction = 0.0
         self.columns = Columns(messages_column, prompt_column, completion_column)
         self.separate_documents = pack
-        self.validation_fraction = get_validation_fraction(validation_fraction, validation_path or validation_split)
-        self.streaming = streaming
-        self.shuffle_buffer = shuffle_buffer
         self.max_conversations = max_conversations
         self.statistics = {}
         self._chat_template = None if chat_template is None else _read_template(chat_template)
-        # Here, and not in prepare_data, so that a misspelt path fails on every rank at once.
-        self._train: _Source = DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], _SUFFIXES)
-        self._validation = self._get_optional_source("validation", validation_path, validation_split)
-        self._test = self._get_optional_source("test", test_path, test_split)
-
-    def _get_optional_source(self, name: str, path: str | list[str] | None, split: str | None) -> _Source | None:
-        """Return what to validate or to test on."""
-        if path and split:
-            raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
-        if path:
-            return find_files(path, _SUFFIXES, option=f"{name}_path")
-        if not split:
-            return None
-        if not isinstance(self._train, DatasetSplit):
-            raise ValueError(f"{name}_split={split!r} is a part of `dataset`, which is not given; use {name}_path.")
-        return DatasetSplit(self._train.name, self._train.subset, split)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -211,9 +193,7 @@ class ChatDataModule(SequenceDataModule):
         return sequences.with_format("torch")
 
     def _stream(self, rows: IterableDataset) -> SequenceStream:
-        if self.shuffle:
-            rows = rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
-        return SequenceStream(self._arrange(self._tokenize(rows)))
+        return SequenceStream(self._arrange(self._tokenize(self._shuffle_stream(rows))))
 
     def _tokenize(self, rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return tokenize_conversations(
@@ -241,16 +221,6 @@ class ChatDataModule(SequenceDataModule):
         rank_zero_info(statistics.describe(split, self.sequence_length))
         if warning := statistics.get_optional_warning(split, self.sequence_length):
             rank_zero_warn(warning)
-
-
-def _check_streaming(validation_fraction: float | None, num_workers: int) -> None:
-    if validation_fraction:
-        raise ValueError(
-            f"validation_fraction={validation_fraction} with streaming=True would hold back a part of every pass over "
-            "the stream; give a validation_path or validation_split."
-        )
-    if num_workers > 1:
-        raise ValueError(f"num_workers={num_workers} with streaming=True would read the stream that often; use 0 or 1.")
 
 
 def _read_template(chat_template: str) -> str:

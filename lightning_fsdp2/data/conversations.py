@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lightning_fsdp2.data.loader import IGNORE_INDEX
-from lightning_fsdp2.data.packing import get_bar_options
+from lightning_fsdp2.data.sources import get_bar_options
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

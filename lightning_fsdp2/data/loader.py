@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
+    from lightning_fsdp2.data.packing import PackedStream
+
 IGNORE_INDEX = -100
 """The label that Hugging Face's losses and ours leave out."""
 
@@ -49,7 +51,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
     not one for each rank, are left out.
 
     Args:
-        sequences: Rows of lists of integers. Its ``set_epoch`` changes its order if it is shuffled.
+        sequences: Rows of integers. Its ``set_epoch`` changes its order if it is shuffled.
         num_replicas: Number of ranks.
         rank: This one.
     """
@@ -58,7 +60,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
     start = 0
     """How many of this rank's sequences the next iteration makes, but leaves out."""
 
-    def __init__(self, sequences: IterableDataset, num_replicas: int = 1, rank: int = 0) -> None:
+    def __init__(self, sequences: IterableDataset | PackedStream, num_replicas: int = 1, rank: int = 0) -> None:
         super().__init__()
         self._sequences = sequences
         self.num_replicas = num_replicas
@@ -79,7 +81,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self.num_replicas, strict=False)  # complete ones only
         for row_of_each in itertools.islice(rounds, self.start, None):
-            yield {name: torch.tensor(values) for name, values in row_of_each[self._rank]}
+            yield {name: torch.tensor(values, dtype=torch.int64) for name, values in row_of_each[self._rank]}
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):

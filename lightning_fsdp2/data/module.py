@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from lightning_fsdp2.data.loader import (
     fill_up,
 )
 from lightning_fsdp2.data.packing import split_documents
+from lightning_fsdp2.data.sources import find_optional_source, find_source
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 
@@ -40,18 +41,32 @@ class SequenceDataModule(LightningDataModule, ABC):
     find the result in the cache of the ``datasets`` library. Where it fails, it fails on every rank, and none waits.
 
     Args:
+        path: Files, directories or globs to train on.
+        dataset: In place of ``path``, what ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+        subset: Which configuration of ``dataset``.
+        split: The part of ``dataset`` to train on.
+        suffixes: Endings of the files of a directory to take.
         tokenizer: A directory or Hub name of a Hugging Face tokenizer; None for one token per byte.
         sequence_length: Tokens per sequence.
         pad_to_multiple_of: Pad each sequence at its end to a multiple of this length.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step; sets the Trainer's ``accumulate_grad_batches``.
+        validation_fraction: The part of the rows to validate on; None for a default.
+        validation_path: What to validate on, like ``path``.
+        validation_split: The part of ``dataset`` to validate on.
+        test_path: What to test on, like ``path``.
+        test_split: The part of ``dataset`` to test on.
+        streaming: Read, tokenise and pack what to train on while training.
         shuffle: Train on another order of the sequences in each epoch.
+        shuffle_buffer: How many rows of a stream are held to draw the next one from.
         seed: Decides the order.
         num_workers: Processes per rank that load batches.
         cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
-        ValueError: A number out of its range; in ``setup``, a ``global_batch_size`` that no accumulation gives.
+        FileNotFoundError: A path that gives no file.
+        ValueError: Options that contradict each other, or a number out of its range; in ``setup``, a
+            ``global_batch_size`` that no accumulation gives.
     """
 
     train_dataset: Dataset | SequenceStream
@@ -70,12 +85,24 @@ class SequenceDataModule(LightningDataModule, ABC):
     def __init__(
         self,
         *,
+        path: str | list[str] | None,
+        dataset: str | None,
+        subset: str | None,
+        split: str,
+        suffixes: Iterable[str],
         tokenizer: str | None,
         sequence_length: int,
         pad_to_multiple_of: int | None,
         batch_size: int,
         global_batch_size: int | None,
+        validation_fraction: float | None,
+        validation_path: str | list[str] | None,
+        validation_split: str | None,
+        test_path: str | list[str] | None,
+        test_split: str | None,
+        streaming: bool,
         shuffle: bool,
+        shuffle_buffer: int,
         seed: int,
         num_workers: int,
         cache_dir: str | None,
@@ -84,19 +111,33 @@ class SequenceDataModule(LightningDataModule, ABC):
         check_minimum("sequence_length", sequence_length, 2, "each token is predicted from those before it")
         check_minimum("batch_size", batch_size, 1, "a rank needs a sequence per micro-batch")
         check_minimum("num_workers", num_workers, 0, "0 loads batches in the training process")
+        check_minimum("shuffle_buffer", shuffle_buffer, 1, "use shuffle=False for the order of the data")
+        if streaming and num_workers > 1:
+            raise ValueError(
+                f"num_workers={num_workers} with streaming=True would read the stream that often; use 0 or 1."
+            )
         if pad_to_multiple_of is not None:
             check_minimum("pad_to_multiple_of", pad_to_multiple_of, 1, "leave it out for no padding")
         if global_batch_size is not None:
             check_minimum("global_batch_size", global_batch_size, 1, "leave it out to set the accumulation yourself")
+        self.validation_fraction = _get_validation_fraction(
+            validation_fraction, {"validation_path": validation_path, "validation_split": validation_split}, streaming
+        )
         self.sequence_length = sequence_length
         self.pad_to_multiple_of = pad_to_multiple_of
         self.batch_size = batch_size
         self.global_batch_size = global_batch_size
+        self.streaming = streaming
         self.shuffle = shuffle
+        self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self.num_workers = num_workers
         self.cache_dir = cache_dir
         self._tokenizer_name = tokenizer
+        # here, and not in `prepare_data`, so that a misspelt path fails on every rank at once
+        self._train = find_source(path, dataset, subset, split, suffixes)
+        self._validation = find_optional_source("validation", validation_path, validation_split, suffixes, self._train)
+        self._test = find_optional_source("test", test_path, test_split, suffixes, self._train)
         self._failure: Exception | None = None
 
     @abstractmethod
@@ -160,6 +201,9 @@ class SequenceDataModule(LightningDataModule, ABC):
             self.train_dataset, self.validation_dataset = self._load_splits()
         else:
             self.test_dataset = self._load_test()
+
+    def _shuffle_stream(self, rows: IterableDataset) -> IterableDataset:
+        return rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer) if self.shuffle else rows
 
     def _has_other_ranks(self) -> bool:
         return self.trainer is not None and dist.is_initialized() and dist.get_world_size() > 1
@@ -288,23 +332,35 @@ def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
         raise ValueError(f"{option}={value} is less than {minimum}, the least that works: {reason}.")
 
 
-def get_validation_fraction(fraction: float | None, validation_path: object) -> float:
-    """Return the part of the documents to validate on: by default 0.05, or 0 if there is another place to take them.
+def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any], streaming: bool) -> float:
+    """Return the part of what to train on that is validated on: by default 0.05 where nothing else is, and it can be.
+
+    Args:
+        fraction: What the user says.
+        elsewhere: The options that give another place to take it from.
+        streaming: Whether the data is a stream.
 
     Raises:
-        ValueError: It is not in [0, 1), or both are given.
+        ValueError: It is not in [0, 1), there is another place as well, or it is one of a stream.
     """
+    given = {option: value for option, value in elsewhere.items() if value}
     if fraction is None:
-        return 0.0 if validation_path else _DEFAULT_VALIDATION_FRACTION
+        return 0.0 if given or streaming else _DEFAULT_VALIDATION_FRACTION
     if not 0 <= fraction < 1:
         raise ValueError(
             f"validation_fraction={fraction} is not in [0, 1), so nothing is left to train on; "
             "use 0.05 for one document in twenty, or 0 for no validation."
         )
-    if validation_path and fraction:
+    for option, value in given.items():
+        if fraction:
+            raise ValueError(
+                f"validation_fraction={fraction} and {option}={value!r} both say what to validate on; leave one of "
+                "them out."
+            )
+    if streaming and fraction:
         raise ValueError(
-            f"validation_fraction={fraction} and validation_path={validation_path!r} both say what to "
-            "validate on; leave one of them out."
+            f"validation_fraction={fraction} with streaming=True would hold back a part of every pass over "
+            "the stream; give a validation_path or validation_split."
         )
     return fraction
 

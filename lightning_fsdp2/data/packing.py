@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_fsdp2.data.loader import IGNORE_INDEX
+from lightning_fsdp2.data.sources import get_bar_options
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -112,16 +113,8 @@ def pack_documents(
     """
     from datasets import Features, List, Value
 
-    tokens = documents.map(
-        _tokenize,
-        batched=True,
-        batch_size=_DOCUMENTS_AT_ONCE,
-        remove_columns=documents.column_names,
-        fn_kwargs={"tokenizer": tokenizer},
-        features=Features({"input_ids": List(Value("int32"))}),
-        desc="Tokenising",
-    ).with_format("numpy")
-    columns = ("input_ids", "position_ids") if with_position_ids else ("input_ids",)
+    tokens = _tokenize_documents(documents, tokenizer)
+    columns = _get_columns(with_position_ids)
     sequences = tokens.map(
         _Packer(sequence_length, columns),
         batched=True,
@@ -135,6 +128,58 @@ def pack_documents(
             f"which have {sum(map(len, tokens['input_ids']))} tokens; {remedy}."
         )
     return sequences.with_format("torch")
+
+
+class PackedStream:
+    """Documents of a stream, tokenised, joined and cut into sequences as by :func:`pack_documents`, in each pass anew.
+
+    Args:
+        documents: A stream with the column ``text``.
+        tokenizer: As for :func:`pack_documents`.
+        sequence_length: Tokens per sequence.
+        with_position_ids: Whether to say where documents begin.
+    """
+
+    def __init__(
+        self,
+        documents: IterableDataset,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        with_position_ids: bool = False,
+    ) -> None:
+        self._tokens = _tokenize_documents(documents, tokenizer)
+        self._sequence_length = sequence_length
+        self._columns = _get_columns(with_position_ids)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass, if the stream is shuffled."""
+        self._tokens.set_epoch(epoch)
+
+    def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
+        """Yield the sequences that ``batch_size`` documents complete, of shape [any number, sequence_length]."""
+        packer = _Packer(self._sequence_length, self._columns)
+        yield from map(packer, self._tokens.iter(batch_size))
+
+
+def _get_columns(with_position_ids: bool) -> tuple[str, ...]:
+    return ("input_ids", "position_ids") if with_position_ids else ("input_ids",)
+
+
+def _tokenize_documents(
+    documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | IterableDataset:
+    from datasets import Features, List, Value
+
+    return documents.map(
+        _tokenize,
+        batched=True,
+        batch_size=_DOCUMENTS_AT_ONCE,
+        remove_columns="text",
+        fn_kwargs={"tokenizer": tokenizer},
+        features=Features({"input_ids": List(Value("int32"))}),
+        **get_bar_options(documents, "Tokenising"),
+    ).with_format("numpy")
 
 
 def _tokenize(
@@ -205,13 +250,6 @@ def select_with_answers(conversations: Dataset | IterableDataset) -> Dataset | I
     """Return the ``input_ids`` and ``labels`` of conversations that have an answer, each a sequence by itself."""
     bar = get_bar_options(conversations, "Leaving out conversations without an answer")
     return conversations.filter(bool, input_columns="answer_tokens", **bar).select_columns(["input_ids", "labels"])
-
-
-def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
-    """Return the options of a ``map`` or ``filter`` for a progress bar, which a stream has none of."""
-    from datasets import IterableDataset
-
-    return {} if isinstance(rows, IterableDataset) else {"desc": text}
 
 
 def _pack_whole(

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
@@ -91,44 +91,124 @@ def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[st
     return sorted(files)
 
 
-def load_documents(files: Sequence[str], *, text_column: str = "text", cache_dir: str | None = None) -> Dataset:
-    """Read files as documents, with the readers and the cache of the ``datasets`` library.
+@dataclass(frozen=True)
+class DatasetSplit:
+    """A split of a dataset of the Hugging Face Hub or of a local directory."""
 
-    ``.json`` and ``.jsonl`` files (one object per line, or one list of objects) and ``.parquet`` files give a document
-    per row; any other file is UTF-8 text and one document. Empty documents are left out, and so are, with a warning,
-    text files that are not UTF-8.
+    name: str
+    """What ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
+
+    subset: str | None
+    """Which of the dataset's configurations; None for the only one."""
+
+    split: str
+    """Its name, or a slice such as ``train[:1%]``."""
+
+
+Source: TypeAlias = list[str] | DatasetSplit
+"""Files, or a split of a dataset."""
+
+
+def find_source(
+    path: str | Sequence[str] | None, dataset: str | None, subset: str | None, split: str, suffixes: Iterable[str]
+) -> Source:
+    """Return what to train on.
+
+    Raises:
+        ValueError: Both or neither of ``path`` and ``dataset`` are given.
+        FileNotFoundError: ``path`` gives no file.
+    """
+    if bool(path) == bool(dataset):
+        raise ValueError(
+            f"path={path!r} and dataset={dataset!r}: give exactly one of them, path for files, dataset for what "
+            "datasets.load_dataset takes."
+        )
+    return DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], suffixes)
+
+
+def find_optional_source(
+    name: str, path: str | Sequence[str] | None, split: str | None, suffixes: Iterable[str], train: Source
+) -> Source | None:
+    """Return what to validate or to test on, files or another split of the dataset to train on.
+
+    Raises:
+        ValueError: Both are given, or a split where ``train`` is no dataset.
+        FileNotFoundError: ``path`` gives no file.
+    """
+    if path and split:
+        raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
+    if path:
+        return find_files(path, suffixes, option=f"{name}_path")
+    if not split:
+        return None
+    if not isinstance(train, DatasetSplit):
+        raise ValueError(f"{name}_split={split!r} is a part of `dataset`, which is not given; use {name}_path.")
+    return DatasetSplit(train.name, train.subset, split)
+
+
+def load_documents(
+    source: Source, *, text_column: str = "text", streaming: bool = False, cache_dir: str | None = None
+) -> Dataset | IterableDataset:
+    """Read documents, with the readers and the cache of the ``datasets`` library.
+
+    Of a dataset, and of ``.json``, ``.jsonl`` (one object per line, or one list of objects) and ``.parquet`` files,
+    each row is a document; any other file is UTF-8 text and one document. Empty documents are left out, and so are,
+    with a warning, text files that are not UTF-8.
 
     Args:
-        files: Paths, as from :func:`find_files`.
-        text_column: The column of JSON and Parquet files that holds the documents.
+        source: Files, as from :func:`find_files`, or a dataset.
+        text_column: The column of datasets, JSON and Parquet files that holds the documents.
+        streaming: Read them when they are asked for, each time.
         cache_dir: The cache of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the one column ``text``: text files first, then JSON, then Parquet.
+        A dataset with the one column ``text``. Of files, text comes first, then JSON, then Parquet.
 
     Raises:
-        ValueError: ``text_column`` is no column of strings, or no document is left.
+        ValueError: ``text_column`` is no column of strings, there is no such dataset or split, or no document is left,
+            which of a stream is not known.
     """
-    from datasets import Dataset, concatenate_datasets
+    if isinstance(source, DatasetSplit):
+        documents = _select_text(_load_dataset(source, streaming, cache_dir), text_column, source.name)
+        emptiness = f"dataset={source.name!r} holds no text in split={source.split!r}; use another one"
+    else:
+        documents = _load_files(source, text_column, streaming, cache_dir)
+        emptiness = (
+            f"path holds no text: the {len(source)} file(s) from {source[0]!r} on are empty or not UTF-8; convert them "
+            "to UTF-8 or set path to others"
+        )
+    documents = documents.filter(bool, input_columns="text", **get_bar_options(documents, "Dropping empty documents"))
+    if not streaming and len(documents) == 0:
+        raise ValueError(f"{emptiness}.")
+    return documents
 
+
+def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
+    """Return the options of a ``map`` or ``filter`` for a progress bar, which a stream has none of."""
+    from datasets import IterableDataset
+
+    return {} if isinstance(rows, IterableDataset) else {"desc": text}
+
+
+def _load_files(
+    files: list[str], text_column: str, streaming: bool, cache_dir: str | None
+) -> Dataset | IterableDataset:
+    from datasets import Dataset, IterableDataset, concatenate_datasets
+
+    readers: Any = IterableDataset if streaming else Dataset
+    options = {} if streaming else {"cache_dir": cache_dir}
     json_files = [file for file in files if file.endswith(_JSON_SUFFIXES)]
     parquet = [file for file in files if file.endswith(_PARQUET_SUFFIXES)]
     text = [file for file in files if not file.endswith(_JSON_SUFFIXES + _PARQUET_SUFFIXES)]
     parts = []
     if text:
-        parts.append(_read_text(text, cache_dir))
+        rows = readers.from_text(_escape(text), sample_by="document", encoding_errors="replace", **options)
+        parts.append(_drop_what_is_not_utf8(rows))
     if json_files:
-        rows = Dataset.from_json(_escape(json_files), cache_dir=cache_dir)
-        parts.append(_select_text(rows, text_column, json_files[0]))
+        parts.append(_select_text(readers.from_json(_escape(json_files), **options), text_column, json_files[0]))
     if parquet:
-        parts.append(_select_text(Dataset.from_parquet(_escape(parquet), cache_dir=cache_dir), text_column, parquet[0]))
-    documents = concatenate_datasets(parts).filter(bool, input_columns="text", desc="Dropping empty documents")
-    if len(documents) == 0:
-        raise ValueError(
-            f"path holds no text: the {len(files)} file(s) from {files[0]!r} on are empty or not UTF-8; "
-            "convert them to UTF-8 or set path to others."
-        )
-    return documents
+        parts.append(_select_text(readers.from_parquet(_escape(parquet), **options), text_column, parquet[0]))
+    return concatenate_datasets(parts)
 
 
 def _escape(files: list[str]) -> list[str]:
@@ -136,10 +216,11 @@ def _escape(files: list[str]) -> list[str]:
     return [glob.escape(file) for file in files]
 
 
-def _read_text(files: list[str], cache_dir: str | None) -> Dataset:
-    from datasets import Dataset
+def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    from datasets import IterableDataset
 
-    documents = Dataset.from_text(_escape(files), sample_by="document", encoding_errors="replace", cache_dir=cache_dir)
+    if isinstance(documents, IterableDataset):
+        return documents.filter(_is_utf8_or_warn, input_columns="text")
     readable = documents.filter(_is_utf8, input_columns="text", desc="Dropping files that are not UTF-8")
     if len(readable) < len(documents):
         log.warning(
@@ -156,44 +237,40 @@ def _is_utf8(text: str) -> bool:
     return "\ufffd" not in text
 
 
-def _select_text(rows: Dataset, text_column: str, file: str) -> Dataset:
+def _is_utf8_or_warn(text: str) -> bool:
+    is_utf8 = _is_utf8(text)
+    if not is_utf8:
+        log.warning("A text file that is not UTF-8 is left out; it begins with %r.", text[:40])
+    return is_utf8
+
+
+def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -> Dataset | IterableDataset:
     """Keep the text column, as ``text``."""
     from datasets import Value
 
-    if text_column not in rows.column_names:
+    columns = _get_columns(rows)
+    if text_column not in columns:
         raise ValueError(
-            f"text_column={text_column!r} is no column of {file!r}, which has {rows.column_names}; "
+            f"text_column={text_column!r} is no column of {name!r}, which has {columns}; "
             "set text_column to the one that holds the documents."
         )
-    feature = rows.features[text_column]
-    if not isinstance(feature, Value) or feature.dtype not in ("string", "large_string"):
-        raise ValueError(
-            f"text_column={text_column!r} of {file!r} holds {feature}, not strings; "
-            f"set text_column to another one of {rows.column_names}."
-        )
     documents = rows.select_columns(text_column)
+    feature = documents.features and documents.features[text_column]  # a stream may not know it
+    if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
+        raise ValueError(
+            f"text_column={text_column!r} of {name!r} holds {feature}, not strings; "
+            f"set text_column to another one of {columns}."
+        )
     if text_column != "text":
         documents = documents.rename_column(text_column, "text")
-    return documents.cast_column("text", Value("string"))
+    return documents.cast_column("text", Value("string")) if feature else documents
 
 
-@dataclass(frozen=True)
-class DatasetSplit:
-    """A split of a dataset of the Hugging Face Hub or of a local directory."""
-
-    name: str
-    """What ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
-
-    subset: str | None
-    """Which of the dataset's configurations; None for the only one."""
-
-    split: str
-    """Its name, or a slice such as ``train[:1%]``."""
+def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
+    return rows.column_names or list(next(iter(rows), {}))  # a stream may not know them
 
 
-def load_rows(
-    source: Sequence[str] | DatasetSplit, *, streaming: bool = False, cache_dir: str | None = None
-) -> Dataset | IterableDataset:
+def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
     """Read rows of any form, each as JSON: their columns may differ from row to row, which a table's cannot.
 
     Args:
@@ -214,10 +291,9 @@ def load_rows(
     features = Features({"location": Value("string"), "text": Value("string")})
     if isinstance(source, DatasetSplit):
         rows = _load_dataset(source, streaming, cache_dir)
-        columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know them
         name = f"{source.name} ({source.split})"
         options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
-        return rows.map(_to_json, remove_columns=columns, **options)
+        return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
     # `datasets` looks for what it has read by the arguments of the generator

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, get_validation_fraction, split_in_two
-from lightning_fsdp2.data.packing import pack_documents
-from lightning_fsdp2.data.sources import DEFAULT_SUFFIXES, find_files, load_documents
+from lightning_fsdp2.data.loader import SequenceStream
+from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, split_in_two
+from lightning_fsdp2.data.packing import PackedStream, pack_documents
+from lightning_fsdp2.data.sources import DEFAULT_SUFFIXES, Source, load_documents
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 
 class TextDataModule(SequenceDataModule):
@@ -29,7 +30,11 @@ class TextDataModule(SequenceDataModule):
         path: A file, a directory, a glob, ``python-stdlib`` (the source of Python's own standard library), or a list of
             them. ``.json``, ``.jsonl`` and ``.parquet`` files hold a document per row, any other file is one document
             in UTF-8.
-        text_column: The column of JSON and Parquet files that holds the documents.
+        dataset: In place of ``path``, a dataset of the Hugging Face Hub or of a local directory, a document per row:
+            what ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+        subset: Which configuration of ``dataset``, if it has several.
+        split: The part of ``dataset`` to train on.
+        text_column: The column of datasets, JSON and Parquet files that holds the documents.
         suffixes: Which files of a directory to take, by the ending of their name. Default: .txt .md .py .json .jsonl
             .parquet
         tokenizer: A directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
@@ -45,25 +50,34 @@ class TextDataModule(SequenceDataModule):
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the data
             parallel ranks: sets the Trainer's ``accumulate_grad_batches``, so that a run can go on with another number
             of ranks. The last step of an epoch may have fewer.
-        validation_fraction: The part of the documents of ``path`` to validate on, chosen by their content; of a lone
-            document, its end. Default: 0.05, or 0 if there is a ``validation_path``.
+        validation_fraction: The part of the documents to validate on, chosen by their content; of a lone document, its
+            end. Default: 0.05, or 0 if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
         validation_path: Documents to validate on, like ``path``.
+        validation_split: The part of ``dataset`` to validate on.
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
+        test_split: The part of ``dataset`` for them.
+        streaming: Read, tokenise and pack what to train on while training, for data that is too much to store. Every
+            rank reads all of it and keeps its share, and a resumed run reads again what it has been trained on.
         shuffle: Train on another order of the sequences in each epoch.
+        shuffle_buffer: How many documents of a stream are held to draw the next one from.
         seed: Decides the order and which documents are for validation.
-        num_workers: Processes per rank that load batches.
-        max_documents: Use only the first documents of ``path``, this many.
+        num_workers: Processes per rank that load batches; at most 1 with ``streaming``.
+        max_documents: Use only the first documents to train on, this many.
         cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
         FileNotFoundError: A path that gives no file.
-        ValueError: A number out of its range; later, in ``prepare_data`` and ``setup``, text that fills no batch.
+        ValueError: Options that contradict each other or are out of their range; later, in ``prepare_data`` and
+            ``setup``, text that fills no batch, or a dataset, split or column that there is not.
     """
 
     def __init__(
         self,
         *,
-        path: str | list[str],
+        path: str | list[str] | None = None,
+        dataset: str | None = None,
+        subset: str | None = None,
+        split: str = "train",
         text_column: str = "text",
         suffixes: list[str] | None = None,
         tokenizer: str | None = None,
@@ -74,20 +88,36 @@ class TextDataModule(SequenceDataModule):
         global_batch_size: int | None = None,
         validation_fraction: float | None = None,
         validation_path: str | list[str] | None = None,
+        validation_split: str | None = None,
         test_path: str | list[str] | None = None,
+        test_split: str | None = None,
+        streaming: bool = False,
         shuffle: bool = True,
+        shuffle_buffer: int = 10_000,
         seed: int = 0,
         num_workers: int = 0,
         max_documents: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__(
+            path=path,
+            dataset=dataset,
+            subset=subset,
+            split=split,
+            suffixes=suffixes or DEFAULT_SUFFIXES,
             tokenizer=tokenizer,
             sequence_length=sequence_length,
             pad_to_multiple_of=pad_to_multiple_of,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            validation_path=validation_path,
+            validation_split=validation_split,
+            test_path=test_path,
+            test_split=test_split,
+            streaming=streaming,
             shuffle=shuffle,
+            shuffle_buffer=shuffle_buffer,
             seed=seed,
             num_workers=num_workers,
             cache_dir=cache_dir,
@@ -96,40 +126,37 @@ class TextDataModule(SequenceDataModule):
             check_minimum("max_documents", max_documents, 1, "leave it out to use all documents")
         self.text_column = text_column
         self.separate_documents = separate_documents
-        self.validation_fraction = get_validation_fraction(validation_fraction, validation_path)
         self.max_documents = max_documents
-        # Here, and not in prepare_data, so that a misspelt path fails on every rank at once.
-        suffixes = suffixes or list(DEFAULT_SUFFIXES)
-        self._files = find_files(path, suffixes)
-        self._validation_files = (
-            find_files(validation_path, suffixes, option="validation_path") if validation_path else []
-        )
-        self._test_files = find_files(test_path, suffixes, option="test_path") if test_path else []
 
-    def _load_splits(self) -> tuple[Dataset, Dataset | None]:
-        documents = self._load(self._files)
+    def _load_splits(self) -> tuple[Dataset | SequenceStream, Dataset | None]:
+        validation = self._validation and self._load(self._validation)
+        documents = self._load(self._train, streaming=self.streaming)
         if self.max_documents is not None:
-            documents = documents.select(range(min(self.max_documents, len(documents))))
-        if self._validation_files:
-            return self._pack(documents, "training"), self._pack(self._load(self._validation_files), "validation")
-        if self.validation_fraction == 0:
-            return self._pack(documents, "training"), None
-        train, validation = split_in_two(documents, fraction=self.validation_fraction, seed=self.seed)
-        remedy = "use shorter sequences, a larger validation_fraction or a validation_path"
-        return self._pack(train, "training"), self._pack(validation, "validation", remedy=remedy)
+            documents = documents.take(self.max_documents)
+        if self.streaming:
+            return self._stream(documents), self._pack(validation, "validation") if validation else None
+        options = {}
+        if self.validation_fraction:
+            documents, validation = split_in_two(documents, fraction=self.validation_fraction, seed=self.seed)
+            options["remedy"] = "use shorter sequences, a larger validation_fraction or a validation_path"
+        train = self._pack(documents, "training")
+        return train, self._pack(validation, "validation", **options) if validation else None
 
     def _load_test(self) -> Dataset | None:
-        return self._pack(self._load(self._test_files), "test") if self._test_files else None
+        return self._pack(self._load(self._test), "test") if self._test else None
 
-    def _load(self, files: list[str]) -> Dataset:
-        return load_documents(files, text_column=self.text_column, cache_dir=self.cache_dir)
+    def _load(self, source: Source, *, streaming: bool = False) -> Dataset | IterableDataset:
+        return load_documents(source, text_column=self.text_column, streaming=streaming, cache_dir=self.cache_dir)
+
+    def _stream(self, documents: IterableDataset) -> SequenceStream:
+        return SequenceStream(PackedStream(self._shuffle_stream(documents), **self._get_packing_options()))
 
     def _pack(self, documents: Dataset, split: str, **options: str) -> Dataset:
-        return pack_documents(
-            documents,
-            tokenizer=self.tokenizer,
-            sequence_length=self.sequence_length,
-            with_position_ids=self.separate_documents,
-            split=split,
-            **options,
-        )
+        return pack_documents(documents, **{"split": split, **options, **self._get_packing_options()})
+
+    def _get_packing_options(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self.tokenizer,
+            "sequence_length": self.sequence_length,
+            "with_position_ids": self.separate_documents,
+        }

@@ -433,7 +433,7 @@ def test_yaml(corpus, cache, tmp_path):
         (
             {"dataset": "a/b", "validation_split": "v", "validation_fraction": 0.1},
             ValueError,
-            "validation_fraction=0.1 and validation_path='v' both say what to validate on",
+            "validation_fraction=0.1 and validation_split='v' both say what to validate on",
         ),
         ({"streaming": True, "validation_fraction": 0.1}, ValueError, "validation_fraction=0.1 with streaming=True"),
         ({"streaming": True, "num_workers": 2}, ValueError, "num_workers=2 with streaming=True.*use 0 or 1"),

@@ -1,5 +1,6 @@
 import itertools
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import lightning.pytorch as L
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
@@ -168,6 +170,85 @@ def test_one_file_is_enough(build, tmp_path):
 def test_max_documents_takes_the_first_ones(build):
     data = build(max_documents=3, validation_fraction=0, shuffle=False, batch_size=1)
     assert rows(data.train_dataloader()) == cut(TEXTS[:3], 16)
+
+
+@pytest.mark.parametrize("form", ["files", "jsonl", "parquet", "saved", "folder"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_form_of_data_gives_the_same_batches(build, tmp_path, form, streaming):
+    table = Dataset.from_dict({"id": range(len(TEXTS)), "body": TEXTS})
+    settings = {"path": str(tmp_path / f"rows.{form}"), "text_column": "body"}
+    if form == "files":
+        settings = {}
+    elif form == "jsonl":
+        table.to_json(settings["path"])
+    elif form == "parquet":
+        table.to_parquet(settings["path"])
+    elif form == "saved":
+        DatasetDict({"texts": table}).save_to_disk(tmp_path / "saved")
+        settings |= {"path": None, "dataset": str(tmp_path / "saved"), "split": "texts"}
+    else:
+        (tmp_path / "folder").mkdir()
+        table.to_parquet(tmp_path / "folder" / "validation.parquet")
+        settings |= {"path": None, "dataset": str(tmp_path / "folder"), "split": "validation"}
+    data = build(shuffle=False, streaming=streaming, validation_fraction=0, separate_documents=True, **settings)
+    expected = cut(TEXTS, 16)
+    batches = list(data.train_dataloader())
+    assert rows(batches) == expected[: len(expected) // 4 * 4]
+    assert all(tensor.dtype == torch.int64 and tensor.shape == (4, 16) for one in batches for tensor in one.values())
+    starts = [[index == 0 or row[index - 1] == END for index in range(16)] for row in rows(batches)]
+    assert [row for batch in batches for row in (batch["position_ids"] == 0).tolist()] == starts
+
+
+def test_split_of_a_dataset_to_validate_and_to_test_on(build, tmp_path):
+    splits = {"train": TEXTS[:20], "held_out": TEXTS[20:30], "test": TEXTS[30:]}
+    DatasetDict({name: Dataset.from_dict({"text": texts}) for name, texts in splits.items()}).save_to_disk(tmp_path)
+    settings = {"path": None, "dataset": str(tmp_path), "validation_split": "held_out", "test_split": "test"}
+    for streaming in (False, True):
+        data = build(streaming=streaming, **settings)
+        assert rows(data.val_dataloader()) == cut(TEXTS[20:30], 16)
+        assert rows(data.test_dataloader()) == cut(TEXTS[30:], 16)
+
+
+def test_stream_is_shuffled_by_seed_and_epoch_and_each_pass_begins_anew(build):
+    def read(data, epoch):
+        loader = data.train_dataloader()
+        loader.load_state_dict({"epoch": epoch, "samples": 0})
+        return rows(loader)
+
+    data, other = (build(streaming=True, seed=seed, batch_size=1) for seed in (0, 1))
+    first, second = read(data, 0), read(data, 1)
+    assert sum(row.count(END) for row in first) >= len(TEXTS) - 1
+    assert first != second != read(other, 0) != first
+    loader = data.train_dataloader()
+    assert (rows(loader), rows(loader)) == (first, second)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stream_goes_on_on_another_number_of_ranks(build, ranks):
+    whole = build(streaming=True, batch_size=6)
+    loader = whole.train_dataloader()
+    batches = iter(loader)
+    trained = [next(batches)["input_ids"] for _ in range(3)]
+    position = loader.state_dict()
+    assert position["samples"] == 2 * 6  # Lightning has read one ahead
+    rest = [tuple(row) for batch in (trained[-1], *(one["input_ids"] for one in batches)) for row in batch.tolist()]
+    shares = []
+    for rank in range(ranks):
+        share = build(streaming=True, batch_size=6 // ranks, rank=rank, ranks=ranks)
+        share.trainer.current_epoch = 0
+        loader = share.train_dataloader()
+        loader.load_state_dict(position)
+        shares.append(rows(loader))
+    assert sorted(itertools.chain(*shares)) == sorted(rest)
+
+
+def test_stream_of_files_warns_of_what_is_not_utf8(build, tmp_path, caplog):
+    (tmp_path / "latin.txt").write_bytes("café at noon".encode("latin-1"))
+    (tmp_path / "utf8.txt").write_text("a café of more than one sequence")
+    with caplog.at_level(logging.WARNING, "lightning_fsdp2"):
+        batches = rows(build(path=str(tmp_path), streaming=True, batch_size=1).train_dataloader())
+    assert batches == cut(["a café of more than one sequence"], 16)
+    assert "A text file that is not UTF-8 is left out; it begins with 'caf\ufffd at noon'" in caplog.text
 
 
 def test_two_ranks_see_other_samples_and_together_those_of_one(build):
@@ -494,6 +575,11 @@ def test_lightning_cli(corpus, cache, tmp_path):
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 is not in \[0, 1\).* use 0.05"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0.1 is not in \[0, 1\)"),
         ({"validation_fraction": 0.1, "validation_path": "x"}, "both say what to validate on; leave one of them out"),
+        ({"validation_fraction": 0.1, "streaming": True}, "validation_fraction=0.1 with streaming=True"),
+        ({"num_workers": 2, "streaming": True}, "num_workers=2 with streaming=True.*use 0 or 1"),
+        ({"dataset": "org/name"}, "path='.*' and dataset='org/name': give exactly one of them"),
+        ({"path": None}, "path=None and dataset=None: give exactly one of them"),
+        ({"validation_split": "test"}, "validation_split='test' is a part of `dataset`, which is not given"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -525,9 +611,10 @@ def test_tokenizer_without_end(corpus, tmp_path):
         ({"path": "equal"}, r"validation_fraction=0.05 splits 2 document\(s\) into 2 for training and 0"),
         ({"path": "equal", "validation_fraction": 0.999}, r"splits 2 document\(s\) into 0 for training and 2"),
         ({"text_column": "body", "path": "rows"}, r"text_column='body' is no column of"),
+        ({"text_column": "body", "path": "rows", "streaming": True}, r"text_column='body' is no column of"),
         ({"path": "empty"}, r"path holds no text"),
     ],
-    ids=["train-short", "validation-short", "no-validation", "no-training", "column", "empty"],
+    ids=["train-short", "validation-short", "no-validation", "no-training", "column", "column-stream", "empty"],
 )
 def test_text_that_does_not_do(build, tmp_path, settings, message):
     (tmp_path / "equal").mkdir()
