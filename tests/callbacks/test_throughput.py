@@ -168,19 +168,47 @@ def test_frozen_weights_cost_two_thirds_and_windows_end_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
+    ("name", "peaks"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
-        ("NVIDIA H200", torch.bfloat16, 989.4e12),
-        ("NVIDIA H100 NVL", torch.bfloat16, 835.5e12),
-        ("NVIDIA GB200", torch.bfloat16, 2.5e15),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("NVIDIA A100-SXM4-80GB", torch.float64, 9.7e12),
+        ("NVIDIA GB200", (2500, 1250, 80)),
+        ("NVIDIA B200", (2250, 1125, 75)),
+        ("NVIDIA H100 80GB HBM3", (989.4, 494.7, 66.9)),
+        ("NVIDIA H100 PCIe", (756, 378, 51.2)),
+        ("NVIDIA H100 NVL", (835.5, 417.7, 60)),
+        ("NVIDIA H200", (989.4, 494.7, 66.9)),
+        ("NVIDIA H200 NVL", (835.5, 417.7, 60)),
+        ("NVIDIA GH200 480GB", (989.4, 494.7, 66.9)),
+        ("NVIDIA A100-SXM4-80GB", (312, 156, 19.5)),
+        ("NVIDIA A100 80GB PCIe", (312, 156, 19.5)),
+        ("NVIDIA A10", (125, 62.5, 31.2)),
+        ("NVIDIA L4", (121, 60, 30.3)),
+        ("NVIDIA L40", (181, 90.5, 90.5)),
+        ("NVIDIA L40S", (362, 183, 91.6)),
+        ("NVIDIA RTX A6000", (154.8, 77.4, 38.7)),
+        ("NVIDIA RTX 6000 Ada Generation", (364.2, 182.1, 91.1)),
+        ("NVIDIA GeForce RTX 4090", (165.2, 82.6, 82.6)),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX 4000 Ada Generation", None),
     ],
 )
-def test_peaks_without_sparsity(name: str, dtype: torch.dtype, peak: float) -> None:
-    with patch.object(torch.cuda, "get_device_name", lambda device: name):
-        assert get_peak_flops(torch.device("cuda"), dtype) == peak
+def test_peaks_without_sparsity(name: str, peaks: tuple[float, float, float] | None) -> None:
+    def read(dtype: torch.dtype, precision: str) -> float | None:
+        with (
+            patch.object(torch.cuda, "get_device_name", lambda device: name),
+            patch.object(torch, "get_float32_matmul_precision", lambda: precision),
+        ):
+            try:
+                return get_peak_flops(torch.device("cuda"), dtype)
+            except ValueError:
+                return None
+
+    assert read(torch.float64, "high") is None
+    found = [read(torch.bfloat16, "highest"), read(torch.float32, "high"), read(torch.float32, "highest")]
+    assert found == ([None] * 3 if peaks is None else pytest.approx([peak * 1e12 for peak in peaks]))
 
 
 def test_what_is_not_known_is_said() -> None:
