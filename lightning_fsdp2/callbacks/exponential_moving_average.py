@@ -1,8 +1,8 @@
 """An exponential moving average of the weights, sharded as they are."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -146,6 +146,14 @@ class ExponentialMovingAverage(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._take_out()  # before others save a checkpoint
+
+
+@contextmanager
+def use_averages(trainer: Trainer) -> Iterator[None]:
+    """Have the module hold its averages inside the block, where the Trainer makes some; all ranks must enter it."""
+    averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
+    with averages[0].averaged(trainer.lightning_module) if averages else nullcontext():
+        yield
 
 
 def _get_trained(module: LightningModule) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
@@ -71,14 +72,19 @@ def test_tokens_are_counted_once_for_the_ranks_that_share_them(sizes: dict[str, 
 
 
 def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_timed(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:  # between two steps that log
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
+
     def run() -> tuple[dict[str, float], dict[str, float], list[str]]:
         rows: list[dict[str, float]] = []
-        for steps, path in ((2, None), (4, tmp_path / "first.ckpt")):
+        for steps, path in ((3, None), (4, tmp_path / "first.ckpt")):
             recorder = Recorder()
             trainer = make_trainer(
                 DDPStrategy(),
                 logger=recorder,
-                callbacks=[Throughput()],
+                callbacks=[Throughput(), Saves()],
                 max_steps=steps,
                 log_every_n_steps=2,
                 val_check_interval=1,
@@ -88,8 +94,7 @@ def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_ti
             batches = [{"input_ids": torch.ones(2, 8, dtype=torch.long), **batch} for batch in make_batches(8)]
             with patch.object(throughput, "time", Clock()), catch_messages() as messages:
                 trainer.fit(Regressor(), make_loader(batches), make_loader(batches), ckpt_path=path)
-            trainer.save_checkpoint(tmp_path / "first.ckpt")
-            rows.append(recorder.rows[steps - 1])
+            rows.append(recorder.rows[1 if path is None else 3])
         return rows[0], rows[1], messages
 
     (first, second, messages), _ = run_ranks(run, 2)
