@@ -169,6 +169,18 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
 
 
 @pytest.mark.slow
+def test_a_micro_batch_of_a_step_that_does_not_log_adds_nothing_up() -> None:
+    def count(measuring: list[pl.Callback]) -> int:
+        counts = Counts(3)
+        options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 10}
+        record(STRATEGIES["ddp"], Regressor(), make_batches(12), [*measuring, counts], **options)
+        return sum(counts.counter.operations.values())
+
+    for without, with_all in run_ranks(lambda: (count([]), count([LossOverRanks(), GradientNorm()])), WORLD):
+        assert with_all == without > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=["tp2", "cp2"])
 def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
     batches = make_token_batches(4)
