@@ -34,12 +34,13 @@ class FlightRecorder(Callback):
         self._replaced: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        root = trainer.log_dir or trainer.default_root_dir  # `log_dir` asks rank 0, the environment is a node's own
         if self._folder is None:
             self._replaced = os.environ.get(_DESTINATION)
         if self.dirpath is None and self._replaced is not None:
             self._folder = Path(self._replaced).parent
         else:
-            self._folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "flight_records")
+            self._folder = Path(self.dirpath or Path(root) / "flight_records")
             os.environ[_DESTINATION] = str(self._folder.resolve() / "nccl_rank_")  # read when torch first writes
         self._folder.mkdir(parents=True, exist_ok=True)
 
