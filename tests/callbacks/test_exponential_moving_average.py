@@ -193,7 +193,11 @@ def test_a_module_that_was_not_trained_keeps_its_weights() -> None:
     STRATEGIES["fsdp2"].run(run, 2)
 
 
-@each_strategy
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "ddp" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
 def test_a_checkpoint_is_evaluated_with_its_own_averages(kind: Kind, tmp_path: Path) -> None:
     batches = make_batches(8)
 

@@ -38,21 +38,24 @@ def test_each_rank_writes_its_last_collectives(tmp_path: Path) -> None:
     assert any(frame["name"] == "training_step" for frame in waiting[-1]["frames"])
 
 
-def test_nccl_is_told_where_to_write_while_a_run_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_told_where_to_write_while_a_run_lasts(tmp_path: Path) -> None:
     class Reads(Regressor):
         def on_train_start(self) -> None:
             self.destination = os.environ.get(VARIABLE)
 
-    def run() -> list[str | None]:
-        read: list[str | None] = []
-        for callback in (FlightRecorder(), FlightRecorder(tmp_path / "own")):
-            module = Reads()
-            trainer = STRATEGIES["fsdp2"].make_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
-            trainer.fit(module, make_loader(make_batches(2)))
-            read += [module.destination, os.environ.get(VARIABLE)]
-        return read
+    def read(callback: FlightRecorder) -> tuple[str | None, str | None]:
+        """While the run lasts, and behind it."""
+        module = Reads()
+        trainer = STRATEGIES["fsdp2"].make_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
+        trainer.fit(module, make_loader(make_batches(2)))
+        return module.destination, os.environ.get(VARIABLE)
 
-    assert run_ranks(run, 1) == [[f"{tmp_path}/flight_records/nccl_rank_", None, f"{tmp_path}/own/nccl_rank_", None]]
-    monkeypatch.setenv(VARIABLE, f"{tmp_path}/launcher/rank_")
-    launcher = f"{tmp_path}/launcher/rank_"
-    assert run_ranks(run, 1) == [[launcher, launcher, f"{tmp_path}/own/nccl_rank_", launcher]]
+    def run() -> None:
+        os.environ.pop(VARIABLE, None)
+        assert read(FlightRecorder()) == (f"{tmp_path}/flight_records/nccl_rank_", None)
+        assert read(FlightRecorder(tmp_path / "own")) == (f"{tmp_path}/own/nccl_rank_", None)
+        launcher = os.environ[VARIABLE] = f"{tmp_path}/launcher/rank_"
+        assert read(FlightRecorder()) == (launcher, launcher)
+        assert read(FlightRecorder(tmp_path / "own")) == (f"{tmp_path}/own/nccl_rank_", launcher)
+
+    run_ranks(run, 1)

@@ -69,7 +69,7 @@ def test_global_batch_size_sets_the_accumulation_before_the_schedule_is_made(cor
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (FSDP2Strategy, 2),
+        pytest.param(FSDP2Strategy, 2, marks=pytest.mark.slow),
         (lambda: FSDP2Strategy(tp_size=2), 4),
         pytest.param(DDPStrategy, 2, marks=pytest.mark.slow),
         pytest.param(lambda: "ddp", 2, marks=pytest.mark.slow),
