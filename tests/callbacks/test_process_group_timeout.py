@@ -93,7 +93,8 @@ def test_training_steps_alone_have_the_short_timeout(kind: Kind, tmp_path: Path)
         assert read == [*first, *second, ("test", {LONG})]
 
 
-def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
+@each_strategy
+def test_a_rank_that_does_not_come_is_found(kind: Kind, tmp_path: Path) -> None:
     found = tmp_path / "found"
 
     class Hangs(Regressor):
@@ -104,7 +105,7 @@ def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     def run() -> str:
-        trainer = STRATEGIES["ddp"].make_trainer(
+        trainer = kind.make_trainer(
             timeout=60, callbacks=[ProcessGroupTimeout(train=timedelta(seconds=1))], max_steps=4
         )
         with pytest.raises(RuntimeError) as error:
@@ -112,7 +113,7 @@ def test_a_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
         found.touch()
         return str(error.value)
 
-    assert "Timed out waiting 1000ms" in run_ranks(run, 2)[0]
+    assert "Timed out waiting 1000ms" in kind.run(run, 2)[0]
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.models import make_token_batches
+from helpers.ranks import run_ranks
 from helpers.recorder import Recorder
 from helpers.strategies import STRATEGIES, Kind
-from helpers.user_modules import make_language_model, make_loader
+from helpers.user_modules import Regressor, make_batches, make_language_model, make_loader, make_trainer
 
 from lightning_fsdp2 import callbacks
 
@@ -49,3 +51,22 @@ def test_stages_in_turn(kind: Kind, log_every_n_steps: int, logs: bool, tmp_path
         return [step for step, row in recorder.rows.items() if "throughput/tokens" in row]
 
     assert kind.run(run, 2)[0] == ([0, 1, 2, 3] if logs and log_every_n_steps else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.filterwarnings("ignore")
+def test_under_strategies_of_lightning(strategy: str, tmp_path: Path) -> None:
+    others = {"MemorySnapshot", "ProcessGroupTimeout", "HuggingFaceExport"}  # a Regressor is none of Hugging Face's
+
+    def run() -> set[str]:
+        recorder = Recorder()
+        made = [getattr(callbacks, name)() for name in callbacks.__all__ if name not in others]
+        options = {"log_every_n_steps": 1, "max_steps": 2, "gradient_clip_val": 1.0, "enable_progress_bar": True}
+        trainer = make_trainer(strategy, callbacks=made, logger=recorder, default_root_dir=tmp_path, **options)
+        batches = [{"input_ids": torch.ones(2, 8, dtype=torch.long), **batch} for batch in make_batches(4)]
+        trainer.fit(Regressor(), make_loader(batches), make_loader(batches))
+        return set(recorder.rows[1])
+
+    for logged in run_ranks(run, 1 if strategy == "auto" else 2):
+        assert logged >= {"throughput/tokens", "memory/process_gib", "gradients/norm", "loss/mean", "loss/max"}
