@@ -1,6 +1,7 @@
 """Every private torch name this package touches, in one place, with the reason and what would let it go."""
 
 import inspect
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -302,6 +303,15 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
     """After which time a hang of ``group`` becomes an error, on the device that waits least; nothing public tells."""
     return min(group._get_backend(device).options._timeout for device in group._device_types)
+
+
+def read_flight_record() -> dict[str, Any]:
+    """The last collectives of gloo's groups on this rank, oldest first in ``entries`` (torch 2.11 to 2.15).
+
+    NCCL's groups write theirs by themselves when they time out.
+    """
+    record: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+    return record
 
 
 def initialize_root(module: FSDPModule) -> None:

@@ -1,6 +1,7 @@
 """Lightning callbacks; they work under any strategy."""
 
 from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
+from lightning_fsdp2.callbacks.flight_recorder import FlightRecorder
 from lightning_fsdp2.callbacks.garbage_collection import GarbageCollection
 from lightning_fsdp2.callbacks.gradient_norm import GradientNorm
 from lightning_fsdp2.callbacks.hugging_face_export import HuggingFaceExport
@@ -9,6 +10,7 @@ from lightning_fsdp2.callbacks.loss_over_ranks import LossOverRanks
 from lightning_fsdp2.callbacks.memory_snapshot import MemorySnapshot
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.nan_guard import NaNGuard
+from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.callbacks.run_report import RunReport
 from lightning_fsdp2.callbacks.step_profiler import StepProfiler
@@ -16,6 +18,7 @@ from lightning_fsdp2.callbacks.throughput import Throughput
 
 __all__ = [
     "ExponentialMovingAverage",
+    "FlightRecorder",
     "GarbageCollection",
     "GradientNorm",
     "HuggingFaceExport",
@@ -24,6 +27,7 @@ __all__ = [
     "MemorySnapshot",
     "MemoryUsage",
     "NaNGuard",
+    "ProcessGroupTimeout",
     "RunReport",
     "StepProfiler",
     "Throughput",

@@ -1,11 +1,12 @@
 """An exponential moving average of the weights, sharded as they are."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,8 +24,8 @@ class ExponentialMovingAverage(Callback):
     Behind an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32, where ``decay`` is at
     most ``(1 + n) / (10 + n)`` in the n-th update, so that the first weights are soon forgotten. Validation, test and
     prediction of this Trainer, and ``HuggingFaceExport``, use the averages; training goes on with the weights, which
-    checkpoints hold too, beside the averages. Buffers, and parameters that are frozen when training starts, are not
-    averaged.
+    checkpoints hold too, beside the averages. The ``ckpt_path`` of ``validate``, ``test`` or ``predict`` is evaluated
+    with the averages that it holds. Buffers, and parameters that are frozen when training starts, are not averaged.
 
     Args:
         decay: Weight of the past, between 0 and 1.
@@ -61,21 +62,22 @@ class ExponentialMovingAverage(Callback):
     @torch.no_grad()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trained = _get_trained(pl_module)
-        loaded, self._loaded = self._loaded, None
-        is_second_fit = self._module is pl_module and self.averages.keys() == trained.keys()
-        self._module = pl_module
-        if loaded is None and is_second_fit:
-            return
-        if loaded is None:
-            self._updates = 0
+        if self._loaded is not None:
+            if changed := self._loaded.keys() ^ trained.keys():
+                raise ValueError(
+                    "The checkpoint's moving average is of other parameters than those trained:"
+                    f" {list_names(changed)}. Train the same ones, or start from its weights alone."
+                )
+            self._take_loaded(pl_module)
+        elif self._module is not pl_module or self.averages.keys() != trained.keys():
+            self._module, self._updates = pl_module, 0
             self.averages = {name: _copy(parameter) for name, parameter in trained.items()}
-            return
-        if changed := loaded.keys() ^ trained.keys():
-            raise ValueError(
-                f"The checkpoint's moving average is of other parameters than those trained: {list_names(changed)}."
-                " Train the same ones, or start from its weights alone."
-            )
-        self.averages = {name: shard_like(loaded[name], parameter) for name, parameter in trained.items()}
+
+    def _take_loaded(self, module: LightningModule) -> None:
+        loaded, self._loaded = self._loaded, None
+        parameters = dict(module.named_parameters())
+        self._module = module
+        self.averages = {name: shard_like(average, parameters[name]) for name, average in loaded.items()}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -130,12 +132,16 @@ class ExponentialMovingAverage(Callback):
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loaded is not None:  # of the checkpoint that is evaluated
+            self._take_loaded(pl_module)
+        elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
+            self._module = None  # its weights are no longer those that were averaged
         if pl_module is self._module:
             self._put_in(pl_module)
         else:
             rank_zero_warn(
-                "ExponentialMovingAverage: this module was not trained in this process, so its weights themselves are"
-                " evaluated, not their averages."
+                "ExponentialMovingAverage has no averages of this module, which was not trained in this process or came"
+                " from a checkpoint without them: its weights themselves are evaluated."
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,6 +152,14 @@ class ExponentialMovingAverage(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._take_out()  # before others save a checkpoint
+
+
+@contextmanager
+def use_averages(trainer: Trainer) -> Iterator[None]:
+    """Have the module hold its averages inside the block, where the Trainer makes some; all ranks must enter it."""
+    averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
+    with averages[0].averaged(trainer.lightning_module) if averages else nullcontext():
+        yield
 
 
 def _get_trained(module: LightningModule) -> dict[str, Tensor]:

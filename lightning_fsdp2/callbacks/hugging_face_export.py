@@ -1,13 +1,12 @@
 """Exports the trained model in the format of Hugging Face."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
+from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.checkpoint.coordination import on_first_rank
 from lightning_fsdp2.checkpoint.hugging_face import (
     ExportDtype,
@@ -91,8 +90,7 @@ class HuggingFaceExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_dry_run(trainer):
             return
-        averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
-        with averages[0].averaged(pl_module) if averages else nullcontext():
+        with use_averages(trainer):
             export_hf(pl_module, self._out, overwrite=self.overwrite, **self._options)
         rank_zero_info(f"Exported the model to {self._out}.")
 

@@ -13,8 +13,12 @@ def is_logging_step(trainer: Trainer) -> bool:
 
     Callbacks communicate and wait for the device on these steps only.
     """
-    trainer_ = cast(Any, trainer)
-    return bool(trainer_._logger_connector.should_update_logs) and not trainer_.fit_loop._should_accumulate()
+    return is_of_logging_step(trainer) and not trainer.fit_loop._should_accumulate()
+
+
+def is_of_logging_step(trainer: Trainer) -> bool:
+    """Whether the step of the current batch is one that the Trainer logs: for all micro-batches of that step."""
+    return bool(cast(Any, trainer)._logger_connector.should_update_logs)
 
 
 def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tensor:

@@ -6,7 +6,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
+from lightning_fsdp2.callbacks.logging_steps import (
+    gather_numbers,
+    is_logging_step,
+    is_of_logging_step,
+    log_metrics,
+)
 from lightning_fsdp2.parallel.loss import TokenMean
 
 
@@ -28,15 +33,16 @@ class LossOverRanks(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not is_of_logging_step(trainer):
+            return
+        mean = getattr(trainer.strategy, "token_mean", None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
+        if mean is None and isinstance(loss, Tensor):
             # the Trainer has divided each micro-batch's by their number
             self._loss = loss if self._loss is None else self._loss + loss
-        if trainer.fit_loop._should_accumulate():
-            return
         if is_logging_step(trainer):
-            self._report(trainer, getattr(trainer.strategy, "token_mean", None))
-        self._loss = None
+            self._report(trainer, mean)
+            self._loss = None
 
     def _report(self, trainer: Trainer, mean: TokenMean | None) -> None:
         if mean is not None:

@@ -1,18 +1,50 @@
 """How many floating-point operations a model needs per token, and how many a device can do per second."""
 
+import re
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
 
 from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models
 
-_DENSE_PEAKS = {"gb200": 2.5e15, "b200": 2.25e15, "h200": 989.4e12, "h100 nvl": 835.5e12}
-"""bfloat16 and float16 without sparsity, by a part of the device's name, as torchtitan has them
-(``torchtitan/tools/utils.py``). Lightning's table lacks the first three under the names that CUDA gives them, and has
-the sparse peak of the last, with which a utilisation would be halved.
+_PEAKS = {
+    "gb200": (2500, 1250, 80),
+    "b200": (2250, 1125, 75),
+    "gh200": (989.4, 494.7, 66.9),
+    "h200 nvl": (835.5, 417.7, 60),
+    "h200": (989.4, 494.7, 66.9),
+    "h100 nvl": (835.5, 417.7, 60),
+    "h100 pcie": (756, 378, 51.2),
+    "h100 hbm3": (989.4, 494.7, 66.9),
+    "h800 pcie": (756, 378, 51.2),
+    "h800": (989.4, 494.7, 66.9),
+    "h20": (148, 74, 44),
+    "a100": (312, 156, 19.5),
+    "a800": (312, 156, 19.5),
+    "a40": (149.7, 74.8, 37.4),
+    "a30": (165, 82, 10.3),
+    "a10": (125, 62.5, 31.2),
+    "l40s": (362, 183, 91.6),
+    "l40": (181, 90.5, 90.5),
+    "l4": (121, 60, 30.3),
+    "a6000": (154.8, 77.4, 38.7),
+    "6000 ada": (364.2, 182.1, 91.1),
+    "5090": (209.5, 104.8, 104.8),
+    "4090": (165.2, 82.6, 82.6),
+    "3090": (71, 35.6, 35.6),
+}
+"""By words of the name that CUDA gives a device, the first that fits: 10^12 operations per second, without sparsity, in
+bfloat16 or float16 with sums in float32, in TensorFloat-32, and in float32 outside of the tensor cores.
+
+From NVIDIA's data sheets, most of which print the numbers with sparsity, which are twice these. Lightning's table has
+some of those, finds an L40S to be an L4, and has no tensor cores for GeForce.
 """
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_OTHER_DEVICES = {"mig", "laptop", "ti", "super", "d"}
+"""Words of names that go on: slices and siblings, with other peaks."""
 
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The layer types of transformers with softmax attention, and where their configs say how far they look."""
@@ -24,15 +56,15 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Raises:
         ValueError: When it is not known.
     """
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    if dtype in (torch.bfloat16, torch.float16):
-        for part, peak in _DENSE_PEAKS.items():
-            if part in name:
-                return peak
-    peak = get_available_flops(device, dtype) if name else None
-    if not peak:
-        raise ValueError(f"the peak of {name or device.type!r} in {str(dtype).removeprefix('torch.')} is not known")
-    return float(peak)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = set(re.split(r"[\s-]", name.lower()))
+    peaks = next((peaks for part, peaks in _PEAKS.items() if words.issuperset(part.split())), None)
+    if peaks is None or words & _OTHER_DEVICES or dtype not in _DTYPES:
+        raise ValueError(f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known")
+    half, tensor_float, single = peaks
+    if dtype != torch.float32:
+        return half * 1e12
+    return (single if torch.get_float32_matmul_precision() == "highest" else tensor_float) * 1e12
 
 
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:

@@ -3,15 +3,15 @@
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
+from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
+from lightning_fsdp2.callbacks.throughput import Throughput
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
 _INITIAL_LOSS = "initial_loss"
@@ -20,8 +20,9 @@ _INITIAL_LOSS = "initial_loss"
 class RunReport(Callback):
     """Reports validation loss before and after, tokens per second, the checkpoint, how to resume, and a sample.
 
-    The loss before training is that of the Trainer's sanity check: set ``num_sanity_val_steps=-1`` for the whole
-    validation set. The report is written once, to Lightning's own log.
+    Tokens per second are those of the Trainer's ``Throughput``, and the sample is of the averaged weights where it has
+    an ``ExponentialMovingAverage``. The loss before training is that of the Trainer's sanity check: set
+    ``num_sanity_val_steps=-1`` for the whole validation set. The report is written once, to Lightning's own log.
 
     Args:
         monitor: The logged validation loss.
@@ -44,9 +45,6 @@ class RunReport(Callback):
         self.temperature = temperature
         self._initial_loss: float | None = None
         self._final_loss: float | None = None
-        self._tokens = 0
-        self._seconds = 0.0
-        self._started = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {_INITIAL_LOSS: self._initial_loss}
@@ -54,21 +52,10 @@ class RunReport(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._initial_loss = state_dict[_INITIAL_LOSS]
 
-    # ------------------------------------------------------------------ measuring
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tokens, self._seconds, self._started = 0, 0.0, time.monotonic()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
-    ) -> None:
-        self._tokens += batch["input_ids"].numel()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seconds += time.monotonic() - self._started
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._final_loss = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started = time.monotonic()
         loss = trainer.callback_metrics.get(self.monitor)
         if loss is None:
             return
@@ -77,26 +64,22 @@ class RunReport(Callback):
         else:
             self._final_loss = float(loss)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seconds += time.monotonic() - self._started
-
-    # ------------------------------------------------------------------ reporting
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        sample = None if self.prompt is None else self._write_sample(trainer, pl_module)
-        replicas = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
-        self._report(trainer, self._tokens * replicas, sample)
+        sample = None
+        if self.prompt is not None:
+            with use_averages(trainer):
+                sample = self._write_sample(trainer, pl_module)
+        self._report(trainer, sample)
 
-    def _report(self, trainer: Trainer, tokens: int, sample: str | None) -> None:
+    def _report(self, trainer: Trainer, sample: str | None) -> None:
         lines = [f"Training ended after {trainer.global_step:,} steps."]
         if self._final_loss is not None:
             before = "" if self._initial_loss is None else f" (before training: {self._initial_loss:.3f})"
             lines.append(f"Validation loss: {self._final_loss:.3f} nats per token{before}")
-        if tokens and self._seconds:
-            lines.append(
-                f"Speed: {tokens / self._seconds:,.0f} tokens per second on {trainer.world_size} rank(s), without"
-                " validation"
-            )
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, Throughput) and callback.average is not None:
+                ranks = f"{trainer.world_size} rank(s)"
+                lines.append(f"Speed: {callback.average:,.0f} tokens per second on {ranks}, without validation")
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         if checkpoint:
             lines.append(f"Checkpoint: {checkpoint}")

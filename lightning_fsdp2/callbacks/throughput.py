@@ -22,10 +22,12 @@ class Throughput(Callback):
     ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``; ``throughput/tokens``, all that
     the run has read, also before it was resumed: the axis to compare runs of different batches by;
     ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
-    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``.
+    its data loader (not for the copy to the device: from pinned memory that takes the host no time, and else it waits
+    for the steps before); ``throughput/tflops_per_device`` and ``throughput/mfu``.
 
     Tokens are the elements of ``batch["input_ids"]``, those of padding included, once for the ranks that read the same
-    batch (tensor and context parallel ones).
+    batch (tensor and context parallel ones). A checkpoint between two logging steps counts those since the first as if
+    every rank had read as many as rank 0.
 
     MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
     Operations per token: :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. Where they or the peak are
@@ -44,15 +46,18 @@ class Throughput(Callback):
         self.peak_flops = peak_flops
         self.latest: dict[str, float] = {}
         """What was logged last, for progress bars."""
+        self.average: float | None = None
+        """Tokens per second of the whole fit, set at its end; None where tokens are not counted."""
         self._tokens = 0
-        self._total_tokens = 0.0
+        self._readers = 1
+        self._total_tokens = self._fit_tokens = self._fit_seconds = 0.0
         self._steps = 0
         self._has_tokens = True
         self._has_said_why = False
         self._started = self._paused = self._waited = self._fetch_started = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {_TOKENS: self._total_tokens}
+        return {_TOKENS: self._total_tokens + self._tokens * self._readers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._total_tokens = state_dict[_TOKENS]
@@ -60,7 +65,9 @@ class Throughput(Callback):
     # ------------------------------------------------------------------ measuring
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._has_said_why, self._has_tokens, self.latest = False, True, {}
+        self._has_said_why, self._has_tokens, self.latest, self.average = False, True, {}, None
+        self._readers = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+        self._fit_tokens = self._fit_seconds = 0.0
         self._restart()
         # the Trainer's own marks around `next(dataloader)`; what else lies between two batches includes its waiting for
         # the device (the broadcast of SIGTERM), logging and checkpoints
@@ -104,16 +111,10 @@ class Throughput(Callback):
             self._report(trainer, pl_module, input_ids.size(-1) if isinstance(input_ids, Tensor) else 0)
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, sequence_length: int) -> None:
-        counts = gather_numbers(trainer, (self._tokens, self._waited))  # behind it the device has done the steps
-        seconds = time.monotonic() - self._started
-        metrics = {
-            "throughput/step_seconds": seconds / self._steps,
-            "throughput/data_share": float(counts[:, 1].max()) / seconds,
-        }
+        steps = self._steps
+        tokens, waited, seconds = self._add_up(trainer)
+        metrics = {"throughput/step_seconds": seconds / steps, "throughput/data_share": waited / seconds}
         if self._has_tokens:
-            readers = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
-            tokens = float(counts[:, 0].sum()) * readers / trainer.world_size
-            self._total_tokens += tokens
             per_device = tokens / seconds / trainer.world_size
             metrics |= {
                 "throughput/tokens": self._total_tokens,
@@ -123,7 +124,22 @@ class Throughput(Callback):
             }
         log_metrics(trainer, metrics)
         self.latest = metrics
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._add_up(trainer)
+        if self._has_tokens and self._fit_tokens:
+            self.average = self._fit_tokens / self._fit_seconds
+
+    def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
+        """Tokens of all ranks, seconds in which the slowest waited for data, and all seconds; counts from 0 again."""
+        counts = gather_numbers(trainer, (self._tokens, self._waited))  # behind it the device has done the steps
+        seconds = time.monotonic() - self._started
+        tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
+        self._total_tokens += tokens
+        self._fit_tokens += tokens
+        self._fit_seconds += seconds
         self._restart()
+        return tokens, float(counts[:, 1].max()), seconds
 
     def _get_utilisation(
         self, trainer: Trainer, pl_module: LightningModule, tokens_per_second: float, sequence_length: int

@@ -180,9 +180,23 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
     # tables have every key in every message
     present = {key: value for key, value in message.items() if value is not None}
+    if isinstance(present.get("content"), list):
+        present["content"] = "".join(_get_text(part, where) for part in present["content"])
     if not isinstance(present.get("content"), str) and not (role == _ANSWERS and present.get("tool_calls")):
         raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; write a text.")
     return present
+
+
+def _get_text(part: Any, where: str) -> str:
+    """Of one part of a message, as those for several modalities have them."""
+    if not isinstance(part, dict) or "type" not in part:
+        raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
+    if part["type"] != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(
+            f"{where} has a part of the type {part['type']!r}, and this data is for text alone; delete the part or the "
+            "row."
+        )
+    return str(part["text"])
 
 
 def _name_type(value: Any) -> str:

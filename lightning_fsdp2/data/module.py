@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -24,7 +26,7 @@ from lightning_fsdp2.data.loader import (
     fill_up,
 )
 from lightning_fsdp2.data.packing import split_documents
-from lightning_fsdp2.data.sources import find_optional_source, find_source
+from lightning_fsdp2.data.sources import DatasetSplit, find_optional_source, find_source
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_VALIDATION_FRACTION = 0.05
+_PLAIN_TYPES = (str, int, float, list, DatasetSplit)
 
 
 class SequenceDataModule(LightningDataModule, ABC):
@@ -155,7 +158,15 @@ class SequenceDataModule(LightningDataModule, ABC):
             return build_byte_tokenizer()
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        tokenizer: PreTrainedTokenizerBase
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            raise OSError(
+                f"tokenizer={self._tokenizer_name!r} is no directory with a tokenizer, and the Hub has not given it: "
+                f"{reason} Check its spelling, the network and `hf auth login`."
+            ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
@@ -175,13 +186,29 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Tokenise and pack into the cache, on one process per node."""
         self._failure = None
         try:
-            with _progress_bars_on_rank_zero():
+            with _progress_bars_on_rank_zero(), self._one_node_at_a_time():
                 self._load_splits()
                 self._load_test()
         except Exception as error:
             if not self._has_other_ranks():
                 raise
             self._failure = error  # the others wait for this rank to come to `setup`, where all hear of it
+
+    @contextmanager
+    def _one_node_at_a_time(self) -> Iterator[None]:
+        """Let the other nodes that share the cache wait for the first one, and find what it has written.
+
+        Each could write by itself, since files are complete or absent, but the last to be done would replace what the
+        others have mapped into memory, which is lost to them on NFS.
+        """
+        from datasets import config
+        from filelock import FileLock
+
+        options = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, _PLAIN_TYPES)}
+        cache = Path(self.cache_dir or config.HF_DATASETS_CACHE).expanduser()
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{type(self).__name__}-{xxhash.xxh3_128_hexdigest(repr(options).encode())}.lock"):
+            yield
 
     def setup(self, stage: str) -> None:
         """Take the packed sequences from the cache, on each process."""

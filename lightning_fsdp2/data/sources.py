@@ -319,6 +319,11 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
         return load_dataset(source.name, source.subset, split=source.split, streaming=streaming, cache_dir=cache_dir)
     except DatasetNotFoundError as error:
         raise ValueError(f"dataset={source.name!r} is not found: {error}") from error
+    except ConnectionError as error:
+        raise ValueError(
+            f"dataset={source.name!r} is no directory of this machine, and the Hub cannot be reached: {error}; check "
+            "its spelling and the network, or use a directory that `save_to_disk` wrote."
+        ) from error
     except ValueError as error:  # an unknown subset or split, with those that there are
         raise ValueError(
             f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"

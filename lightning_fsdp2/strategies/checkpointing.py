@@ -136,6 +136,7 @@ class CheckpointingStrategy(WorldStrategy):
         )
 
     def _wait_for_all_ranks(self, purpose: str, remedy: str) -> None:
+        self.set_group_timeout(None)  # all ranks wait for the slowest to write
         # in any case before the collectives that some ranks are in give up
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:

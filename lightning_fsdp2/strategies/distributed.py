@@ -67,10 +67,14 @@ def get_default_backend(device: torch.device) -> str:
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
     """The mesh of these sizes: one per process, since every mesh makes process groups, and those hold device memory."""
     device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
-    for view in get_views(device_mesh):
-        for group in view.get_all_groups():
-            set_group_timeout(group, timeout)
+    for group in get_groups(device_mesh):
+        set_group_timeout(group, timeout)
     return device_mesh
+
+
+def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of all views of ``device_mesh``."""
+    return [group for view in get_views(device_mesh) for group in view.get_all_groups()]
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:

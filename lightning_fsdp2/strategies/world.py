@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_fsdp2._torch_compat import set_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_group
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import (
@@ -46,6 +47,8 @@ class WorldStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.get_sizes = get_sizes
         self._timeout = timeout
+        self.group_timeout = timeout
+        """After which time a collective of a step fails now; :meth:`set_group_timeout` changes it."""
         self._full_device_mesh: DeviceMesh | None = None
         self._control_group: dist.ProcessGroup | None = None
 
@@ -131,6 +134,7 @@ class WorldStrategy(ParallelStrategy):
         self._control_group = get_group("control", self._timeout)
         get_group("rendezvous", self._timeout)
         self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
+        self.set_group_timeout(None)
 
     def _set_device_mesh(self, mesh: DeviceMesh) -> None:
         self._full_device_mesh = mesh
@@ -140,6 +144,15 @@ class WorldStrategy(ParallelStrategy):
         self._replica_group = get_mesh(mesh, CP_TP).get_group()
 
     # ------------------------------------------------------------------ collectives
+
+    def set_group_timeout(self, timeout: timedelta | None) -> None:
+        """Let the collectives that begin from now on fail after another time; None for the ``timeout`` of the strategy.
+
+        It holds for all groups in which steps communicate, and so not for those of background saves.
+        """
+        self.group_timeout = timeout or self._timeout
+        for group in (dist.group.WORLD, self._control_group, *distributed.get_groups(self.full_device_mesh)):
+            set_group_timeout(group, self.group_timeout)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -183,7 +183,7 @@ def test_a_module_that_was_not_trained_keeps_its_weights() -> None:
         other = Regressor()
         expected = {name: value.detach().clone() for name, value in other.named_parameters()}
         is_first = trainer.is_global_zero
-        with pytest.warns(UserWarning, match="was not trained in this process") if is_first else nullcontext():
+        with pytest.warns(UserWarning, match="has no averages") if is_first else nullcontext():
             trainer.validate(other, make_loader(batches))
         torch.testing.assert_close(whole(dict(other.named_parameters())), expected)
         trainer = make_trainer(FSDP2Strategy(), callbacks=[average], max_steps=1)
@@ -191,6 +191,37 @@ def test_a_module_that_was_not_trained_keeps_its_weights() -> None:
         torch.testing.assert_close(whole(average.averages), average_alone(batches, 1)[1])
 
     STRATEGIES["fsdp2"].run(run, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "ddp" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
+def test_a_checkpoint_is_evaluated_with_its_own_averages(kind: Kind, tmp_path: Path) -> None:
+    batches = make_batches(8)
+
+    def run() -> None:
+        weights, _, losses = average_alone(batches, 2)
+        plain = Regressor()
+        plain.load_state_dict(weights)
+        trainer = kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)], max_steps=2)
+        module = Regressor()
+        trainer.fit(module, make_loader(batches))
+        trainer.save_checkpoint(tmp_path / "early.ckpt")
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        trainer = kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)], max_steps=3)
+        trainer.fit(module, make_loader(batches[4:]))
+        for fresh in (trainer, kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)])):
+            measured = fresh.validate(module, make_loader(batches[:2]), ckpt_path=tmp_path / "early.ckpt")
+            assert measured[0]["loss"] == pytest.approx(losses[-1], rel=1e-5)
+        is_first = trainer.is_global_zero
+        with pytest.warns(UserWarning, match="has no averages") if is_first else nullcontext():
+            measured = trainer.validate(module, make_loader(batches[:2]), ckpt_path=tmp_path / "weights.ckpt")
+        expected = float(sum(plain.loss(batch) for batch in batches[:2]) / 2)
+        assert measured[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+    kind.run(run, 2)
 
 
 @pytest.mark.slow

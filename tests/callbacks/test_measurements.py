@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,24 +20,16 @@ from helpers.user_modules import (
     Regressor,
     make_batches,
     make_language_model,
+    make_loader,
     make_optimizer,
     make_trainer,
 )
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import FSDP2Strategy
-from lightning_fsdp2.callbacks import (
-    ExponentialMovingAverage,
-    GarbageCollection,
-    GradientNorm,
-    LearningRates,
-    LossOverRanks,
-    MemoryUsage,
-    NaNGuard,
-    Throughput,
-    TrainingProgressBar,
-)
+from lightning_fsdp2 import FSDP2Strategy, callbacks
+from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, NaNGuard
 
 WORLD = 2
 
@@ -72,9 +66,9 @@ def test_loss_and_norm_are_those_of_one_process(kind: Kind, clip: float | None) 
     batches = make_token_batches(12)
 
     def run() -> tuple[Any, Any]:
-        callbacks = [GradientNorm(), LossOverRanks(), LearningRates(), NaNGuard()]
+        measuring = [GradientNorm(), LossOverRanks(), LearningRates(), NaNGuard()]
         options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 2, "gradient_clip_val": clip}
-        rows = record(kind, make_language_model(), batches, callbacks, **options)
+        rows = record(kind, make_language_model(), batches, measuring, **options)
         return rows, train_language_model_alone(batches, 4, clip)
 
     for rows, expected in kind.run(run, WORLD):
@@ -105,12 +99,12 @@ def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
     batches = make_batches(12)
 
     def run() -> tuple[Any, Any]:
-        callbacks = [LossOverRanks(), NaNGuard(), GradientNorm()]  # the guard is the first to need the norm
+        measuring = [LossOverRanks(), NaNGuard(), GradientNorm()]  # the guard is the first to need the norm
         options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.01}
         options["gradient_clip_algorithm"] = "value"
-        clipped = record(kind, Regressor(), batches[:4], callbacks, **{**options, "max_steps": 1})
+        clipped = record(kind, Regressor(), batches[:4], measuring, **{**options, "max_steps": 1})
         del options["gradient_clip_val"], options["gradient_clip_algorithm"]
-        return clipped[0], record(kind, Regressor(), batches, callbacks, **options), train_regressor_alone(batches, 4)
+        return clipped[0], record(kind, Regressor(), batches, measuring, **options), train_regressor_alone(batches, 4)
 
     for clipped, rows, expected in kind.run(run, WORLD):
         assert clipped == pytest.approx(expected[0], rel=1e-5), "clipping by value came before the norm"
@@ -132,33 +126,39 @@ class Counts(pl.Callback):
             self.counter.__exit__(None, None, None)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "GarbageCollection": {"every_n_batches": 1},
+    "HuggingFaceExport": {"overwrite": True},
+    "ProcessGroupTimeout": {"train": timedelta(seconds=50)},
+}
+
+ON_GPUS_ONLY = {"MemorySnapshot"}
+
+
 @each_strategy
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, clip: float | None) -> None:
-    def make_callbacks() -> list[pl.Callback]:
-        return [
-            Throughput(),
-            MemoryUsage(),
-            GradientNorm(),
-            LearningRates(),
-            LossOverRanks(),
-            NaNGuard(),
-            GarbageCollection(every_n_batches=1),
-            ExponentialMovingAverage(),
-            TrainingProgressBar(),
-        ]
-
-    def run(callbacks: list[pl.Callback]) -> StepCounter:
+def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
+    kind: Kind, clip: float | None, tmp_path: Path
+) -> None:
+    def run(names: list[str], loggers: list[Logger]) -> StepCounter:
         counts = Counts(3)  # behind a logging step, whose numbers are still there
-        options = {"max_steps": 5, "log_every_n_steps": 3, "gradient_clip_val": clip}
-        options["enable_progress_bar"] = bool(callbacks)
+        trainer = kind.make_trainer(
+            callbacks=[*(getattr(callbacks, name)(**OPTIONS.get(name, {})) for name in names), counts],
+            logger=loggers,
+            default_root_dir=tmp_path,
+            max_steps=5,
+            log_every_n_steps=3,
+            gradient_clip_val=clip,
+            enable_progress_bar=bool(names),
+        )
         module = make_language_model()
         module.model = make_causal_lm(DEEP_LLAMA)
-        record(kind, module, make_token_batches(10), [*callbacks, counts], **options)
+        trainer.fit(module, make_loader(make_token_batches(10)))
         return counts.counter
 
     def compare() -> None:
-        without, with_all = run([]), run(make_callbacks())
+        everything = [name for name in callbacks.__all__ if name not in ON_GPUS_ONLY]
+        without, with_all = run([], []), run(everything, [CSVLogger(tmp_path)])
         assert sum(without.operations.values()) > 1000, "no step was counted"
         assert with_all.collectives == without.collectives
         assert with_all.host_syncs == without.host_syncs
@@ -169,15 +169,27 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, cli
 
 
 @pytest.mark.slow
+def test_a_micro_batch_of_a_step_that_does_not_log_adds_nothing_up() -> None:
+    def count(measuring: list[pl.Callback]) -> int:
+        counts = Counts(3)
+        options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 10}
+        record(STRATEGIES["ddp"], Regressor(), make_batches(12), [*measuring, counts], **options)
+        return sum(counts.counter.operations.values())
+
+    for without, with_all in run_ranks(lambda: (count([]), count([LossOverRanks(), GradientNorm()])), WORLD):
+        assert with_all == without > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=["tp2", "cp2"])
 def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
     batches = make_token_batches(4)
 
     def run() -> tuple[Any, Any]:
         recorder = Recorder()
-        callbacks = [GradientNorm(), LossOverRanks(), NaNGuard()]
+        measuring = [GradientNorm(), LossOverRanks(), NaNGuard()]
         options = {"max_steps": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "gradient_clip_val": 0.5}
-        trainer = make_trainer(FSDP2Strategy(**sizes), logger=recorder, callbacks=callbacks, **options)
+        trainer = make_trainer(FSDP2Strategy(**sizes), logger=recorder, callbacks=measuring, **options)
         module = make_language_model()
         trainer.fit(module, DataLoader(batches, batch_size=None))
         return recorder.rows, train_language_model_alone(batches, 2, 0.5)
@@ -195,9 +207,9 @@ def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
 def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
     def run() -> int:
         counts = Counts(1)
-        callbacks = [GradientNorm(), NaNGuard(), counts]
+        measuring = [GradientNorm(), NaNGuard(), counts]
         options = {"max_steps": 3, "log_every_n_steps": 2, "gradient_clip_val": 0.5}
-        record(kind, make_language_model(), make_token_batches(6), callbacks, **options)
+        record(kind, make_language_model(), make_token_batches(6), measuring, **options)
         return counts.counter.operations["aten::_foreach_norm"]
 
     assert kind.run(run, WORLD) == [1, 1]

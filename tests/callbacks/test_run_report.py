@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.callbacks import RunReport
+from lightning_fsdp2.callbacks import RunReport, Throughput
 from lightning_fsdp2.callbacks.run_report import _describe_resume, _get_raised_limits
 
 
@@ -42,6 +42,7 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
         val_check_interval=2,
         callbacks=[
             Losses(),
+            Throughput(),
             RunReport(prompt="do", max_new_tokens=5),
             ModelCheckpoint(folder / "run", every_n_train_steps=2, save_top_k=0, save_last=True),
         ],

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
@@ -71,14 +72,19 @@ def test_tokens_are_counted_once_for_the_ranks_that_share_them(sizes: dict[str, 
 
 
 def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_timed(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:  # between two steps that log
+                trainer.save_checkpoint(tmp_path / "first.ckpt")
+
     def run() -> tuple[dict[str, float], dict[str, float], list[str]]:
         rows: list[dict[str, float]] = []
-        for steps, path in ((2, None), (4, tmp_path / "first.ckpt")):
+        for steps, path in ((3, None), (4, tmp_path / "first.ckpt")):
             recorder = Recorder()
             trainer = make_trainer(
                 DDPStrategy(),
                 logger=recorder,
-                callbacks=[Throughput()],
+                callbacks=[Throughput(), Saves()],
                 max_steps=steps,
                 log_every_n_steps=2,
                 val_check_interval=1,
@@ -88,8 +94,7 @@ def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_ti
             batches = [{"input_ids": torch.ones(2, 8, dtype=torch.long), **batch} for batch in make_batches(8)]
             with patch.object(throughput, "time", Clock()), catch_messages() as messages:
                 trainer.fit(Regressor(), make_loader(batches), make_loader(batches), ckpt_path=path)
-            trainer.save_checkpoint(tmp_path / "first.ckpt")
-            rows.append(recorder.rows[steps - 1])
+            rows.append(recorder.rows[1 if path is None else 3])
         return rows[0], rows[1], messages
 
     (first, second, messages), _ = run_ranks(run, 2)
@@ -168,19 +173,47 @@ def test_frozen_weights_cost_two_thirds_and_windows_end_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
+    ("name", "peaks"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
-        ("NVIDIA H200", torch.bfloat16, 989.4e12),
-        ("NVIDIA H100 NVL", torch.bfloat16, 835.5e12),
-        ("NVIDIA GB200", torch.bfloat16, 2.5e15),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("NVIDIA A100-SXM4-80GB", torch.float64, 9.7e12),
+        ("NVIDIA GB200", (2500, 1250, 80)),
+        ("NVIDIA B200", (2250, 1125, 75)),
+        ("NVIDIA H100 80GB HBM3", (989.4, 494.7, 66.9)),
+        ("NVIDIA H100 PCIe", (756, 378, 51.2)),
+        ("NVIDIA H100 NVL", (835.5, 417.7, 60)),
+        ("NVIDIA H200", (989.4, 494.7, 66.9)),
+        ("NVIDIA H200 NVL", (835.5, 417.7, 60)),
+        ("NVIDIA GH200 480GB", (989.4, 494.7, 66.9)),
+        ("NVIDIA A100-SXM4-80GB", (312, 156, 19.5)),
+        ("NVIDIA A100 80GB PCIe", (312, 156, 19.5)),
+        ("NVIDIA A10", (125, 62.5, 31.2)),
+        ("NVIDIA L4", (121, 60, 30.3)),
+        ("NVIDIA L40", (181, 90.5, 90.5)),
+        ("NVIDIA L40S", (362, 183, 91.6)),
+        ("NVIDIA RTX A6000", (154.8, 77.4, 38.7)),
+        ("NVIDIA RTX 6000 Ada Generation", (364.2, 182.1, 91.1)),
+        ("NVIDIA GeForce RTX 4090", (165.2, 82.6, 82.6)),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX 4000 Ada Generation", None),
     ],
 )
-def test_peaks_without_sparsity(name: str, dtype: torch.dtype, peak: float) -> None:
-    with patch.object(torch.cuda, "get_device_name", lambda device: name):
-        assert get_peak_flops(torch.device("cuda"), dtype) == peak
+def test_peaks_without_sparsity(name: str, peaks: tuple[float, float, float] | None) -> None:
+    def read(dtype: torch.dtype, precision: str) -> float | None:
+        with (
+            patch.object(torch.cuda, "get_device_name", lambda device: name),
+            patch.object(torch, "get_float32_matmul_precision", lambda: precision),
+        ):
+            try:
+                return get_peak_flops(torch.device("cuda"), dtype)
+            except ValueError:
+                return None
+
+    assert read(torch.float64, "high") is None
+    found = [read(torch.bfloat16, "highest"), read(torch.float32, "high"), read(torch.float32, "highest")]
+    assert found == ([None] * 3 if peaks is None else pytest.approx([peak * 1e12 for peak in peaks]))
 
 
 def test_what_is_not_known_is_said() -> None:

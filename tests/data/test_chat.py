@@ -170,8 +170,15 @@ def test_validation_is_a_part_by_content_a_file_or_a_split(set_up, tmp_path):
     assert set(data.statistics) == {"training", "validation", "test"}
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "saved", "folder"])
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("form", "streaming"),
+    [
+        *((form, False) for form in ("jsonl", "json", "parquet", "saved", "folder")),
+        *(pytest.param(form, True, marks=pytest.mark.slow) for form in ("jsonl", "json", "parquet")),
+        ("saved", True),
+        ("folder", True),
+    ],
+)
 def test_every_form_of_data_gives_the_same_batches(set_up, tmp_path, form, streaming):
     rows = [to_row(*talk) for talk in TALKS]
     settings = {"path": str(tmp_path / f"a.{form}")}

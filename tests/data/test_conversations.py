@@ -155,6 +155,13 @@ def test_answer_that_merges_with_the_prompt_is_refused(merging):
         tokenize([{"messages": messages}], tokenizer=merging)
 
 
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "It "}, {"type": "text", "text": "is noon.", "image": None}]
+    whole = [{"role": "user", "content": "time?"}, {"role": "assistant", "content": "It is noon."}]
+    in_parts = [whole[0], {"role": "assistant", "content": parts}]
+    assert tokenize([{"messages": in_parts}])[0] == tokenize([{"messages": whole}])[0]
+
+
 ASK = {"role": "user", "content": "?"}
 
 
@@ -185,6 +192,15 @@ ASK = {"role": "user", "content": "?"}
             "message 2 has a number as its 'content'; write a te",
         ),
         ({"messages": [ASK, {"role": "assistant"}]}, "message 2 has nothing as its 'content'"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": "?"}]}
+                ]
+            },
+            "message 1 has a part of the type 'image', and this data is for text alone; delete the part or the row",
+        ),
+        ({"messages": [{"role": "user", "content": ["?"]}]}, "message 1 has a part without a 'type'; write"),
         ({"prompt": "x", "completion": 3}, "completion is a number, not a list of messages"),
     ],
     ids=lambda value: None if isinstance(value, str) and value.startswith("it") else "",

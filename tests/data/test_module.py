@@ -2,9 +2,11 @@ import json
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -67,7 +69,7 @@ def test_global_batch_size_sets_the_accumulation_before_the_schedule_is_made(cor
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (FSDP2Strategy, 2),
+        pytest.param(FSDP2Strategy, 2, marks=pytest.mark.slow),
         (lambda: FSDP2Strategy(tp_size=2), 4),
         pytest.param(DDPStrategy, 2, marks=pytest.mark.slow),
         pytest.param(lambda: "ddp", 2, marks=pytest.mark.slow),
@@ -165,3 +167,39 @@ def test_bars_are_shown_on_rank_zero_only(corpus, cache):
         return shown
 
     assert run_ranks(run, 2, group=False) == [[True, True], [False]]  # and rank 0 in `prepare_data`
+
+
+def test_nodes_that_share_a_cache_prepare_in_turn(corpus, tmp_path):
+    events = tmp_path / "events"
+
+    def note(event):
+        with open(events, "a") as file:
+            file.write(f"{event} ")
+
+    class Data(TextDataModule):
+        def _load_splits(self):
+            note("begins")
+            splits = super()._load_splits()
+            note("ends")
+            return splits
+
+    def run():
+        data = Data(path=corpus, cache_dir=str(tmp_path), sequence_length=16, batch_size=2, validation_fraction=0)
+        dist.barrier()
+        data.prepare_data()
+
+    run_ranks(run, 2)
+    assert events.read_text() == "begins ends begins ends "
+
+
+def test_a_name_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    data = ChatDataModule(dataset="no/such", chat_template=template, cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"^dataset='no/such' is no directory of this machine, and the Hub cannot be"):
+        data.prepare_data()
+    data = ChatDataModule(path=__file__, tokenizer="no/such", cache_dir=str(tmp_path))
+    with pytest.raises(OSError, match=r"^tokenizer='no/such' is no directory with a tokenizer") as raised:
+        data.prepare_data()
+    assert "\n" not in str(raised.value)

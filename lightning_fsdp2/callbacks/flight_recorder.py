@@ -1,0 +1,59 @@
+"""What every rank was communicating when a run hung."""
+
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_fsdp2._torch_compat import read_flight_record
+
+_DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
+
+
+class FlightRecorder(Callback):
+    """Keeps, of a run that ends in a collective, the last collectives of every rank with the run's other files.
+
+    torch records them in any case, 2,000 per rank; the launcher's environment says how many, ``TORCH_FR_BUFFER_SIZE``,
+    since it is read when the first group is made. NCCL's are written as ``nccl_rank_<r>`` by its watchdog, which
+    without this callback writes into the home directory of each node; ``torchfrtrace <dirpath> --prefix nccl_rank_``
+    says which rank was missing where (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
+    Gloo's, of host tensors, are written as ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends the fit: the last
+    entries are what the rank was at, with the lines of code.
+
+    Args:
+        dirpath: Of all nodes' files. None for what ``TORCH_FR_DUMP_TEMP_FILE`` names in the environment or, without
+            it, ``flight_records`` in the directory of the logger or the Trainer's ``default_root_dir``.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        self.dirpath = dirpath
+        self._folder: Path | None = None
+        self._replaced: str | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        root = trainer.log_dir or trainer.default_root_dir  # `log_dir` asks rank 0, the environment is a node's own
+        if self._folder is None:
+            self._replaced = os.environ.get(_DESTINATION)
+        if self.dirpath is None and self._replaced is not None:
+            self._folder = Path(self._replaced).parent
+        else:
+            self._folder = Path(self.dirpath or Path(root) / "flight_records")
+            os.environ[_DESTINATION] = str(self._folder.resolve() / "nccl_rank_")  # read when torch first writes
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError) and self._folder is not None and dist.is_initialized():
+            path = self._folder / f"gloo_rank_{trainer.global_rank}.json"
+            path.write_text(json.dumps(read_flight_record()))
+            rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # not behind an exception, where the watchdog may be about to write
+        self._folder = None
+        if self._replaced is None:
+            os.environ.pop(_DESTINATION, None)
+        else:
+            os.environ[_DESTINATION] = self._replaced

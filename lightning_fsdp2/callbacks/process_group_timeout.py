@@ -1,0 +1,78 @@
+"""A short timeout for the collectives of training steps, so that a hang is found in minutes."""
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+_BACKENDS = {"gloo", "nccl"}  # whose timeout torch 2.11 to 2.15 can change
+
+
+class ProcessGroupTimeout(Callback):
+    """Lets collectives of training steps fail after ``train``, all others after the strategy's ``timeout``.
+
+    A run waits long now and then, and rightly so: for data that rank 0 prepares, compilation, the slowest disk. That is
+    what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes seconds, and if it
+    takes minutes a rank is lost. The idea is torchtitan's (https://github.com/pytorch/torchtitan, ``trainer.py``).
+
+    The rule: ``train`` holds from the second optimizer step of a fit on. It does not in validation, while a checkpoint
+    is saved and between epochs; behind these the ranks wait for each other, under the long timeout, before the next
+    step has the short one. So ``train`` must be longer than the slowest step, waiting for its data included, and than
+    whatever else one rank does alone between two batches.
+
+    Args:
+        train: Shorter than the strategy's ``timeout``.
+
+    Raises:
+        ValueError: When it is not, under strategies of other packages, or on a backend whose timeout is fixed.
+    """
+
+    def __init__(self, train: timedelta = timedelta(minutes=5)) -> None:
+        if train <= timedelta(0):
+            raise ValueError(f"ProcessGroupTimeout(train={str(train)!r}) must be more than nothing.")
+        self.train = train
+        self._first_step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = cast(Any, trainer.strategy)
+        if not hasattr(strategy, "set_group_timeout"):
+            raise ValueError(
+                f"ProcessGroupTimeout needs a strategy of lightning_fsdp2, not {type(strategy).__name__}; remove it."
+            )
+        if self.train >= strategy.group_timeout:
+            raise ValueError(
+                f"ProcessGroupTimeout(train={str(self.train)!r}) must be shorter than the timeout of"
+                f" {type(strategy).__name__}, {str(strategy.group_timeout)!r}; change one of them."
+            )
+        backends = set(dist.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map().values())
+        if fixed := backends - _BACKENDS:
+            raise ValueError(
+                f"ProcessGroupTimeout: torch cannot change the timeout of {', '.join(sorted(fixed))}; remove it, and"
+                f" set {type(strategy).__name__}(timeout=...)."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy = cast(Any, trainer.strategy)
+        if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
+            return
+        # what a slower rank has still to do, on its device too, is under the long timeout; without this the others
+        # would wait for it in a step, under the short one
+        if strategy.root_device.type != "cpu":
+            torch.accelerator.synchronize(strategy.root_device)
+        strategy.barrier("ProcessGroupTimeout")
+        strategy.set_group_timeout(self.train)
+
+    def _wait_long(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        cast(Any, trainer.strategy).set_group_timeout(None)
+
+    # where a checkpoint is saved, the strategy itself does it
+    on_validation_start = on_train_epoch_end = on_train_end = _wait_long
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if getattr(trainer.strategy, "group_timeout", None) == self.train:
+            self._wait_long(trainer, pl_module)
