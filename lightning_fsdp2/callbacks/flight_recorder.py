@@ -40,8 +40,8 @@ class FlightRecorder(Callback):
         if self.dirpath is None and self._replaced is not None:
             self._folder = Path(self._replaced).parent
         else:
-            self._folder = Path(self.dirpath or Path(root) / "flight_records")
-            os.environ[_DESTINATION] = str(self._folder.resolve() / "nccl_rank_")  # read when torch first writes
+            self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
+            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # read when torch first writes
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -134,7 +134,6 @@ class WorldStrategy(ParallelStrategy):
         self._control_group = get_group("control", self._timeout)
         get_group("rendezvous", self._timeout)
         self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
-        self.set_group_timeout(None)
 
     def _set_device_mesh(self, mesh: DeviceMesh) -> None:
         self._full_device_mesh = mesh
@@ -150,9 +149,12 @@ class WorldStrategy(ParallelStrategy):
 
         It holds for all groups in which steps communicate, and so not for those of background saves.
         """
-        self.group_timeout = timeout or self._timeout
+        timeout = timeout or self._timeout
+        if timeout == self.group_timeout:
+            return
+        self.group_timeout = timeout
         for group in (dist.group.WORLD, self._control_group, *distributed.get_groups(self.full_device_mesh)):
-            set_group_timeout(group, self.group_timeout)
+            set_group_timeout(group, timeout)
 
     @override
     def barrier(self, name: str | None = None) -> None:
