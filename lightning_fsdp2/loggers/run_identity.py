@@ -77,8 +77,10 @@ def _count_parameters(module: nn.Module) -> dict[str, int]:
 
 def _describe_model(module: Any) -> dict[str, Any]:
     models: list[Any] = get_hf_models(module)
+    # `fully_shard` has put a class of its own before it
+    kind = next(kind for kind in type(module).__mro__ if kind.__name__ == get_class_name(module))
     return {
-        "class": f"{type(module).__module__}.{get_class_name(module)}",
+        "class": f"{kind.__module__}.{kind.__qualname__}",
         "pretrained": _to_plain(getattr(module, "pretrained", None)),
         "hugging_face": [{"class": get_class_name(m), "config": _to_plain(m.config.to_dict())} for m in models],
     }
@@ -91,7 +93,7 @@ def _describe_data(trainer: Any) -> dict[str, Any]:
     usual = vars(LightningDataModule())
     options = {name: value for name, value in vars(datamodule).items() if name not in usual and name[0] != "_"}
     batch_size, length = options.get("batch_size"), options.get("sequence_length")
-    data = {
+    data: dict[str, Any] = {
         "class": f"{type(datamodule).__module__}.{type(datamodule).__name__}",
         "options": {**_to_plain(dict(getattr(datamodule, "hparams", {}))), **_to_plain(options)},
     }

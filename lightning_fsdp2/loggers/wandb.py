@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,7 +23,17 @@ TOTAL_TOKENS = "train/total_tokens"
 
 _STEP = "trainer/global_step"
 
+_FLUSH_SECONDS = 1.0
+"""How often W&B's service writes to the disk, which it does not do when the job is killed. Its own choice is 15."""
+
+_ROWS_BEHIND_A_SAVE = 10
+"""Room for what a step logs once its checkpoint is saved, the metrics of ``self.log`` for one; gaps do no harm."""
+
 CheckpointLogging = Literal["reference", "upload"]
+
+
+class MissingKeyError(ValueError):
+    """W&B has no API key for a run that is to be online."""
 
 
 class WandbLogger(loggers.WandbLogger):
@@ -47,12 +58,13 @@ class WandbLogger(loggers.WandbLogger):
         notes: What the run is about.
         id: Of the run. None goes on with the run of the checkpoint, or draws one.
         offline: Record to ``save_dir`` only; ``wandb sync`` uploads it.
-        checkpoints: What is done with those that ``ModelCheckpoint`` saves, once they are complete: ``"reference"`` logs
+        checkpoints: What to do with those that ``ModelCheckpoint`` saves, once they are complete: ``"reference"`` logs
             an artifact that says where they are, ``"upload"`` one that holds them, in the background, None none.
         prefix: Of the names of metrics.
 
     Raises:
-        ValueError: When ``checkpoints`` is unknown; before the first step, on every rank, when there is no API key.
+        ValueError: When ``checkpoints`` is unknown.
+        MissingKeyError: Before the first step, on every rank, when there is no API key.
     """
 
     def __init__(
@@ -75,7 +87,7 @@ class WandbLogger(loggers.WandbLogger):
                 f"WandbLogger(checkpoints={checkpoints!r}) is unknown; use 'reference' to log where checkpoints are,"
                 " 'upload' to upload them, or None."
             )
-        details = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
+        details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
         del self._wandb_init["anonymous"]  # which W&B has given up
         self.offline = offline
@@ -93,13 +105,13 @@ class WandbLogger(loggers.WandbLogger):
 
     @property
     @override
-    def experiment(self) -> "Run":  # type: ignore[override]
+    def experiment(self) -> "Run":
         """W&B's run; a stand-in on ranks other than 0."""
         if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
-            return _StandIn()  # type: ignore[return-value]
+            return _StandIn()
         if self._experiment is None:
             self._experiment = self._start()
-        return self._experiment  # type: ignore[return-value]
+        return self._experiment
 
     def get_optional_problem(self) -> str | None:
         """Why W&B would ask for an API key, which nobody answers in a job; None where it has one or needs none."""
@@ -110,7 +122,8 @@ class WandbLogger(loggers.WandbLogger):
             settings = wandb.setup().settings
             if self._experiment is not None or wandb.run is not None or self._get_mode() in ("offline", "disabled"):
                 return None
-            if settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url):
+            has_token = getattr(settings, "identity_token_file", None)
+            if settings.api_key or has_token or get_netrc_auth(settings.base_url):
                 return None
         except Exception:
             return None  # the start of the run reports it
@@ -119,7 +132,6 @@ class WandbLogger(loggers.WandbLogger):
             " once, or use offline: true (or WANDB_MODE=offline) and `wandb sync` later."
         )
 
-    @rank_zero_only
     def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
         """Put off the start of the run until :meth:`release`: the Trainer asks for it before it reads the checkpoint.
 
@@ -145,13 +157,13 @@ class WandbLogger(loggers.WandbLogger):
             self._first_row = state["row"]
             return
         rank_zero_warn(
-            f"W&B: run {self.version} was started before the checkpoint of run {state['id']} was read, and stays another"
-            " run. Use `logger.experiment` from `on_fit_start` on, or give WandbLogger(id=...)."
+            f"W&B: run {self.version} was started before the checkpoint of run {state['id']} was read, and stays a run"
+            " of its own. Use `logger.experiment` from `on_fit_start` on, or give WandbLogger(id=...)."
         )
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the run: its id, and the number of its next row."""
-        return {"id": self.version, "row": getattr(self._experiment, "step", 0)}
+        """What a checkpoint holds of the run: its id, and the number of the row to go on with."""
+        return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
         self._id = self._wandb_init["id"] = id
@@ -177,7 +189,10 @@ class WandbLogger(loggers.WandbLogger):
 
         if self.save_dir and mode != "disabled":
             os.makedirs(self.save_dir, exist_ok=True)  # W&B would write somewhere else
-        run = wandb.init(**self._wandb_init, mode=mode)
+        # else a job that is killed may lose rows that are older than its checkpoint
+        has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
+        settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
+        run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
@@ -246,7 +261,7 @@ class WandbLogger(loggers.WandbLogger):
             add(artifact, path)
             self.experiment.log_artifact(artifact, aliases=aliases)
         except Exception as error:
-            self._say_once(f"W&B: the checkpoint {path!r} could not be logged ({error!r}); it stays where it is.")
+            self._say_once(f"W&B: the checkpoint {path!r} could not be logged ({error!r}).", "checkpoints")
 
     # ------------------------------------------------------------------ what fails
 
@@ -263,6 +278,9 @@ class WandbLogger(loggers.WandbLogger):
 
         others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
         self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
+        if isinstance(error, ConnectionError):  # its service is gone, which it would miss once more at exit
+            with suppress(Exception):
+                wandb.teardown()
         return wandb.init(id=self._id, mode="disabled")
 
     def _say_once(self, message: str, topic: str = "") -> None:

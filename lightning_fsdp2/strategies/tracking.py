@@ -1,4 +1,4 @@
-"""What the loggers of a run are told beside its metrics: what the run is, how much it has read, which run it resumes."""
+"""What the loggers of a run are told beside its metrics: what it is, how much it has read, which one it resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.loggers.run_identity import describe_run
-from lightning_fsdp2.loggers.wandb import TOTAL_TOKENS, WandbLogger
+from lightning_fsdp2.loggers.wandb import TOTAL_TOKENS, MissingKeyError, WandbLogger
 
 
 class Tracking(Callback):
@@ -26,9 +26,7 @@ class Tracking(Callback):
         when_complete: Calls a function once the checkpoint just saved is complete.
     """
 
-    def __init__(
-        self, add_up: Callable[[int], int], when_complete: Callable[[Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, add_up: Callable[[int], int], when_complete: Callable[[Callable[[], None]], None]) -> None:
         self._add_up = add_up
         self._when_complete = when_complete
         self._total_tokens = 0
@@ -39,12 +37,12 @@ class Tracking(Callback):
         """Begin a stage, before the Trainer asks its loggers for their experiments.
 
         Raises:
-            ValueError: On every rank, when W&B lacks a key.
+            MissingKeyError: On every rank, when W&B has no key.
         """
         loggers = trainer.loggers if trainer.is_global_zero else []
         problems = [problem for logger in _get_wandb_loggers(loggers) if (problem := logger.get_optional_problem())]
         if problem := trainer.strategy.broadcast(problems[0] if problems else None):
-            raise ValueError(problem)
+            raise MissingKeyError(problem)
         cast(Any, trainer).callbacks.insert(0, self)
         for logger in trainer.loggers:
             logger.__dict__["log_metrics"] = partial(self._log_metrics, type(logger).log_metrics, logger)
@@ -82,6 +80,8 @@ class Tracking(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger, state in zip(_get_wandb_loggers(trainer.loggers), self._runs, strict=False):
             logger.continue_run(state)
+        for logger in _get_wandb_loggers(trainer.loggers):
+            _ = logger.experiment  # starts
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:

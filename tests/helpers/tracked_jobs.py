@@ -1,5 +1,8 @@
 """Small jobs whose loggers are looked at."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.ranks import run_ranks
 from helpers.user_modules import Batch, make_language_model, make_loader, make_trainer
+from helpers.wandb_reader import read_runs
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.callbacks import Throughput
 
@@ -31,16 +35,16 @@ def run_job(
     world_size: int = 2,
     callbacks: Callable[[], Sequence[pl.Callback]] = list,
     ckpt_path: Path | None = None,
-    async_save: bool = False,
+    checkpoint: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Train as a job would that starts on these ranks; returns what rank by rank its callback ``Result`` has kept."""
+    """Train as a job that starts on these ranks; returns the attributes ``result`` of its own callbacks, by rank."""
 
     def run() -> Any:
         saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=2, save_top_k=-1)
         own = list(callbacks())
         trainer = make_trainer(
-            FSDP2Strategy(checkpoint=CheckpointConfig(async_save=async_save)),
+            FSDP2Strategy(checkpoint=CheckpointConfig(**checkpoint or {})),
             **{
                 "logger": make_loggers(),
                 "callbacks": [*own, Throughput(), saver],
@@ -55,6 +59,28 @@ def run_job(
         return [getattr(callback, "result", None) for callback in own]
 
     return run_ranks(run, world_size)
+
+
+class DiesOnce(pl.Callback):
+    """Ends all ranks behind a step as a power cut does, once W&B has written it; not when the job is started again.
+
+    Args:
+        marker: File that tells that it has died.
+        behind: Number of steps.
+    """
+
+    def __init__(self, marker: str, behind: int = 5) -> None:
+        self.marker, self.behind = Path(marker), behind
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step != self.behind or trainer.strategy.broadcast(self.marker.exists()):
+            return
+        folder, deadline = Path(trainer.loggers[0].save_dir), time.monotonic() + 60
+        while trainer.is_global_zero and len(read_runs(folder)[0].get_column("train/loss")) < self.behind:
+            assert time.monotonic() < deadline
+        self.marker.touch()
+        trainer.strategy.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

@@ -84,7 +84,11 @@ def _read_records(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = _CHUNK.unpack_from(data, position)
         position += _CHUNK.size
-        parts = data[position : position + length] if kind in (_FULL, _FIRST) else parts + data[position : position + length]
+        parts = (
+            data[position : position + length]
+            if kind in (_FULL, _FIRST)
+            else parts + data[position : position + length]
+        )
         position += length
         if kind in (_FULL, _LAST) and position <= len(data):
             yield parts

@@ -25,7 +25,9 @@ Metrics = dict[tuple[str, int], float]
 def read_csv(folder: Path) -> Metrics:
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    return {(name, int(row["step"])): float(text) for row in rows for name, text in row.items() if text and name != "step"}
+    return {
+        (name, int(row["step"])): float(text) for row in rows for name, text in row.items() if text and name != "step"
+    }
 
 
 def read_tensorboard(folder: Path) -> Metrics:
@@ -39,7 +41,10 @@ def read_tensorboard(folder: Path) -> Metrics:
 def read_wandb(folder: Path) -> Metrics:
     (run,) = read_runs(folder)
     return {
-        (name, row["trainer/global_step"]): value for row in run.rows for name, value in row.items() if name not in IGNORED
+        (name, row["trainer/global_step"]): value
+        for row in run.rows
+        for name, value in row.items()
+        if name not in IGNORED
     }
 
 
@@ -56,7 +61,12 @@ def test_csv_tensorboard_and_wandb_get_the_same(tmp_path: Path, monkeypatch: pyt
 
     run_job(tmp_path, make_loggers)
     metrics = read_csv(tmp_path / "csv")
-    assert {name for name, _ in metrics} >= {"train/loss", "train/total_tokens", "throughput/tokens_per_second", "epoch"}
+    assert {name for name, _ in metrics} >= {
+        "train/loss",
+        "train/total_tokens",
+        "throughput/tokens_per_second",
+        "epoch",
+    }
     assert {step for _, step in metrics} == {1, 3}
     assert metrics == pytest.approx(read_wandb(tmp_path))
     assert metrics == pytest.approx(read_tensorboard(tmp_path / "tensorboard"), rel=1e-6)  # float32
