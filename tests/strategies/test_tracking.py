@@ -3,19 +3,24 @@
 import csv
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
+from helpers.collectives import CountsStep, StepCounter
+from helpers.models import make_token_batches
 from helpers.recorder import Recorder
 from helpers.strategies import STRATEGIES
-from helpers.tracked_jobs import LENGTHS, make_batches, run_job
+from helpers.tracked_jobs import LENGTHS, finished_runs, make_batches, run_job
 from helpers.user_modules import Regressor, make_language_model, make_loader, make_trainer
 from helpers.user_modules import make_batches as make_regression_batches
 from helpers.wandb_reader import read_runs
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2.loggers import WandbLogger
+from lightning_fsdp2.strategies.tracking import Tracking
 
 IGNORED = {"trainer/global_step", "_step", "_runtime", "_timestamp", "hp_metric"}
 
@@ -126,3 +131,24 @@ def test_rows_of_batches_without_tokens_have_no_such_axis_and_loggers_are_left_a
         assert not any("train/total_tokens" in row for row in rows.values())
         assert not is_wrapped
         assert "Tracking" not in callbacks
+
+
+def test_a_step_that_is_not_logged_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def count(loggers: list[Any]) -> StepCounter:
+        counts = CountsStep(3)
+        options = {"max_steps": 5, "log_every_n_steps": 3, "logger": loggers, "callbacks": [counts]}
+        make_trainer(**options).fit(make_language_model(), make_loader(make_token_batches(10)))
+        return counts.counter
+
+    def compare() -> None:
+        with patch.object(Tracking, "on_train_batch_end", Callback.on_train_batch_end):
+            without = count([])
+        with finished_runs():
+            tracked = count([CSVLogger(tmp_path), WandbLogger(save_dir=str(tmp_path), offline=True)])
+        assert sum(without.operations.values()) > 500, "no step was counted"
+        assert tracked.operations == without.operations
+        assert tracked.collectives == without.collectives
+
+    STRATEGIES["fsdp2"].run(compare, 2)
