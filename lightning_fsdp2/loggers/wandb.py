@@ -202,12 +202,15 @@ class WandbLogger(loggers.WandbLogger):
 
     def _start_without(self, error: Exception) -> Any:
         """Record the run offline where it does not start online, or else not at all."""
+        import wandb
+
         try:
+            wandb.teardown()  # the service goes on trying, and would not take the id again
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
         rank_zero_warn(
-            f"W&B: the run could not be started ({error!r}); it is recorded offline. Upload it with `wandb sync"
+            f"W&B: the run could not be started ({error!r}) and is recorded offline; upload it with `wandb sync"
             f" {os.path.dirname(run.dir)}`."
         )
         return run

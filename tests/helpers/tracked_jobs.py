@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.ranks import run_ranks
@@ -89,7 +90,5 @@ def finished_runs() -> Iterator[None]:
     try:
         yield
     finally:
-        import wandb
-
         with suppress(OSError):  # of a service that was killed
             wandb.teardown()

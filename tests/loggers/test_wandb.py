@@ -1,6 +1,7 @@
 """The real wandb client, offline; what it has written is read back."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+import wandb
 from helpers.ranks import run_ranks
 from helpers.tracked_jobs import LENGTHS, run_job
 from helpers.wandb_reader import WandbRun, read_runs
@@ -139,13 +141,15 @@ def test_a_resumed_job_goes_on_with_its_run(tmp_path: Path) -> None:
     steps = [2 * sum(LENGTHS[:2]), 2 * sum(LENGTHS[2:4])]
     read = list(accumulate(2 * steps))  # a plain loader begins anew
     assert [row[TOKENS] for row in (*first.rows, *resumed.rows)[::2]] == read
-    # a given id, and a job without a checkpoint, are other runs
-    others = [
-        run_offline(tmp_path, logger={"id": "mine"}, ckpt_path=tmp_path / "checkpoints" / "step=2.ckpt"),
-        run_offline(tmp_path, max_steps=1),
-    ]
-    assert others[0].id == "mine"
-    assert len({first.id, *(run.id for run in others)}) == 3
+
+
+@pytest.mark.slow
+def test_a_given_id_and_a_job_without_a_checkpoint_are_other_runs(tmp_path: Path) -> None:
+    first = run_offline(tmp_path, max_steps=2)
+    given = run_offline(tmp_path, logger={"id": "mine"}, ckpt_path=tmp_path / "checkpoints" / "step=2.ckpt")
+    anew = run_offline(tmp_path, max_steps=1)
+    assert given.id == "mine"
+    assert len({first.id, given.id, anew.id}) == 3
 
 
 class KillsService(pl.Callback):
@@ -191,26 +195,37 @@ def test_training_goes_on_when_the_service_dies(tmp_path: Path) -> None:
     assert (tmp_path / "csv" / "0" / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
 
 
-@pytest.mark.parametrize("works_offline", [True, False])
-def test_a_run_that_does_not_start_is_recorded_offline(tmp_path: Path, works_offline: bool) -> None:
-    import wandb
+@pytest.mark.slow
+def test_a_run_that_does_not_start_online_is_recorded_offline(tmp_path: Path) -> None:
+    account = {"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "3"}
+    with patch.dict("os.environ", account):
+        results = run_job(tmp_path, lambda: [make_logger(tmp_path, offline=False)], callbacks=lambda: [KeepsWarnings()])
+    (message,), others = get_messages(results)
+    assert re.match(r"W&B: the run could not be started \(CommError.* and is recorded offline; upload it with", message)
+    assert Path(message.split("`wandb sync ")[1].rstrip("`.")).name.startswith("offline-run-")
+    assert others == []
+    (run,) = [run for run in read_runs(tmp_path) if run.rows]
+    assert len(run.get_column("train/loss")) == 2
+    assert len(run.artifacts) == 2
 
+
+@pytest.mark.slow
+def test_training_goes_on_where_no_run_starts(tmp_path: Path) -> None:
     def init(**options: Any) -> Any:
-        if options["mode"] == "online" or (options["mode"] == "offline" and not works_offline):
-            raise wandb.errors.CommError("no answer")
+        if options["mode"] != "disabled":
+            raise OSError("no space left")
         return real(**options)
 
     real = wandb.init
-    with patch.object(wandb, "init", init), patch.dict("os.environ", WANDB_API_KEY="x" * 40):
-        results = run_job(tmp_path, lambda: [make_logger(tmp_path, offline=False)], callbacks=lambda: [KeepsWarnings()])
-    (message,), _ = get_messages(results)
-    runs = read_runs(tmp_path)
-    if works_offline:
-        assert "recorded offline. Upload it with `wandb sync" in message
-        assert runs[0].get_column("train/loss")
-    else:
-        assert "Training goes on without W&B; no other logger keeps its metrics." in message
-        assert not runs
+    with patch.object(wandb, "init", init):
+        results = run_job(tmp_path, lambda: [make_logger(tmp_path)], callbacks=lambda: [KeepsWarnings()])
+    (message,), others = get_messages(results)
+    assert message == (
+        "W&B: starting the run failed (OSError('no space left')). Training goes on without W&B; no other logger keeps"
+        " its metrics."
+    )
+    assert others == []
+    assert not read_runs(tmp_path)
     assert (tmp_path / "checkpoints" / "step=4.ckpt").exists()
 
 
@@ -228,7 +243,7 @@ def test_no_key_is_an_error_on_every_rank_before_anything_starts(tmp_path: Path)
     assert not read_runs(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "offline"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("offline", marks=pytest.mark.slow)])
 def test_the_environment_switches_wandb_off(tmp_path: Path, mode: str) -> None:
     with patch.dict("os.environ", WANDB_MODE=mode):
         run_job(tmp_path, lambda: [make_logger(tmp_path, offline=mode == "disabled")], max_steps=2)
@@ -253,6 +268,7 @@ def test_a_run_that_was_started_too_early_stays_its_own(tmp_path: Path) -> None:
     assert second.config["early"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_logged_is_left_out_and_said_once(tmp_path: Path) -> None:
     class LogsNonsense(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -269,6 +285,7 @@ def test_an_unknown_way_to_log_checkpoints_is_named() -> None:
         WandbLogger(checkpoints="all")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_wandb() -> None:
     code = "import sys, lightning_fsdp2.loggers; sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
