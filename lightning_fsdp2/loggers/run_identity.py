@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|apikey)$", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
+_MOST_ITEMS = 200
+"""Of a list or dict that is written out: some data modules hold their data."""
+
 _GIT_TIMEOUT_SECONDS = 10
 
 
@@ -140,7 +143,7 @@ def _run_git(*arguments: str) -> str | None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Numbers, strings, lists and dicts; of what is none of them, its name."""
+    """Numbers, strings, short lists and dicts; of what is none of them, its name."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
@@ -149,6 +152,8 @@ def _to_plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping | list | tuple | set) and len(value) > _MOST_ITEMS:
+        return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):
         return {str(key): _to_plain(item) for key, item in value.items() if not _SECRET_NAME.search(str(key))}
     if isinstance(value, list | tuple | set):

@@ -198,6 +198,7 @@ class WandbLogger(loggers.WandbLogger):
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
         if run.step < self._first_row:  # offline, nobody tells it where the run has stopped
             run.log({}, step=self._first_row)
+        run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
         return run
 
     def _start_without(self, error: Exception) -> Any:
@@ -220,12 +221,12 @@ class WandbLogger(loggers.WandbLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._try("logging metrics", lambda: super(WandbLogger, self).log_metrics(metrics, step))
+        self._try("logging metrics", super().log_metrics, metrics, step)
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        self._try("logging hyper-parameters", lambda: super(WandbLogger, self).log_hyperparams(params))
+        self._try("logging hyper-parameters", super().log_hyperparams, params)
 
     @override
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
@@ -268,9 +269,9 @@ class WandbLogger(loggers.WandbLogger):
 
     # ------------------------------------------------------------------ what fails
 
-    def _try(self, what: str, action: Callable[[], None]) -> None:
+    def _try(self, what: str, action: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:
-            action()
+            action(*args, **kwargs)
         except (TypeError, ValueError) as error:
             self._say_once(f"W&B: {what} failed ({error!r}); they are left out.", what)
         except Exception as error:

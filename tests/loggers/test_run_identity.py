@@ -29,6 +29,7 @@ class HasSecrets(LightningDataModule):
         self.url = "https://me:s3cret@host/data"
         self.signed = "https://host/data?X-Amz-Signature=s3cret"
         self.eos_token_id = 7
+        self.samples = list(range(1000))
         self._hidden = "s3cret"
 
     def train_dataloader(self) -> Any:
@@ -106,4 +107,5 @@ def test_secrets_are_left_out_and_the_commit_is_told(tmp_path: Path, monkeypatch
     assert "s3cret" not in str(clean)
     options = clean["data"]["options"]
     assert options["url"] == "https://host/data"
+    assert options["samples"] == "list of 1000"
     assert (options["options"], options["eos_token_id"]) == ({"anon": False}, 7)
