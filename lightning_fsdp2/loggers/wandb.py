@@ -140,7 +140,7 @@ class WandbLogger(loggers.WandbLogger):
             others: The other loggers, in words.
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
-        if self._id is None:
+        if self.version is None:
             self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory by it
 
     def release(self) -> None:

@@ -43,6 +43,7 @@ class Tracking(Callback):
         problems = [problem for logger in _get_wandb_loggers(loggers) if (problem := logger.get_optional_problem())]
         if problem := trainer.strategy.broadcast(problems[0] if problems else None):
             raise MissingKeyError(problem)
+        self.detach(trainer)  # from a stage that was aborted
         cast(Any, trainer).callbacks.insert(0, self)
         for logger in trainer.loggers:
             logger.__dict__["log_metrics"] = partial(self._log_metrics, type(logger).log_metrics, logger)
@@ -81,7 +82,7 @@ class Tracking(Callback):
         for logger, state in zip(_get_wandb_loggers(trainer.loggers), self._runs, strict=False):
             logger.continue_run(state)
         for logger in _get_wandb_loggers(trainer.loggers):
-            _ = logger.experiment  # starts
+            _ = logger.experiment  # which starts the run
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
