@@ -31,6 +31,7 @@ from lightning_fsdp2._cli_names import STRATEGIES, expand_arguments, expand_yaml
 from lightning_fsdp2.commands import COMMANDS
 from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
+from lightning_fsdp2.loggers.wandb import MissingKeyError
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI", "main"]
@@ -270,6 +271,13 @@ class FSDP2CLI(LightningCLI):
         if self.subcommand == "describe":
             kwargs["plugins"] = [LightningEnvironment()]
         return super().instantiate_trainer(**kwargs)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Let the Trainer train; W&B asks for a key when the ranks are there, and it is still a wrong option."""
+        try:
+            super()._run_subcommand(subcommand)
+        except MissingKeyError as error:
+            self._parser(subcommand).error(str(error), error)
 
     def describe(self, **kwargs: Any) -> None:
         """Let the Trainer describe the model; what the strategy refuses ends in one line."""

@@ -13,21 +13,17 @@ from torch import Tensor
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
 
-_TOKENS = "tokens"
-
 
 class Throughput(Callback):
     """Logs, on the Trainer's logging steps, what the steps since the last one came to, without validation.
 
-    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``; ``throughput/tokens``, all that
-    the run has read, also before it was resumed: the axis to compare runs of different batches by;
+    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
     ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
     its data loader (not for the copy to the device: from pinned memory that takes the host no time, and else it waits
     for the steps before); ``throughput/tflops_per_device`` and ``throughput/mfu``.
 
     Tokens are the elements of ``batch["input_ids"]``, those of padding included, once for the ranks that read the same
-    batch (tensor and context parallel ones). A checkpoint between two logging steps counts those since the first as if
-    every rank had read as many as rank 0.
+    batch (tensor and context parallel ones).
 
     MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
     Operations per token: :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. Where they or the peak are
@@ -50,17 +46,11 @@ class Throughput(Callback):
         """Tokens per second of the whole fit, set at its end; None where tokens are not counted."""
         self._tokens = 0
         self._readers = 1
-        self._total_tokens = self._fit_tokens = self._fit_seconds = 0.0
+        self._fit_tokens = self._fit_seconds = 0.0
         self._steps = 0
         self._has_tokens = True
         self._has_said_why = False
         self._started = self._paused = self._waited = self._fetch_started = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {_TOKENS: self._total_tokens + self._tokens * self._readers}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._total_tokens = state_dict[_TOKENS]
 
     # ------------------------------------------------------------------ measuring
 
@@ -117,7 +107,6 @@ class Throughput(Callback):
         if self._has_tokens:
             per_device = tokens / seconds / trainer.world_size
             metrics |= {
-                "throughput/tokens": self._total_tokens,
                 "throughput/tokens_per_second": tokens / seconds,
                 "throughput/tokens_per_second_per_device": per_device,
                 **self._get_utilisation(trainer, pl_module, per_device, sequence_length),
@@ -135,7 +124,6 @@ class Throughput(Callback):
         counts = gather_numbers(trainer, (self._tokens, self._waited))  # behind it the device has done the steps
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
-        self._total_tokens += tokens
         self._fit_tokens += tokens
         self._fit_seconds += seconds
         self._restart()

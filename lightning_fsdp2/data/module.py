@@ -126,6 +126,9 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.validation_fraction = _get_validation_fraction(
             validation_fraction, {"validation_path": validation_path, "validation_split": validation_split}, streaming
         )
+        self.path, self.validation_path, self.test_path = path, validation_path, test_path
+        self.dataset, self.subset, self.split = dataset, subset, split
+        self.validation_split, self.test_split = validation_split, test_split
         self.sequence_length = sequence_length
         self.pad_to_multiple_of = pad_to_multiple_of
         self.batch_size = batch_size

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.collectives import StepCounter
+from helpers.collectives import CountsStep, StepCounter
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import token_sum_loss
 from helpers.ranks import run_ranks
@@ -112,20 +112,6 @@ def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
             assert rows[step] == pytest.approx(values, rel=1e-5)
 
 
-class Counts(pl.Callback):
-    """Counts what one step does, from its batch to the next; the last of the callbacks."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.counter = StepCounter()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.step:
-            self.counter.__enter__()
-        elif batch_idx == self.step + 1:
-            self.counter.__exit__(None, None, None)
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "GarbageCollection": {"every_n_batches": 1},
     "HuggingFaceExport": {"overwrite": True},
@@ -141,7 +127,7 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
     kind: Kind, clip: float | None, tmp_path: Path
 ) -> None:
     def run(names: list[str], loggers: list[Logger]) -> StepCounter:
-        counts = Counts(2)  # behind a logging step, whose numbers are still there
+        counts = CountsStep(2)  # behind a logging step, whose numbers are still there
         trainer = kind.make_trainer(
             callbacks=[*(getattr(callbacks, name)(**OPTIONS.get(name, {})) for name in names), counts],
             logger=loggers,
@@ -171,7 +157,7 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
 @pytest.mark.slow
 def test_a_micro_batch_of_a_step_that_does_not_log_adds_nothing_up() -> None:
     def count(measuring: list[pl.Callback]) -> int:
-        counts = Counts(3)
+        counts = CountsStep(3)
         options = {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 10}
         record(STRATEGIES["ddp"], Regressor(), make_batches(12), [*measuring, counts], **options)
         return sum(counts.counter.operations.values())
@@ -206,7 +192,7 @@ def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
 @each_strategy
 def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
     def run() -> int:
-        counts = Counts(1)
+        counts = CountsStep(1)
         measuring = [GradientNorm(), NaNGuard(), counts]
         options = {"max_steps": 3, "log_every_n_steps": 2, "gradient_clip_val": 0.5}
         record(kind, make_language_model(), make_token_batches(6), measuring, **options)
