@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.parallel.pretrained import get_fingerprint
-from lightning_fsdp2.parallel.pretrained_adapters import WEIGHTS_FILE, load_adapters, set_adapter_weights
+from lightning_fsdp2.parallel.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
 from lightning_fsdp2.parallel.structure import get_class_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
-
-CONFIG_FILE = "adapter_config.json"
 
 _FIELDS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "init_lora_weights"),

@@ -141,13 +141,14 @@ def list_frozen(root: nn.Module) -> list[Frozen]:
 
 
 @torch.no_grad()
-def read_pretrained(model: Any, folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Read some of a model's tensors from ``folder``, whole and in host memory, in its dtype.
+def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
         model: Of transformers, on the meta device, and not used for anything else: what is read stays in it.
         folder: As for :func:`set_pretrained`.
         names: Of the tensors, in the model.
+        dtype: Of those with floating point.
 
     Raises:
         FileNotFoundError: When a file is missing.
@@ -164,7 +165,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str]) -> d
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
         device_map={"": cpu},
-        dtype=model.dtype,
+        dtype=dtype,
         weight_mapping=cast(Any, conversions),
     )
     with _only_first_rank_reports():

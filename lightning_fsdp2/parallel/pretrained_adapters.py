@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp2.parallel.adapters import get_adapter_names, get_peft_models
 from lightning_fsdp2.parallel.materialize import copy_shard_
 
+CONFIG_FILE = "adapter_config.json"
+
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_adapter"
