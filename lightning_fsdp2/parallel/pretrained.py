@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -122,7 +122,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
                 _load(module, source, device, device_mesh)
     if get_peft_models(model):
         with fail_together(get_groups(device_mesh)):
-            load_adapters(model, device)
+            _forget(model, load_adapters(model, device))
 
 
 def list_frozen(root: nn.Module) -> list[Frozen]:
@@ -374,6 +374,13 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
         for name, parameter in module._parameters.items()
         if id(parameter) in read
     )
+
+
+def _forget(root: nn.Module, slots: set[Slot]) -> None:
+    """Let weights that were read count as others: an adapter's file has had its own."""
+    for module in root.modules():
+        if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
+            setattr(module, _LOADED_ATTRIBUTE, replace(loaded, slots=loaded.slots - slots))
 
 
 def _find_read(own: dict[str, nn.Parameter], names: set[str]) -> Tensor | None:
