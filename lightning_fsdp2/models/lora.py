@@ -97,11 +97,9 @@ def add_lora(
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # a config of its own: peft fills it in, and a module may be built again; adapters keep the dtype of the model,
-    # because the shards of a unit have one
-    adapted = get_peft_model(
-        model, copy.deepcopy(config), low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False
-    ).train()
+    # a config of its own, which peft fills in; adapters keep the dtype of the model: the shards of a unit have one
+    own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
+    adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
     if folder is not None:
         set_adapter_weights(adapted, folder)

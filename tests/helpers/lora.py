@@ -47,11 +47,19 @@ def make_module(base: str, family: str = "llama", *, lora: Any = None, **options
 def make_plain(base: str, family: str = "llama") -> PeftModel:
     """What peft and transformers make of the same in one process."""
     model = AutoModelForCausalLM.from_pretrained(base).train()
-    return get_peft_model(model, LoraConfig(**LORA, **FAMILIES[family]))
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA, **FAMILIES[family]))
 
 
-def fit(module: pl.LightningModule, strategy: Any, *, steps: int = 2, ckpt_path: Any = None, **options: Any) -> Any:
-    """Train on the same batches whatever the mesh, and return the Trainer."""
+def fit(
+    module: pl.LightningModule,
+    strategy: Any,
+    *,
+    steps: int = 2,
+    alike: bool = False,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
+    """Train on the same batches whatever the mesh, or on one again and again (``alike``), and return the Trainer."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
@@ -60,7 +68,7 @@ def fit(module: pl.LightningModule, strategy: Any, *, steps: int = 2, ckpt_path:
         use_distributed_sampler=False,
         **{**QUIET, **options},
     )
-    batches = make_token_batches(8, size=4, ragged=False)
+    batches = make_token_batches(1 if alike else 8, size=4, ragged=False) * (8 if alike else 1)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 

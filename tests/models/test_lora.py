@@ -23,7 +23,7 @@ from helpers.lora import (
     make_plain,
     save_base,
 )
-from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
+from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import Case, assert_equal_runs, check_parity, hf_loss, token_sum_loss, train_alone, train_on_mesh
 from helpers.ranks import RankError, run_ranks
 from helpers.strategies import STRATEGIES
@@ -42,7 +42,7 @@ from lightning_fsdp2 import (
     MegatronFSDPStrategy,
     export_hf,
 )
-from lightning_fsdp2.models import from_pretrained, lora
+from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.models.lora import build_lora_config, to_mapping
 from lightning_fsdp2.parallel import materialize
 
@@ -412,7 +412,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other-shapes": (
         narrow,
         ValueError,
-        r"adapter_model\.safetensors is an adapter for another base, .*: base_model\S+ is \[4, 3\], here \[4, \d+\]",
+        r"safetensors is an adapter for another base, .*: base_model\S+ is \[\d+, 3\], here \[\d+, \d+\]",
     ),
     "other-tensors": (drop_one, ValueError, r"is an adapter for another base, .*: it lacks base_model\S+\. Give"),
     "unknown-option": (
@@ -449,20 +449,10 @@ def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "moved")
     make_module(str(tmp_path / "moved"), lora=adapter_of(base, tmp_path)).configure_model()
     shutil.rmtree(other)
-    with pytest.warns(UserWarning, match=r"is an adapter of '\S+other'; it is trained on with pretrained='\S+base'"):
+    with pytest.warns(UserWarning, match=r"is an adapter of '\S+other'; it is trained on with '\S+base'"):
         make_module(base, lora=adapter).configure_model()
 
 
 def adapter_of(base: str, folder: Path) -> str:
     make_plain(base).save_pretrained(folder / "own")
     return str(folder / "own")
-
-
-def test_the_head_of_gpt2_is_tied_and_cannot_be_merged(tmp_path: Path) -> None:
-    model = get_peft_model(make_causal_lm(GPT2), LoraConfig(target_modules=["lm_head"]))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"changes lm_head\.weight or transformer\.wte\.weight, which are tied"):
-        export_hf(model, tmp_path / "out", merge=True)
-
-
-def test_nothing_of_peft_is_imported_with_the_package() -> None:
-    assert not any(name == "peft" for name in vars(lora))
