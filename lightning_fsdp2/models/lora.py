@@ -53,22 +53,26 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
         fields = {"r": 16, "target_modules": "all-linear", **lora}
         fields.setdefault("lora_alpha", 2 * fields["r"])
         _check_fields(fields, "CausalLM(lora={...})")
-    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type"}
+    # files say that an adapter is for inference, which would freeze it
+    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type", "inference_mode"}
     return LoraConfig(**{"task_type": "CAUSAL_LM", **{name: fields[name] for name in fields if name in known}})
 
 
-def check_base(folder: Path, config: "LoraConfig", pretrained: str | None) -> None:
-    """Compare the base that the adapter in ``folder`` names with ``pretrained``, as far as it is at hand.
+def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Path) -> None:
+    """Compare the base that the adapter in ``folder`` names with ``pretrained``, whose files are in ``weights``.
 
     Raises:
-        ValueError: When it is another.
+        ValueError: When it is another, as far as its files are at hand.
     """
     base = config.base_model_name_or_path
-    if not base or pretrained is None or base == pretrained or not Path(pretrained).is_dir():
+    if not base or base == pretrained:
         return
-    if not any(Path(base).glob("*.safetensors")):
+    try:
+        fingerprint = get_fingerprint(base)
+    except FileNotFoundError:
         rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; it is trained on with {pretrained!r}.")
-    elif get_fingerprint(base) != get_fingerprint(pretrained):
+        return
+    if fingerprint != get_fingerprint(weights):
         raise ValueError(
             f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is another model than"
             f" pretrained={pretrained!r}, whose files hold other tensors; give pretrained={base!r}, or an adapter of"

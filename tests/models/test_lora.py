@@ -312,9 +312,13 @@ def test_training_goes_on_from_an_adapter_of_peft(tmp_path: Path) -> None:
 
     def run() -> None:
         module = make_module(base, lora=str(tmp_path / "adapter"))
-        fit(module, FSDP2Strategy(tp_size=2, config=SP), limit_train_batches=0)
+        begun: dict[str, Any] = {}
+        look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: begun.update(get_weights(module)))
+        fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
         plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
-        assert_equal_tensors(get_weights(module), plain.state_dict())
+        assert_equal_tensors(begun, plain.state_dict())
+        changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, begun[name])}
+        assert changed == {name for name in begun if "lora_" in name}
 
     run_ranks(run, 2)
 
