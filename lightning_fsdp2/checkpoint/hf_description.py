@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.parallel.adapters import without_adapters
+from lightning_fsdp2.parallel.adapters import INSTALL, without_adapters
 from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError(
-            f"The {type(skeleton).__name__} has adapters of peft; install it with pip install 'lightning-fsdp2[lora]'."
-        ) from error
+        raise ImportError(f"The {type(skeleton).__name__} has adapters of peft; {INSTALL}.") from error
     ((name, fields),) = description["adapters"].items()
     config = LoraConfig(**{key: value for key, value in fields.items() if key != "peft_type"})
     return get_peft_model(skeleton, config, name, low_cpu_mem_usage=True, autocast_adapter_dtype=False)

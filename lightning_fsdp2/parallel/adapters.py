@@ -6,12 +6,27 @@ here imports peft, but what only a model with adapters is given to.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp2.parallel.structure import is_peft_model
+
+INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
+
+
+def check_peft(root: nn.Module) -> None:
+    """Refuse a version of peft that calls the ``forward`` of the model in it, and so passes over its hooks.
+
+    They are where a model is gathered and its inputs are divided: it would train on wrong numbers.
+
+    Raises:
+        ImportError: When ``root`` holds a ``PeftModel`` of peft before 0.21.
+    """
+    if get_peft_models(root) and tuple(map(int, version("peft").split(".")[:2])) < (0, 21):
+        raise ImportError(f"peft {version('peft')} is too old for models that are sharded; {INSTALL}.")
 
 
 def get_peft_models(root: nn.Module) -> list[Any]:

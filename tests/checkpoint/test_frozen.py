@@ -99,7 +99,7 @@ RESUMES = [
 
 @pytest.mark.parametrize(
     ("first", "second", "options"),
-    [pytest.param(*case, marks=[] if case[0] == "tp-sp" else pytest.mark.slow) for case in RESUMES],
+    [pytest.param(*case, marks=[] if case[1] == "tp-sp" else pytest.mark.slow) for case in RESUMES],
     ids=[f"{first}-then-{second}" for first, second, _ in RESUMES],
 )
 def test_a_run_goes_on_on_another_mesh(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -132,6 +132,7 @@ def test_a_module_an_export_and_a_plain_loop_read_the_rest_from_the_pretrained_m
     run_ranks(read_again, 1, group=False)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_by_hand_is_left_out_too(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 
@@ -158,6 +159,7 @@ def test_what_is_frozen_by_hand_is_left_out_too(tmp_path: Path) -> None:
     run_ranks(export, 1, group=False)
 
 
+@pytest.mark.slow
 def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
     def run() -> None:
         module = CausalLM(config=LLAMA, lora={"r": 2})

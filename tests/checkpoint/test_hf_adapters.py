@@ -41,9 +41,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = {name: (name, fields) for name, fields in FAMILIES.items()} | OTHERS
 
 
-@pytest.mark.parametrize("frozen_parameters", [True, False], ids=["whole", "small"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[] if name == "kept-head" else pytest.mark.slow) for name in CASES]
+    ("case", "frozen_parameters"),
+    [
+        pytest.param(name, whole, marks=[] if name == "kept-head" and not whole else pytest.mark.slow)
+        for name in CASES
+        for whole in (True, False)
+    ],
 )
 def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, frozen_parameters: bool, tmp_path: Path) -> None:
     family, fields = CASES[case]
@@ -104,7 +108,7 @@ def test_the_command_and_a_dtype(tmp_path: Path) -> None:
     assert_equal_tensors(merged.state_dict(), expected.bfloat16().state_dict())
 
 
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_callback(merge: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 

@@ -52,7 +52,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp_size": 2}),
     "dp2-tp2-sp": (4, {"tp_size": 2, "config": SP}),
 }
-FAST = {("llama", "tp2"), ("gpt2", "dp2-tp2-sp")}
+FAST = {("gpt2", "dp2-tp2-sp")}
 
 
 # ---------------------------------------------------------------------- parity
@@ -223,7 +223,7 @@ def test_all_parameters_have_the_dtype_of_the_precision(precision: str, tmp_path
     assert run_ranks(run, 2)[0] == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
 
 
-@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("on_meta", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_module_that_calls_peft_itself(on_meta: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 
@@ -323,6 +323,7 @@ def test_training_goes_on_from_an_adapter_of_peft(tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.slow
 def test_a_new_model_has_adapters_too() -> None:
     def run() -> None:
         module = CausalLM(config=LLAMA, lora={"r": 2})

@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from transformers.utils import logging as transformers_logging
 
 from lightning_fsdp2 import create_device_mesh, save_checkpoint
+from lightning_fsdp2.parallel import adapters
 from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 
@@ -363,6 +364,18 @@ def test_adapters_that_are_made_of_weights_are_refused_around_a_model_without(in
         with pytest.raises(
             ValueError, match=rf"init_lora_weights='{init}'.*`from_pretrained\(\.\.\., on_meta=False\)`"
         ):
+            shard(adapted)
+
+    run_ranks(run, 1)
+
+
+def test_a_peft_that_passes_over_hooks_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "version", lambda name: "0.20.0")
+
+    def run() -> None:
+        shard(build_on_meta(folder))
+        adapted = get_peft_model(build_on_meta(folder), LoraConfig(target_modules=["q_proj"]))
+        with pytest.raises(ImportError, match=r"peft 0\.20\.0 is too old .*pip install 'lightning-fsdp2\[lora\]'"):
             shard(adapted)
 
     run_ranks(run, 1)
