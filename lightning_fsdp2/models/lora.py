@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fsdp2.parallel.adapters import INSTALL
 from lightning_fsdp2.parallel.pretrained import get_fingerprint
 from lightning_fsdp2.parallel.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
 from lightning_fsdp2.parallel.structure import get_class_name
@@ -43,9 +44,7 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError(
-            "CausalLM(lora=...) needs peft; install it with pip install 'lightning-fsdp2[lora]'."
-        ) from error
+        raise ImportError(f"CausalLM(lora=...) needs peft; {INSTALL}.") from error
     if isinstance(lora, str):
         fields = _read_config(Path(lora))
         _check_fields(fields, str(Path(lora) / CONFIG_FILE))
