@@ -114,7 +114,7 @@ def initialize_adapters(root: nn.Module, is_new: Callable[[Tensor], bool]) -> No
 def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor], bool]) -> None:
     pair = [group[name] for group in (layer.lora_A, layer.lora_B) if name in group]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
-    if not any(is_new(parameter) for part in pair for parameter in part.parameters()) | any(map(is_new, embeddings)):
+    if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
     # what the constructors do, which `init_lora_weights=False` keeps
     for part in pair:
