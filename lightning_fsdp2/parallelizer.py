@@ -25,6 +25,7 @@ from lightning_fsdp2.mesh import (
     get_optional_mesh,
 )
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.adapters import check_peft
 from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
 from lightning_fsdp2.parallel.autocast import apply_autocast
 from lightning_fsdp2.parallel.compile import apply_compile
@@ -138,6 +139,7 @@ def fsdp2_strategy_parallelize(
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
     _check_not_sharded(model)
+    check_peft(model)
     device = _get_device(device_mesh)
     fsdp_mesh = get_fsdp_mesh(device_mesh, dp_mesh_name=dp_mesh_name, dp_cp_mesh_name=dp_cp_mesh_name)
     tp_mesh = get_optional_mesh(device_mesh, tp_mesh_name)
@@ -277,6 +279,7 @@ def megatron_fsdp_strategy_parallelize(
         ValueError: When the package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
     """
     _check_not_sharded(model)
+    check_peft(model)
     check_supported(
         device_mesh,
         zero_dp_strategy=zero_dp_strategy,
@@ -451,6 +454,7 @@ def ddp_strategy_parallelize(
         ValueError: When the model is sharded.
     """
     _check_not_sharded(model)
+    check_peft(model)
     device = _get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
     if activation_checkpointing:

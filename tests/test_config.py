@@ -76,6 +76,7 @@ DEFAULTS = {
         "async_save": False,
         "verify": False,
         "trust_checkpoint": False,
+        "frozen_parameters": True,
         "weights_only": None,
     },
 }

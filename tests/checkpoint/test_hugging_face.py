@@ -16,7 +16,7 @@ from helpers.families import get_families, make_family_model
 from helpers.models import LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, export_hf, save_checkpoint
 from lightning_fsdp2._torch_compat import set_group_timeout
-from lightning_fsdp2.checkpoint import hugging_face
+from lightning_fsdp2.checkpoint import hf_weights, hugging_face
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
 from lightning_fsdp2.models import from_pretrained
 
@@ -287,7 +287,7 @@ def test_one_of_several_models_is_named(tmp_path: Path) -> None:
 
 def test_a_single_file_of_lightnings_or_a_users_own(tmp_path: Path) -> None:
     model = make_llama()
-    descriptions = hugging_face.describe_hf_models(nn.ModuleDict({"model": model}))
+    descriptions = hf_weights.describe_hf_models(nn.ModuleDict({"model": model}))
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": state, "hf_models": descriptions, "epoch": 3}, tmp_path / "run.ckpt")
     export_hf(tmp_path / "run.ckpt", tmp_path / "out")
@@ -356,7 +356,7 @@ def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
 
 
 def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = hugging_face._copy_to_host
+    copy = hf_weights._copy_to_host
 
     def fail_on_rank_0(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if dist.get_rank() == 0:
@@ -366,7 +366,7 @@ def test_a_rank_without_host_memory_is_an_error_on_every_rank(tmp_path: Path, mo
     def run() -> None:
         model = shard(make_llama())
         with monkeypatch.context() as patch:
-            patch.setattr(hugging_face, "_copy_to_host", fail_on_rank_0)
+            patch.setattr(hf_weights, "_copy_to_host", fail_on_rank_0)
             with pytest.raises(RuntimeError, match="can't allocate memory"):
                 export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
         export_hf(model, tmp_path / "out", max_shard_size=FILE_SIZE)
@@ -408,6 +408,12 @@ def add_prompt(model: Any) -> nn.Module:
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
+def add_two(model: Any) -> nn.Module:
+    adapted: Any = add_adapters(model, target_modules=["q_proj"])
+    adapted.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    return adapted
+
+
 def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
     export_hf(add_adapters(make_llama()).merge_and_unload(), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -417,7 +423,11 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
     ("make", "error", "message"),
     [
         (lambda: PlainTransformer(), TypeError, "no model of transformers in PlainTransformer"),
-        (lambda: add_adapters(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*merge_and_unload"),
+        (
+            lambda: add_two(make_llama()),
+            ValueError,
+            "LlamaForCausalLM has adapters of peft other than one LoRA",
+        ),
         (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*save_pretrained"),
         (
             lambda: change_head(make_llama()),
@@ -425,7 +435,7 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
             r"not those of a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
         ),
     ],
-    ids=["other-modules", "adapters", "prompt", "other-than-its-config"],
+    ids=["other-modules", "several-adapters", "prompt", "other-than-its-config"],
 )
 @pytest.mark.parametrize("offline", [False, True], ids=["live", "offline"])
 def test_what_cannot_be_exported_says_why(
