@@ -216,10 +216,11 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
+    # attention reads `head_dim` also where the class does not declare it, as that of Qwen3 MoE
+    undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
         # `hasattr` by itself raises for what Gemma 4 has per layer
-        if name in known.to_dict() or hasattr(known, name) or name in rotary:
+        if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
         # an older name that is translated changes another field
