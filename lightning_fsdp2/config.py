@@ -376,6 +376,10 @@ class CheckpointConfig(_Flags):
     weights_only: bool | None = None
     """Whether only tensors and plain values are loaded, as in torch.load. None tries that first."""
 
+    frozen_parameters: bool = True
+    """Whether checkpoints hold parameters that are frozen and were read from a pretrained model. Without them, such as
+    those under LoRA, a checkpoint is as small as what is trained, and is loaded where that model is."""
+
     def __post_init__(self) -> None:
         self._check_bools()
         _check_word("format", self.format, get_args(CheckpointFormat))

@@ -13,6 +13,7 @@ from lightning_fsdp2._torch_compat import has_own_loading, is_of_torch
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
+from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
@@ -60,15 +61,26 @@ def read_checkpoint(
     return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
 
 
-def load_model_state(path: str | Path, model: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
+def load_model_state(
+    path: str | Path,
+    model: nn.Module,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    left_out: Sequence[LeftOut] = (),
+) -> None:
     """Load ``state`` into ``model``; whole tensors are sharded on the way.
+
+    What a checkpoint has ``left_out`` stays as ``model`` has read it.
 
     Without ``strict``, tensors of another shape are left out with a warning that names them; what a module with a
     loading of its own takes is left to that.
 
     Raises:
-        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model.
+        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model; or when it has left
+            out what ``model`` has not read.
     """
+    state = put_back_frozen(path, model, state, left_out)
     own = model.state_dict()
     if not strict and not _may_leave_out(model):
         state = _take_what_fits(path, own, state)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.distributed import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
@@ -72,7 +73,8 @@ def load_checkpoint(
     checkpoint = read_checkpoint(
         path, model, with_optimizers=bool(optimizers), in_place=True, verify=verify, trust=not weights_only
     )
-    load_model_state(path, model, checkpoint["state_dict"], strict=strict)
+    left_out = checkpoint.get(LEFT_OUT_KEY, [])
+    load_model_state(path, model, checkpoint["state_dict"], strict=strict, left_out=left_out)
     if optimizers:
         load_optimizer_states(path, model, optimizers, checkpoint.get("optimizer_states", []))
     return checkpoint.get("extra")

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
@@ -19,6 +20,7 @@ from lightning_fsdp2.models.hugging_face import (
     find_pretrained,
     get_optional_folder,
 )
+from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.context_parallel import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.gradients import get_total_norm
@@ -33,6 +35,7 @@ from lightning_fsdp2.parallel.loss import (
 from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -65,17 +68,23 @@ class CausalLM(LightningModule):
             vocabulary.
         allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack:
             they are initialised as those of a new model. Without it a tensor that is missing is an error.
+        lora: Trains adapters of low rank instead of the model, which is frozen: fields of peft's ``LoraConfig``
+            (``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` for r=16, alpha=32 on all linear layers), or the
+            directory of an adapter that peft or ``export_hf`` wrote, to train that one on. None trains the model.
 
     Raises:
+        ImportError: When ``lora`` is given and peft is not installed.
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
-            ``loss`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run; in ``configure_model``
-            when ``pretrained`` is quantised or ``loss="chunked"`` cannot be done for the model; once sharded, when the
-            files are not those of the model; in its first step when its attention crosses documents that a data module
-            with ``separate_documents=True`` packs together.
-        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files.
+            ``loss`` or a field of ``lora`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run;
+            in ``configure_model`` when ``pretrained`` is quantised, ``lora`` is for another model, or
+            ``loss="chunked"`` cannot be done for the model; once sharded, when the files are not those of the model; in
+            its first step when its attention crosses documents that a data module with ``separate_documents=True``
+            packs together.
+        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files, or a ``lora`` directory none of
+            peft.
     """
 
-    model: "PreTrainedModel"
+    model: "PreTrainedModel | PeftModel"
 
     def __init__(
         self,
@@ -87,6 +96,7 @@ class CausalLM(LightningModule):
         attn_implementation: str = "sdpa",
         loss: LossMethod = "full",
         allow_missing: Sequence[str] = (),
+        lora: dict[str, Any] | str | None = None,
     ) -> None:
         super().__init__()
         if (pretrained is None) == (config is None):
@@ -97,7 +107,7 @@ class CausalLM(LightningModule):
         if loss not in get_args(LossMethod):
             raise ValueError(f"CausalLM(loss={loss!r}) is unknown; use 'full' or 'chunked'.")
         self.save_hyperparameters(
-            "pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss", "allow_missing"
+            "pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss", "allow_missing", "lora"
         )
         self.pretrained, self.attn_implementation = pretrained, attn_implementation
         self.decay_norms_and_biases = decay_norms_and_biases
@@ -105,6 +115,8 @@ class CausalLM(LightningModule):
         self.allow_missing = allow_missing
         if pretrained is not None:
             get_optional_folder(pretrained)  # a wrong path is said here, not once the run has started
+        self.lora_config = None if lora is None else build_lora_config(lora)
+        self._lora_folder = Path(lora) if isinstance(lora, str) else None
         self.hf_config = build_config(pretrained or config)
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(
@@ -142,16 +154,25 @@ class CausalLM(LightningModule):
         options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.pretrained is None:
             self.model = build_model(self.hf_config, on_meta=on_meta, **options)
-            return
-        folder = find_pretrained(self.pretrained, download=False)
-        self.model = build_pretrained_model(
-            folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
-        )
+        else:
+            folder = find_pretrained(self.pretrained, download=False)
+            self.model = build_pretrained_model(
+                folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
+            )
+        if self.lora_config is not None:
+            if self._lora_folder is not None:
+                check_base(self._lora_folder, self.lora_config, self.pretrained)
+            self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # it is loaded without the files that training began with; a subclass with arguments of its own knows better
-        if type(self).__init__ is CausalLM.__init__ and not isinstance(self.hparams["config"], dict):
-            hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
+        if type(self).__init__ is not CausalLM.__init__:
+            return
+        hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
+        if self.lora_config is not None:
+            hparams.update(lora=to_mapping(self.lora_config))
+        leaves_out = self.state_dict().keys() - checkpoint["state_dict"].keys()  # weights that only those files have
+        if not leaves_out and not isinstance(self.hparams["config"], dict):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
     def setup(self, stage: str) -> None:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fsdp2.parallel.adapters import check_can_initialize as check_adapters_can_initialize
+from lightning_fsdp2.parallel.adapters import initialize_adapters
 from lightning_fsdp2.parallel.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.parallel.structure import is_hf_model
 
@@ -36,10 +38,11 @@ def is_meta(module: nn.Module) -> bool:
 def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Allocate what is on the meta device and initialise it as the model's authors do.
 
-    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``; any other
-    module that holds tensors by its ``reset_parameters`` (or ``_reset_parameters``). Non-persistent buffers are
-    rebuilt by the same functions. Tied parameters stay tied. What is not on the meta device is left alone. The random
-    state of the caller is left as it was; that of the mesh's first rank is used on every rank.
+    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``, and LoRA in
+    them as peft does; any other module that holds tensors by its ``reset_parameters`` (or ``_reset_parameters``).
+    Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. What is not on the meta device
+    is left alone. The random state of the caller is left as it was; that of the mesh's first rank is used on every
+    rank.
 
     Args:
         model: Any module; parameters may be DTensors of any placement.
@@ -52,9 +55,11 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
     if not is_meta(model):
         return
     _check_can_initialize(model)
+    check_adapters_can_initialize(model)
     fresh = _allocate(model, device)
     with random_numbers_of_one_process(device, device_mesh):
         _initialize(model, fresh)
+        initialize_adapters(model, fresh.is_allocated)
 
 
 def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
@@ -93,6 +98,9 @@ class _Fresh:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._all = set(tensors)
         self._uninitialized = set(self._all)
+
+    def is_allocated(self, tensor: Tensor) -> bool:
+        return tensor in self._all
 
     def is_in(self, module: nn.Module) -> bool:
         return any(tensor in self._all for tensor in _direct_tensors(module))

@@ -1,6 +1,7 @@
 """Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -17,12 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.parallel.adapters import get_peft_models, without_adapters
 from lightning_fsdp2.parallel.failures import fail_together, list_names
 from lightning_fsdp2.parallel.materialize import get_groups, random_numbers_of_one_process
-from lightning_fsdp2.parallel.pretrained_shards import read_shards
+from lightning_fsdp2.parallel.pretrained_adapters import load_adapters
+from lightning_fsdp2.parallel.pretrained_shards import Slot, get_targets, read_shards
 from lightning_fsdp2.parallel.structure import get_class_name
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
+
+_FINGERPRINT_BYTES = 64
+"""Of each tensor: training changes all of them in nearly all places."""
+
+_LOADED_ATTRIBUTE = "_lightning_fsdp2_loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,30 @@ class _Source:
     """transformers' ``WeightTransform``s from names and shapes in the files to those of the model."""
 
     allow_missing: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    folder: Path
+
+    fingerprint: str
+
+    slots: frozenset[Slot]
+    """Where the weights are that were read: names change with what is put around a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """Weights that are not trained and can be read from files again."""
+
+    folder: str
+    """Of the pretrained model."""
+
+    fingerprint: str
+    """Of the tensors in it."""
+
+    names: list[str]
+    """In the state dict of the module around it."""
 
 
 def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
@@ -63,9 +95,11 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
 
-    Weights that the files may lack are initialised as transformers does, to the same values on any mesh; tied weights
-    and non-persistent buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as
-    a mixture's experts, are converted on the fly.
+    One that has adapters of peft is read as it was without them, and then the adapters that
+    :func:`~lightning_fsdp2.parallel.pretrained_adapters.set_adapter_weights` was called for. Weights that the files may
+    lack are initialised as transformers does, to the same values on any mesh; tied weights and non-persistent buffers
+    are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a mixture's experts, are
+    converted on the fly.
 
     Args:
         model: Sharded, or whole on one rank; on the meta device.
@@ -80,9 +114,85 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
-        # weights that it has by now are from elsewhere, such as a checkpoint
-        if source is not None and any(parameter.is_meta for parameter in module.parameters()):
-            _load(module, source, device, device_mesh)
+        if source is None:
+            continue
+        with without_adapters(module):
+            # weights that it has by now are from elsewhere, such as a checkpoint
+            if any(parameter.is_meta for parameter in module.parameters()):
+                _load(module, source, device, device_mesh)
+    if get_peft_models(model):
+        with fail_together(get_groups(device_mesh)):
+            load_adapters(model, device)
+
+
+def list_frozen(root: nn.Module) -> list[Frozen]:
+    """Return which parameters in ``root`` are frozen and were read by :func:`load_pretrained`, model by model."""
+    models: list[_Loaded] = [m.__dict__[_LOADED_ATTRIBUTE] for m in root.modules() if _LOADED_ATTRIBUTE in m.__dict__]
+    found = []
+    for loaded in models:
+        names = [
+            f"{path}.{name}" if path else name
+            for path, module in root.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and (module, name) in loaded.slots
+        ]
+        found.append(Frozen(folder=str(loaded.folder), fingerprint=loaded.fingerprint, names=names))
+    return found
+
+
+@torch.no_grad()
+def read_pretrained(model: Any, folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Read some of a model's tensors from ``folder``, whole and in host memory, in its dtype.
+
+    Args:
+        model: Of transformers, on the meta device, and not used for anything else: what is read stays in it.
+        folder: As for :func:`set_pretrained`.
+        names: Of the tensors, in the model.
+
+    Raises:
+        FileNotFoundError: When a file is missing.
+        ValueError: When a file is damaged or lacks a tensor.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    conversions = get_model_conversion_mapping(model)
+    files = _open_files(Path(folder))
+    wanted = {tied for name in names for tied in _get_tied_names(model, name)}
+    stored = {key: files[key] for key, made in get_targets(model, files, conversions).items() if wanted & {*made}}
+    cpu = torch.device("cpu")
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder),
+        device_map={"": cpu},
+        dtype=model.dtype,
+        weight_mapping=cast(Any, conversions),
+    )
+    with _only_first_rank_reports():
+        read_shards(model, stored, config, cpu)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    found = {name: _find_read(own, _get_tied_names(model, name)) for name in names}
+    if missing := [name for name, tensor in found.items() if tensor is None]:
+        raise ValueError(f"pretrained={str(folder)!r} lacks {list_names(missing)}; give the directory of that model.")
+    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+
+
+def get_fingerprint(folder: str | Path) -> str:
+    """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however files are split.
+
+    Raises:
+        FileNotFoundError: When ``folder`` holds no safetensors files.
+    """
+    tensors = {}
+    for name in get_weight_files(folder):
+        with open(name, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            for key, entry in header.items():
+                start, end = entry["data_offsets"]
+                file.seek(8 + size + start)
+                tensors[key] = (entry["dtype"], entry["shape"], file.read(min(end - start, _FINGERPRINT_BYTES)).hex())
+    return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
@@ -149,6 +259,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
+    setattr(model, _LOADED_ATTRIBUTE, _Loaded(source.folder, get_fingerprint(source.folder), _get_loaded(model, info)))
 
 
 class _StoredTensor:
@@ -231,8 +342,7 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
         raise ValueError(
             f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
             f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
-            " architecture. A new part of the model, such as a head, is named in `allow_missing`; adapters, such as"
-            " LoRA's, go around a model that has its weights (`from_pretrained(..., on_meta=False)`); tensors that the"
+            " architecture. A new part of the model, such as a head, is named in `allow_missing`; tensors that the"
             " model is to compute without are removed from the files."
         )
 
@@ -249,6 +359,24 @@ def _check_ties(model: Any, info: Any, source: _Source) -> None:
                 ' they differ. To train them both, set `"tie_word_embeddings": false` in its config.json, or give'
                 ' `from_pretrained(..., config={"tie_word_embeddings": False})`; else remove one from the files.'
             )
+
+
+def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
+    read = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in info.missing_keys
+    }
+    return frozenset(
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in read
+    )
+
+
+def _find_read(own: dict[str, nn.Parameter], names: set[str]) -> Tensor | None:
+    return next((own[name] for name in names if name in own and not own[name].is_meta), None)
 
 
 def _get_local(tensor: Any) -> Tensor:

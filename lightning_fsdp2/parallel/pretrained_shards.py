@@ -66,7 +66,7 @@ def _sort(
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
     to_read, not_read, converters = dict(stored), set(), {}
-    for name, (targets, converter) in _get_targets(model, stored, conversions).items():
+    for name, (targets, converter) in _sort_targets(model, stored, conversions).items():
         if targets and empty.issuperset(targets):
             del to_read[name]
             not_read.update(targets)
@@ -137,7 +137,12 @@ def _get_slot(model: nn.Module, name: str) -> Slot:
     return model.get_submodule(path), key
 
 
-def _get_targets(
+def get_targets(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> dict[str, list[str]]:
+    """Return which of the model's tensors each stored one is for."""
+    return {name: targets for name, (targets, _) in _sort_targets(model, stored, conversions).items()}
+
+
+def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
     """Which of the model's tensors each stored one is for, and the conversion that makes them if there is one."""

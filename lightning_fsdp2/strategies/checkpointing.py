@@ -2,7 +2,7 @@
 
 import platform
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
+from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
@@ -49,6 +50,7 @@ class CheckpointingStrategy(WorldStrategy):
     checkpoint_config: CheckpointConfig
     _random_state_to_restore: dict[str, Any] | None = None
     _begins_epoch_anew = False
+    _left_out: Sequence[LeftOut] = ()
     _checkpoint_io: MeshCheckpointIO | None
     _requeue: Requeue | None = None
 
@@ -125,7 +127,9 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.lightning_module.state_dict()
+        module = self.lightning_module
+        state = module.state_dict()
+        return state if self.checkpoint_config.frozen_parameters else leave_out_frozen(module, state)
 
     def wait_for_all_ranks_to_save(self) -> None:
         """Explain a save that not every rank takes part in, where it would hang."""
@@ -163,6 +167,8 @@ class CheckpointingStrategy(WorldStrategy):
             " error in the log of that rank.",
         )
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
+        if not self.checkpoint_config.frozen_parameters:
+            checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, checkpoint["state_dict"])
         # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
         is_requeued = self._requeue is not None and self._requeue.is_saving
         state = self.lightning_module.trainer.state
@@ -194,12 +200,14 @@ class CheckpointingStrategy(WorldStrategy):
         checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
             self._take_rank_states(checkpoint, ranks)
+        self._left_out = checkpoint.pop(LEFT_OUT_KEY, [])
         self._loaded_path = path
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self._loaded_path, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        state = checkpoint["state_dict"]
+        load_model_state(self._loaded_path, self.lightning_module, state, strict=strict, left_out=self._left_out)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,0 +1,67 @@
+"""Frozen weights of pretrained models, which a checkpoint may leave to the files they came from."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_fsdp2.parallel.pretrained import Frozen, list_frozen
+
+LEFT_OUT_KEY = "lightning_fsdp2.left_out"
+"""Where a checkpoint says which weights it leaves to which pretrained model; see :func:`describe_left_out`."""
+
+LeftOut = dict[str, Any]
+"""``{"folder": "/models/llama-3-8b", "fingerprint": "...", "names": [...]}``, plain types."""
+
+
+def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state``, the state dict of ``module``, without the weights that :func:`list_frozen` names."""
+    names = {name for frozen in list_frozen(module) for name in frozen.names}
+    return {name: value for name, value in state.items() if name not in names}
+
+
+def describe_left_out(module: nn.Module, state: dict[str, Any]) -> list[LeftOut]:
+    """Return which frozen weights of ``module`` ``state`` lacks, by pretrained model."""
+    lacking = [(frozen, [name for name in frozen.names if name not in state]) for frozen in list_frozen(module)]
+    return [{**asdict(frozen), "names": names} for frozen, names in lacking if names]
+
+
+def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
+    """The names of all weights that a checkpoint leaves out."""
+    return {name for part in left_out for name in part["names"]}
+
+
+def put_back_frozen(
+    path: str | Path, module: nn.Module, state: dict[str, Any], left_out: Sequence[LeftOut]
+) -> dict[str, Any]:
+    """Return ``state`` with the weights that a checkpoint leaves out, which ``module`` has read by now.
+
+    Raises:
+        ValueError: When it has not, or from another model.
+    """
+    own = module.state_dict() if left_out else {}
+    read = list_frozen(module) if left_out else []
+    for part in left_out:
+        _check_read(path, part, read, own)
+        state = {**{name: own[name] for name in part["names"]}, **state}
+    return state
+
+
+def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: dict[str, Any]) -> None:
+    names = set(part["names"])
+    sources = [frozen for frozen in read if names & set(frozen.names)]
+    has_all = names <= {name for frozen in sources for name in frozen.names} and names <= own.keys()
+    what = f"The checkpoint {str(path)!r} leaves {len(names)} frozen weights to the pretrained model {part['folder']!r}"
+    if not has_all:
+        raise ValueError(
+            f"{what}, which this run has not read, or trains; give that model as `pretrained`, with the same `lora` and"
+            " frozen parameters, or its directory if it has moved."
+        )
+    for frozen in sources:
+        if frozen.fingerprint != part["fingerprint"]:
+            raise ValueError(
+                f"{what}, but this run has read another, {frozen.folder!r}, whose files hold other tensors; give the"
+                " first one as `pretrained`."
+            )

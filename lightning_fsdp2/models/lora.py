@@ -1,0 +1,174 @@
+"""LoRA of peft around a Hugging Face model that gets its weights once it is sharded (arXiv:2106.09685)."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fsdp2.parallel.pretrained import get_fingerprint
+from lightning_fsdp2.parallel.pretrained_adapters import WEIGHTS_FILE, load_adapters, set_adapter_weights
+from lightning_fsdp2.parallel.structure import get_class_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+CONFIG_FILE = "adapter_config.json"
+
+_FIELDS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("bias", "lora_bias", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"),
+)
+"""Of ``LoraConfig``, those that are supported; what others change needs the weights of the base, or its layers."""
+
+_NOTES = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
+_NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
+"""Fields without an effect of their own, which files hold."""
+
+
+def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
+    """Return the config that a mapping of its fields or the directory of an adapter gives.
+
+    Defaults other than peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers but the head as targets.
+
+    Raises:
+        ImportError: When peft is not installed.
+        FileNotFoundError: When the directory or a file in it is missing.
+        ValueError: When it holds no LoRA, or a field is unknown or not supported.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError(
+            "CausalLM(lora=...) needs peft; install it with pip install 'lightning-fsdp2[lora]'."
+        ) from error
+    if isinstance(lora, str):
+        fields = _read_config(Path(lora))
+        _check_fields(fields, str(Path(lora) / CONFIG_FILE))
+    else:
+        fields = {"r": 16, "target_modules": "all-linear", **lora}
+        fields.setdefault("lora_alpha", 2 * fields["r"])
+        _check_fields(fields, "CausalLM(lora={...})")
+    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type"}
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **{name: fields[name] for name in fields if name in known}})
+
+
+def check_base(folder: Path, config: "LoraConfig", pretrained: str | None) -> None:
+    """Compare the base that the adapter in ``folder`` names with ``pretrained``, as far as it is at hand.
+
+    Raises:
+        ValueError: When it is another.
+    """
+    base = config.base_model_name_or_path
+    if not base or pretrained is None or base == pretrained or not Path(pretrained).is_dir():
+        return
+    if not any(Path(base).glob("*.safetensors")):
+        rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; it is trained on with {pretrained!r}.")
+    elif get_fingerprint(base) != get_fingerprint(pretrained):
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is another model than"
+            f" pretrained={pretrained!r}, whose files hold other tensors; give pretrained={base!r}, or an adapter of"
+            f" {pretrained!r}."
+        )
+
+
+def add_lora(
+    model: "PreTrainedModel", config: "LoraConfig", *, base: str | None, folder: Path | None = None
+) -> "PeftModel":
+    """Freeze ``model`` and put adapters around its layers.
+
+    On the meta device they get their weights with the model's: those of peft for new ones, the same on any mesh.
+
+    Args:
+        model: Changed in place.
+        config: Of :func:`build_lora_config`.
+        base: What the adapters are for, as they shall say in their files.
+        folder: Of an adapter to go on from; None for a new one.
+
+    Raises:
+        ValueError: When ``model`` has no modules of the names that the config has, or ``folder`` holds another
+            model's adapter.
+    """
+    from peft import get_peft_model
+
+    _check_modules(model, config, folder)
+    on_meta = model.device.type == "meta"
+    # a config of its own: peft fills it in, and a module may be built again; adapters keep the dtype of the model,
+    # because the shards of a unit have one
+    adapted = get_peft_model(
+        model, copy.deepcopy(config), low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False
+    ).train()
+    adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
+    if folder is not None:
+        set_adapter_weights(adapted, folder)
+        if not on_meta:
+            load_adapters(adapted, model.device)
+    return adapted
+
+
+def to_mapping(config: "LoraConfig") -> dict[str, Any]:
+    """The fields of ``config`` that differ from peft's defaults, in plain types, for hyper-parameters."""
+    default = type(config)()
+    fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
+    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in changed.items()}
+    return {"r": config.r, "lora_alpha": config.lora_alpha, **plain}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"CausalLM(lora={str(folder)!r}): there is no {folder / name}; give a directory that peft's"
+                " `save_pretrained` or `lightning-fsdp2 export` wrote, or a mapping of LoraConfig's fields."
+            )
+    try:
+        fields: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+        kind = fields.get("peft_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is damaged ({error}); copy the adapter again.") from error
+    if kind != "LORA":
+        raise ValueError(f"{folder / CONFIG_FILE}: peft_type={kind!r} is not supported; 'LORA' is.")
+    return fields
+
+
+def _check_fields(fields: Mapping[str, Any], source: str) -> None:
+    """Refuse fields that peft lacks, and those that change more than they can on a model without weights."""
+    from peft import LoraConfig
+
+    default: Any = LoraConfig()
+    for name, value in fields.items():
+        if name in _FIELDS or name in _NOTES:
+            continue
+        if not hasattr(default, name):
+            near = get_close_matches(name, _FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_FIELDS)}."
+            raise ValueError(f"{source}: peft's LoraConfig has no {name!r}; {hint}")
+        if value != getattr(default, name):
+            raise ValueError(f"{source}: {name}={value!r} is not supported here; use of {', '.join(_FIELDS)}.")
+    init = fields.get("init_lora_weights", True)
+    if init not in (True, False, "gaussian"):
+        raise ValueError(
+            f"{source}: init_lora_weights={init!r} is made of the base's whole weights, which no rank has; use true,"
+            " false or 'gaussian'."
+        )
+
+
+def _check_modules(model: "PreTrainedModel", config: "LoraConfig", folder: Path | None) -> None:
+    source = "CausalLM(lora={...})" if folder is None else f"{folder / CONFIG_FILE} is an adapter for another base"
+    names = [name for name, _ in model.named_modules() if name]
+    ends = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
+    for option in ("target_modules", "modules_to_save"):
+        wanted = getattr(config, option) or ()
+        for target in () if isinstance(wanted, str) else sorted(wanted):
+            if any(name == target or name.endswith(f".{target}") for name in names):
+                continue
+            near = get_close_matches(target, ends, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(ends)}."
+            raise ValueError(f"{source}: {option} names {target!r}, which {get_class_name(model)} lacks; {hint}")
