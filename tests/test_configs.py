@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,7 @@ class Recipe:
 
 PRETRAINED = {"model.init_args.pretrained": "model"}
 LLAMA_8B = 8_030_261_248
+LLAMA_70B = 70_553_706_496
 
 RECIPES = {
     "pretrain_llama3_8b_fsdp2": Recipe(LLAMA_8B, gpus=8, marks=(pytest.mark.slow, needs_compiler)),
@@ -86,7 +88,7 @@ RECIPES = {
         marks=(pytest.mark.slow, needs_compiler),
     ),
     "llama3_70b_fsdp2_tp8_sp_async": Recipe(
-        70_553_706_496,
+        LLAMA_70B,
         gpus=64,
         ranks=4,
         changes={"trainer.strategy.init_args.tp_size": 2},
@@ -109,9 +111,12 @@ RECIPES = {
         },
     ),
     "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED, marks=()),
+    "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),
     "ddp_small": Recipe(134_515_008, gpus=8, marks=()),
     "megatron_fsdp_8b": Recipe(LLAMA_8B, gpus=8, context=cuda_on_cpu),
 }
+
+OTHERS = [name for name in (*RECIPES, "quickstart") if name != "pretrain_llama3_8b_fsdp2"]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -220,3 +225,97 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(losses) == 2
     assert all(abs(loss - math.log(257)) < 0.5 for loss in losses)  # untrained
     assert {"throughput/tokens_per_second", "gradients/norm", "loss/max"} <= rows[0].keys()
+
+
+def get_architecture(name: str) -> dict[str, Any]:
+    """The model's config, of a recipe that starts from a published model that of its pretraining."""
+    arguments = read(name)["model"]["init_args"]
+    if "config" not in arguments:
+        return get_architecture("llama3_70b_fsdp2_tp8_sp_async" if "70b" in name else "pretrain_llama3_8b_fsdp2")
+    return arguments["config"]
+
+
+def describe(name: str, folder: Path) -> dict[str, Any]:
+    """What `describe` prints for the file as it is; a model of the Hub is described by a `config.json`."""
+    arguments = ["describe", f"--config={CONFIGS / name}.yaml", "--format=json"]
+    if "pretrained" in read(name)["model"]["init_args"]:
+        (folder / "config.json").write_text(json.dumps(get_architecture(name)))
+        arguments += ["--model.pretrained=null", f"--model.config={folder}"]
+
+    def run() -> str:
+        with redirect_stdout(io.StringIO()) as output:
+            FSDP2CLI(arguments)
+        return output.getvalue()
+
+    return json.loads(run_ranks(run, 1, group=False)[0])
+
+
+def get_row(name: str) -> list[str]:
+    """The recipe's row in the table of the README, without the name and without when to take it."""
+    [line] = [line for line in (CONFIGS / "README.md").read_text().splitlines() if line.startswith(f"| [{name}]")]
+    return [cell.strip() for cell in line.split("|")[2:-2]]
+
+
+def get_activation_bytes(name: str, mesh: dict[str, int]) -> float:
+    """By the formula of the README."""
+    config, architecture = read(name), get_architecture(name)
+    data, flags = config["data"]["init_args"], config["trainer"]["strategy"].get("init_args", {}).get("config", {})
+    tokens = data["batch_size"] * data["sequence_length"] / mesh["context_parallel"]
+    if flags.get("sequence_parallel"):
+        tokens /= mesh["tensor_parallel"]
+    per_value = 2 if flags.get("activation_checkpointing") == "full" else 34
+    if config["trainer"].get("precision") is None:
+        per_value *= 2
+    return per_value * tokens * architecture["hidden_size"] * architecture["num_hidden_layers"]
+
+
+def format_count(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+@pytest.mark.parametrize(
+    "name", ["pretrain_llama3_8b_fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path) -> None:
+    description = describe(name, tmp_path)
+    totals, mesh = description["totals"], description["mesh"]
+    adapters = totals["trained_parameters"] if totals["trained_parameters"] < totals["parameters"] else 0
+    held = f"{(totals['weight_bytes'] + 3 * totals['gradient_bytes']) / 2**30:.1f}"
+    gathered = f"{totals['largest_gathered_bytes'] / 2**30:.1f}"
+    activations = f"{get_activation_bytes(name, mesh) / 2**30:.1f}"
+    parameters = format_count(totals["parameters"])
+    assert get_row(name) == [
+        f"{parameters}, {format_count(adapters)} trained" if adapters else parameters,
+        "2 processes" if name == "quickstart" else str(totals["ranks"]),
+        " \N{MULTIPLICATION SIGN} ".join(map(str, mesh.values())),
+        *(held, "0.0" if name == "ddp_small" else gathered, activations),
+    ]
+    if name == "quickstart":
+        return
+    assert totals["parameters"] - adapters == RECIPES[name].parameters
+    header = " ".join((CONFIGS / f"{name}.yaml").read_text().partition("\nseed_everything")[0].split("\n# "))
+    assert int(re.search(r"GPUs: (\d+) of", header)[1]) == totals["ranks"] == RECIPES[name].gpus
+    numbers = re.findall(r"(\d+\.\d) GiB", header)
+    assert numbers == [held, activations] if name == "ddp_small" else [held, gathered, activations]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_schedule_ends_where_the_run_ends(name: str) -> None:
+    config = read(name)
+    schedule = config["model"]["init_args"]["lr_scheduler"]["init_args"]
+    steps = config["trainer"]["max_steps"]
+    assert schedule["total_steps"] == steps
+    checkpoint = get_callback(config, "ModelCheckpoint")
+    assert steps % checkpoint["every_n_train_steps"] == 0  # the last step is saved
+    launched = re.search(r"--nproc-per-node (\d+)|--ntasks-per-node (\d+)", (CONFIGS / f"{name}.yaml").read_text())
+    assert int(launched[1] or launched[2]) == config["trainer"]["devices"]
+    micro_batches = config["trainer"]["val_check_interval"]
+    data, mesh = config["data"]["init_args"], config["trainer"]["strategy"]["init_args"]
+    replicas = RECIPES[name].gpus // (mesh.get("tp_size", 1) * mesh.get("cp_size", 1))
+    accumulated = data["global_batch_size"] // (data["batch_size"] * replicas)
+    said = re.search(r"val_check_interval: \d+ # micro-batches, (\d+) steps", (CONFIGS / f"{name}.yaml").read_text())
+    assert int(said[1]) * accumulated == micro_batches
+
+
+def test_every_file_is_a_recipe_of_the_table() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RECIPES, "quickstart"}
