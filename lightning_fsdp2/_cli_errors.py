@@ -19,6 +19,10 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
+# what surrounds the reason where the class is one that is called later, such as an optimizer's
+_CALLABLE = re.compile(
+    r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
+)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -60,7 +64,7 @@ def summarize(message: str) -> str:
     the member that came closest to the given value.
     """
     if "Does not validate against" not in message:
-        return message
+        return " ".join(message.split())
     keys: dict[int, str] = {}
     reasons: list[str] = []
     deepest, option, value = -1, "", ""
@@ -82,6 +86,7 @@ def summarize(message: str) -> str:
     # where one kind of value was right and its content wrong, what other kinds there are does not help
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))
-    if all(reason.startswith("Expected ") for reason in reasons):
+    if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:
         summary += f". Got value: {value}"
+    summary = _CALLABLE.sub("", summary)
     return f"{option}: {summary}" if option else summary

@@ -11,6 +11,7 @@
 
 import json
 import logging
+import os
 import re
 import sys
 from argparse import Action
@@ -126,8 +127,12 @@ class _ArgumentParser(LightningArgumentParser):
             args = ["fit", f"--config={_QUICKSTART_CONFIG}", *_get_gpu_arguments(), *args[1:]]
         return super().parse_args(args, *others, **kwargs)
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        return super().parse_string(expand_yaml(content, _SUMMARIES), *args, **kwargs)
+    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
+        try:
+            content = expand_yaml(content, _SUMMARIES)
+        except ValueError as error:
+            self.error(f"{path or 'the config'}, {error}", error)
+        return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if self.exit_on_error and not wants_traceback():

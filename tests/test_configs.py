@@ -270,7 +270,8 @@ def get_activation_bytes(name: str, mesh: dict[str, int]) -> float:
 
 
 def format_count(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= size)
+    return f"{count / size:.2f} {unit}"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,13 @@ class SequenceDataModule(LightningDataModule, ABC):
             return build_byte_tokenizer()
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer={self._tokenizer_name!r} is neither a directory with a tokenizer nor one of the Hub that"
+                f" can be read: {str(error).splitlines()[0]}"
+            ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "

@@ -241,7 +241,7 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
         return rows.to_iterable_dataset() if streaming else rows
     try:
         return load_dataset(source.name, source.subset, split=source.split, streaming=streaming, cache_dir=cache_dir)
-    except DatasetNotFoundError as error:
+    except (DatasetNotFoundError, ConnectionError) as error:
         raise ValueError(f"dataset={source.name!r} is not found: {error}") from error
     except ValueError as error:  # an unknown subset or split, with those that there are
         raise ValueError(

@@ -105,12 +105,19 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
     """Return the config that is described by a mapping with ``model_type``, or stored in a directory or on the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know.
+        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know; when there is
+            no config where ``source`` says.
     """
     from transformers import AutoConfig
 
     if isinstance(source, str):
-        return AutoConfig.from_pretrained(source)
+        try:
+            return AutoConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"CausalLM({source!r}): this is neither a directory with a config.json nor a model of the Hub that can"
+                f" be read: {str(error).splitlines()[0]}"
+            ) from None
     fields = dict(source)
     model_type = fields.pop("model_type", None)
     if model_type is None:
