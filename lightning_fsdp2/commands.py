@@ -44,11 +44,13 @@ def export(
     tokenizer: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: int | str = "5GB",
+    merge: bool = False,
+    pretrained: str | None = None,
     overwrite: bool = False,
     verify: bool = False,
     trust_checkpoint: bool = False,
 ) -> None:
-    """Write the Hugging Face model of a checkpoint as a directory for ``from_pretrained``.
+    """Write the Hugging Face model of a checkpoint, or the LoRA adapter, as a directory for ``from_pretrained``.
 
     Args:
         path: A checkpoint directory or a single file.
@@ -57,6 +59,9 @@ def export(
         tokenizer: Directory or hub id of a tokenizer to save with the model; null for the one of the run.
         dtype: Of the weights; null keeps that of the checkpoint.
         max_shard_size: Of a file, in bytes or such as 5GB.
+        merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
+        pretrained: Directory of the model that training began with, if it has moved since and the checkpoint leaves
+            frozen weights to it.
         overwrite: Whether to replace a directory that has something in it, once the new one is complete.
         verify: Whether to compare the files with their checksums first.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
@@ -70,6 +75,8 @@ def export(
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        merge=merge,
+        pretrained=pretrained,
         overwrite=overwrite,
         verify=verify,
         trust_checkpoint=trust_checkpoint,

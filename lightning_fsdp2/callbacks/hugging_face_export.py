@@ -35,6 +35,7 @@ class HuggingFaceExport(Callback):
         dtype: Of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the trained ones', which are
             float32 under ``precision="bf16-mixed"``.
         max_shard_size: Of a file, in bytes or such as ``"5GB"``.
+        merge: Whether a LoRA adapter is added to the weights of its base. Without it a directory of peft is written.
         overwrite: Whether to replace what is in the directory, once the model is written.
 
     Raises:
@@ -42,8 +43,9 @@ class HuggingFaceExport(Callback):
         FileExistsError: Before training, when the directory has something in it, and not ``overwrite``.
         TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is another
             library's.
-        ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters, when
-            ``dtype`` or ``max_shard_size`` is none, or the directory ``tokenizer`` holds no tokenizer.
+        ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters other
+            than LoRA, or none to ``merge``, when ``dtype`` or ``max_shard_size`` is none, or the directory
+            ``tokenizer`` holds no tokenizer.
         OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be made.
     """
 
@@ -54,6 +56,7 @@ class HuggingFaceExport(Callback):
         tokenizer: str | None = None,
         dtype: ExportDtype | None = None,
         max_shard_size: int | str = "5GB",
+        merge: bool = False,
         overwrite: bool = False,
     ) -> None:
         if "://" in str(dirpath):
@@ -65,6 +68,7 @@ class HuggingFaceExport(Callback):
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.max_shard_size = max_shard_size
+        self.merge = merge
         self.overwrite = overwrite
         self._out: Path | None = None
         self._options: dict[str, Any] = {}
@@ -85,6 +89,7 @@ class HuggingFaceExport(Callback):
             "tokenizer": self.tokenizer or _get_optional_tokenizer(trainer),
             "dtype": self.dtype,
             "max_shard_size": self.max_shard_size,
+            "merge": self.merge,
         }
         check_exportable(pl_module, **self._options)
 

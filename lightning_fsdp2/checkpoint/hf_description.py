@@ -4,7 +4,7 @@ A description is made of plain JSON types::
 
     {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
      "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None,
-     "has_adapters": False}
+     "has_adapters": False, "adapters": {"default": {"peft_type": "LORA", ...}}}
 """
 
 import copy
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from lightning_fsdp2.parallel.adapters import without_adapters
 from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 DESCRIPTIONS_KEY = "hf_models"
@@ -39,9 +41,9 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
     # prompts and prefixes are trained beside the model, which looks like any other
-    adapted = {model for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
+    adapted = {model: wrapper for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
     return [
-        {**_describe(model, names[model], tokenizer_name), "has_adapters": model in adapted}
+        {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
         for model in get_hf_models(module)
     ]
 
@@ -88,6 +90,28 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
     return skeleton
 
 
+def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str, Any]) -> "PeftModel | None":
+    """Put the described adapters, without weights, around the modules of ``skeleton``.
+
+    Returns:
+        peft's model around it, or None if there are none to put there.
+
+    Raises:
+        ImportError: When peft is not installed.
+    """
+    if len(description.get("adapters", ())) != 1:
+        return None
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError(
+            f"The {type(skeleton).__name__} has adapters of peft; install it with pip install 'lightning-fsdp2[lora]'."
+        ) from error
+    ((name, fields),) = description["adapters"].items()
+    config = LoraConfig(**{key: value for key, value in fields.items() if key != "peft_type"})
+    return get_peft_model(skeleton, config, name, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+
+
 def restore_generation_configs(module: nn.Module, descriptions: Sequence[Description]) -> None:
     """Give the Hugging Face models in ``module`` the generation configs they were saved with."""
     models = {name: model for name, model in module.named_modules() if is_hf_model(model)}
@@ -125,17 +149,30 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
     }
 
 
+def _describe_adapters(wrapper: Any) -> Description:
+    """The configs of LoRA; other adapters are known by name only."""
+    configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
+    has_lora = all(config.peft_type == "LORA" for config in configs.values())
+    described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}
+    return {"has_adapters": wrapper is not None, "adapters": described}
+
+
+def _to_plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
 def _list_tied(model: Any) -> list[str]:
     """Names whose tensors are stored under another one: tied when the model was built, and not untied since."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    tensors = dict(named)
+    with without_adapters(model):
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        tensors = dict(named)
     tied: dict[str, str] = model.all_tied_weights_keys
     return sorted(name for name, source in tied.items() if tensors.get(name) is tensors.get(source))
 
 
-def _to_json(config: Any) -> dict[str, Any]:
+def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
     # a checkpoint must not fail because of a field that nobody will read
-    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=str)))
+    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=default)))
 
 
 def _identify(transform: Any) -> list[str]:

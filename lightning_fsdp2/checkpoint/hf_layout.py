@@ -1,8 +1,9 @@
 """Which tensors a model is stored as, in which files, and what each is made of."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,9 @@ class Layout:
 
     total_size: int
     """Bytes of all tensors."""
+
+    convert: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]]
+    """The model's tensors, in their dtypes as stored, and names of stored ones that are made of them -> those."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
         """The model's tensors that stored ones are made of, in the model's order, and their dtypes as stored."""
@@ -80,17 +84,17 @@ def build_layout(
         files=split.filename_to_tensors,
         sources=sources,
         total_size=split.metadata["total_size"],
+        convert=partial(_convert, skeleton, kept),
     )
 
 
-def convert(
-    skeleton: "PreTrainedModel", layout: Layout, tensors: Mapping[str, Tensor], names: Iterable[str]
+def _convert(
+    skeleton: "PreTrainedModel", specs: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Make the stored tensors ``names`` of the model's ``tensors``, which are all their sources, in their dtypes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # a conversion may depend on the names of all tensors
-    stored = revert_weight_conversion(skeleton, {**layout.specs, **tensors})
+    stored = revert_weight_conversion(skeleton, {**specs, **tensors})
     return {name: stored[name].contiguous() for name in names}
 
 

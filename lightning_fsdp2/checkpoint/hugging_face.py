@@ -9,34 +9,24 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank, wait_for_all_ranks
-from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft, check_free_space
-from lightning_fsdp2.checkpoint.hf_description import (
-    Description,
-    build_hf_skeleton,
-    build_skeleton,
-    describe_hf_models,
-    get_model_class,
-)
-from lightning_fsdp2.checkpoint.hf_layout import Layout, build_layout, convert
+from lightning_fsdp2.checkpoint.hf_adapters import build_adapter_layout, merge_adapter, write_adapter_config
+from lightning_fsdp2.checkpoint.hf_description import build_skeleton
+from lightning_fsdp2.checkpoint.hf_layout import Layout, build_layout
+from lightning_fsdp2.checkpoint.hf_weights import Weights, open_checkpoint, open_module
 from lightning_fsdp2.checkpoint.verify import verify_together
-from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_whole_tensors
-from lightning_fsdp2.parallel.failures import fail_together, list_names
-from lightning_fsdp2.parallel.fully_shard import reshard
-from lightning_fsdp2.parallel.structure import get_class_name
-from lightning_fsdp2.parallel.uneven_shards import gather
+from lightning_fsdp2.parallel.failures import fail_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,11 +44,16 @@ def export_hf(
     tokenizer: Any = None,
     dtype: ExportDtype | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    merge: bool = False,
+    pretrained: str | Path | None = None,
     overwrite: bool = False,
     verify: bool = False,
     trust_checkpoint: bool = False,
 ) -> Path:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
+
+    Of a model that LoRA is trained around the adapter is written, as peft does, for ``PeftModel.from_pretrained`` and
+    ``CausalLM(lora=...)``; with ``merge`` the model that it makes of its base.
 
     In a process group every rank must call it, also for a checkpoint: each writes its share of the files, for which
     tensor after tensor is gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint
@@ -74,7 +69,10 @@ def export_hf(
         tokenizer: A Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None for the one
             that the run (of a checkpoint) or the model came with, if it can be found.
         dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
-        max_shard_size: Of a file, in bytes or such as ``"5GB"``.
+        max_shard_size: Of a file, in bytes or such as ``"5GB"``; an adapter is one file.
+        merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
+        pretrained: The directory of the model that training began with, if it has moved since: for checkpoints that
+            leave frozen weights to it (``CheckpointConfig(frozen_parameters=False)``).
         overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
         verify: Whether to compare the files of a checkpoint with their checksums first.
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
@@ -84,12 +82,13 @@ def export_hf(
 
     Raises:
         TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
-        ValueError: When it holds several and ``model`` names none of them, the model has adapters or other weights than
-            its config says, the checkpoint is incomplete or does not say what model it holds, or ``out`` is remote, or
-            is or holds the working directory or the checkpoint.
+        ValueError: When it holds several and ``model`` names none of them, the model has adapters other than LoRA, or
+            none to ``merge``, or other weights than its config says, the checkpoint is incomplete or does not say what
+            model it holds, ``pretrained`` is another model, or ``out`` is remote, or is or holds the working directory
+            or the checkpoint.
         FileExistsError: When ``out`` has something in it, and not ``overwrite``.
         OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
-        FileNotFoundError: When there is no such checkpoint.
+        FileNotFoundError: When there is no such checkpoint, or not the model to which it leaves its frozen weights.
         RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
             group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
     """
@@ -102,9 +101,12 @@ def export_hf(
         verify_together(on_first_rank(lambda: resolve_checkpoint(source)))
     with fail_together(_get_groups()):
         if isinstance(source, nn.Module):
-            weights = _open_module(source, model)
+            weights = open_module(source, model)
         else:
-            weights = _open_checkpoint(source, model, trust_checkpoint)
+            options: dict[str, Any] = {"pretrained": pretrained, "needs_base": merge, "trust": trust_checkpoint}
+            weights = open_checkpoint(source, model, **options)
+        if merge:
+            weights = _merge(weights)
         layout = _build_layout(weights, dtype, max_shard_size)
     drafts: list[Draft] = []  # on rank 0
 
@@ -171,6 +173,7 @@ def check_exportable(
     tokenizer: Any,
     dtype: ExportDtype | torch.dtype | None,
     max_shard_size: int | str,
+    merge: bool,
 ) -> None:
     """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
 
@@ -179,97 +182,11 @@ def check_exportable(
         ValueError: As there.
         OSError: As there, when the tokenizer cannot be loaded.
     """
-    weights = _open_module(module, model)
+    weights = open_module(module, model)
+    if merge:
+        weights = _merge(weights)
     _build_layout(weights, dtype, max_shard_size)
     on_first_rank(lambda: bool(_load_tokenizer(tokenizer, weights.description["tokenizer"])))
-
-
-_Wanted = Mapping[str, torch.dtype]
-"""The names of tensors, and the dtypes to give them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """Where the tensors of a model are, and how to get some of them."""
-
-    skeleton: "PreTrainedModel"
-    """The model without weights."""
-
-    description: Description
-
-    specs: dict[str, Tensor]
-    """Meta tensors, by their names in the model."""
-
-    read: Callable[[Sequence[_Wanted]], dict[str, Tensor]]
-    """What each rank wants -> whole tensors in host memory, this rank's; every rank must call it."""
-
-
-def _open_module(module: nn.Module, path: str | None) -> _Weights:
-    description = _choose(describe_hf_models(module), path, get_class_name(module))
-    model: Any = module.get_submodule(description["path"])
-    reshard(module)
-    skeleton = build_skeleton(get_model_class(model), type(model.config), description)
-    state = model.state_dict()
-    specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    _check_readable(specs, skeleton, description)
-    return _Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state))
-
-
-def _open_checkpoint(path: str | Path, model: str | None, trust: bool) -> _Weights:
-    path = str(find_checkpoint(path, trust=trust))
-    descriptions = read_descriptions(path, trust=trust)
-    if not descriptions:
-        raise ValueError(
-            f"{str(path)!r} does not say what Hugging Face model it holds: it was not written by this package. Build"
-            " your module, load the checkpoint, and export the module."
-        )
-    description = _choose(descriptions, model, str(path))
-    prefix = f"{description['path']}." if description["path"] else ""
-    specs = {
-        name.removeprefix(prefix): torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in list_tensors(path, trust=trust).items()
-        if name.startswith(prefix)
-    }
-    skeleton = build_hf_skeleton(description)
-    _check_readable(specs, skeleton, description)
-
-    def read(wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
-        own = wanted[get_rank()] if get_rank() < len(wanted) else {}
-        tensors = read_whole_tensors(path, [prefix + name for name in own], trust=trust) if own else {}
-        # taken out one by one, so that of each one copy is held
-        return {name: tensors.pop(prefix + name).to(dtype) for name, dtype in own.items()}
-
-    return _Weights(skeleton=skeleton, description=description, specs=specs, read=read)
-
-
-class _Gather:
-    """Gathers the tensors of a state dict, one after the other, each for one rank."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-
-    @torch.no_grad()
-    def __call__(self, wanted: Sequence[_Wanted]) -> dict[str, Tensor]:
-        gathered: dict[str, Tensor] = {}
-        failure: Exception | None = None
-        for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
-            tensor = self._state[name]
-            if isinstance(tensor, DTensor):
-                # offloaded shards are gathered where the mesh communicates
-                sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-                tensor = gather(sharded)
-            if rank == get_rank() and failure is None:
-                try:
-                    gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # later: the others are waiting in the next gather
-                    gathered, failure = {}, error
-        if failure is not None:
-            raise failure
-        return gathered
-
-
-def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype)
 
 
 def _wait_for_all_ranks() -> None:
@@ -283,52 +200,22 @@ def _wait_for_all_ranks() -> None:
         )
 
 
-def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
-    if not descriptions:
-        raise TypeError(
-            f"export_hf: there is no model of transformers in {source}. Pass a `PreTrainedModel`, or a module around"
-            " one that was built already (in `configure_model`)."
-        )
-    paths = [description["path"] for description in descriptions]
-    if path is None and len(paths) == 1:
-        return descriptions[0]
-    if path not in paths:
+def _merge(weights: Weights) -> Weights:
+    if weights.adapted is None:
         raise ValueError(
-            f"export_hf(model={path!r}): {source} holds the model(s) {', '.join(map(repr, paths))}; name one of them."
+            f"export_hf(merge=True): the {type(weights.skeleton).__name__} has no adapter; leave merge out."
         )
-    return descriptions[paths.index(path)]
+    model_class, config_class = type(weights.skeleton), type(weights.skeleton.config)
+    return merge_adapter(weights, build_skeleton(model_class, config_class, weights.description))
 
 
-def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
-    """Refuse weights that nobody could read with the model's config."""
-    expected = skeleton.state_dict()
-    # checkpoints of earlier versions do not say
-    if description.get("has_adapters") or any(".base_layer." in name for name in specs):
-        raise ValueError(
-            f"The {type(skeleton).__name__} has adapters of peft, which its own format cannot hold. Save them with"
-            " their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning lacks) on one process and"
-            " export the result."
-        )
-    problems = {
-        "missing": expected.keys() - specs.keys(),
-        "unexpected": specs.keys() - expected.keys(),
-        "of another shape": {
-            name for name in expected.keys() & specs.keys() if expected[name].shape != specs[name].shape
-        },
-    }
-    if any(problems.values()):
-        found = "; ".join(f"{problem}: {list_names(names)}" for problem, names in problems.items() if names)
-        raise ValueError(
-            f"The weights are not those of a {type(skeleton).__name__} with its config, and could not be read again:"
-            f" {found}. Change the config along with the model."
-        )
-
-
-def _build_layout(weights: _Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> Layout:
+def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> Layout:
     if not _is_size(max_shard_size):
         raise ValueError(
             f"export_hf(max_shard_size={max_shard_size!r}) must be a number of bytes above 0, or such as '5GB'."
         )
+    if weights.adapted is not None:
+        return build_adapter_layout(weights, _get_dtype(dtype))
     return build_layout(
         weights.skeleton,
         weights.specs,
@@ -346,7 +233,7 @@ def _is_size(value: int | str) -> bool:
     return value > 0
 
 
-def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
+def _write_files(folder: Path, weights: Weights, layout: Layout) -> None:
     """Write as many files at a time as there are ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     files = list(layout.files.items())
@@ -355,12 +242,12 @@ def _write_files(folder: Path, weights: _Weights, layout: Layout) -> None:
             _write_round(folder, weights, layout, files[start : start + ranks])
 
 
-def _write_round(folder: Path, weights: _Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
+def _write_round(folder: Path, weights: Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
     """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
-        _write_file(folder / file, convert(weights.skeleton, layout, own, names))
+        _write_file(folder / file, layout.convert(own, names))
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -374,11 +261,18 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{path} could not be written: {error}") from error
 
 
-def _write_descriptions(folder: Path, weights: _Weights, layout: Layout, tokenizer: Any) -> None:
+def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenizer: Any) -> None:
     """Write all that is not weights."""
+    if weights.adapted is not None:
+        write_adapter_config(folder, weights)
+    else:
+        _write_configs(folder, weights.skeleton, layout)
+    _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
+
+
+def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout) -> None:
     from transformers.dynamic_module_utils import custom_object_save
 
-    skeleton = weights.skeleton
     _set_dtype(skeleton.config, layout.dtype)
     skeleton.config.architectures = [type(skeleton).__name__]
     if skeleton.is_remote_code():
@@ -393,7 +287,6 @@ def _write_descriptions(folder: Path, weights: _Weights, layout: Layout, tokeniz
             "weight_map": {name: file for file, names in layout.files.items() for name in names},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
 
 
 def _publish(draft: Draft) -> None:

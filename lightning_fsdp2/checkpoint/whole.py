@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightning_fsdp2.checkpoint.distributed import LoadPlanner, call_dcp
+from lightning_fsdp2.checkpoint.distributed import METADATA_FILE, LoadPlanner, call_dcp
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, get_path
+from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, Description
 from lightning_fsdp2.checkpoint.single_file import read_file
-from lightning_fsdp2.checkpoint.storage import CheckpointReader
+from lightning_fsdp2.checkpoint.storage import CheckpointReader, load_pickled
 
 _STATE_DICT = "state_dict"
 
@@ -74,6 +75,17 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
         return descriptions
     summary = found / SUMMARY_FILE
     return json.loads(summary.read_bytes()).get(DESCRIPTIONS_KEY, []) if summary.exists() else []
+
+
+def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
+    """Return which frozen weights a checkpoint leaves to the files of a pretrained model; most leave none."""
+    found = get_path(path)
+    if found.is_file():
+        checkpoint = read_file(found, with_optimizers=False, trust=trust)
+    else:
+        checkpoint = load_pickled(found / METADATA_FILE, trust=trust)
+    left_out: list[LeftOut] = checkpoint.get(LEFT_OUT_KEY, [])
+    return left_out
 
 
 def _map_file(path: AnyPath, trust: bool) -> dict[str, Tensor]:

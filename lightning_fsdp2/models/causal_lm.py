@@ -156,12 +156,12 @@ class CausalLM(LightningModule):
             self.model = build_model(self.hf_config, on_meta=on_meta, **options)
         else:
             folder = find_pretrained(self.pretrained, download=False)
+            if self._lora_folder is not None:
+                check_base(self._lora_folder, self.lora_config, self.pretrained, folder)
             self.model = build_pretrained_model(
                 folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
             )
         if self.lora_config is not None:
-            if self._lora_folder is not None:
-                check_base(self._lora_folder, self.lora_config, self.pretrained)
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

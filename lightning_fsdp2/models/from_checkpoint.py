@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.distributed import METADATA_FILE
 from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, put_back_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, restore_generation_configs
 from lightning_fsdp2.checkpoint.storage import load_pickled
 from lightning_fsdp2.checkpoint.verify import verify_checkpoint
@@ -45,7 +46,8 @@ def load_from_checkpoint(
         cls: A LightningModule, or the LightningDataModule whose hyper-parameters and state the checkpoint holds.
         path: Of what this package or Lightning saved under any strategy, or of a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
-            ``strict_loading``. If not, what the checkpoint lacks of a ``from_pretrained`` model is read from its files.
+            ``strict_loading``. If not, what the checkpoint lacks of a ``from_pretrained`` model is read from its files,
+            and in any case what ``CheckpointConfig(frozen_parameters=False)`` has left out.
         verify: Whether to compare the files with their checksums first.
         weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
@@ -71,6 +73,10 @@ def load_from_checkpoint(
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if not is_module:
         return cast(T, _load_state(cls, checkpoint, **kwargs))
+    left_out = checkpoint.pop(LEFT_OUT_KEY, [])
+    is_strict = strict
+    if left_out:  # the files hold the rest
+        strict = False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
@@ -81,6 +87,9 @@ def load_from_checkpoint(
                 load_pretrained(module, torch.device("cpu"))
             materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        if left_out:
+            state = put_back_frozen(path, module, checkpoint["state_dict"], left_out)
+            module.load_state_dict(state, strict=module.strict_loading if is_strict is None else is_strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise

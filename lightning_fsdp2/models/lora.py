@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.parallel.pretrained import get_fingerprint
-from lightning_fsdp2.parallel.pretrained_adapters import WEIGHTS_FILE, load_adapters, set_adapter_weights
+from lightning_fsdp2.parallel.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
 from lightning_fsdp2.parallel.structure import get_class_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
-
-CONFIG_FILE = "adapter_config.json"
 
 _FIELDS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "init_lora_weights"),
@@ -55,22 +53,26 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
         fields = {"r": 16, "target_modules": "all-linear", **lora}
         fields.setdefault("lora_alpha", 2 * fields["r"])
         _check_fields(fields, "CausalLM(lora={...})")
-    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type"}
+    # files say that an adapter is for inference, which would freeze it
+    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type", "inference_mode"}
     return LoraConfig(**{"task_type": "CAUSAL_LM", **{name: fields[name] for name in fields if name in known}})
 
 
-def check_base(folder: Path, config: "LoraConfig", pretrained: str | None) -> None:
-    """Compare the base that the adapter in ``folder`` names with ``pretrained``, as far as it is at hand.
+def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Path) -> None:
+    """Compare the base that the adapter in ``folder`` names with ``pretrained``, whose files are in ``weights``.
 
     Raises:
-        ValueError: When it is another.
+        ValueError: When it is another, as far as its files are at hand.
     """
     base = config.base_model_name_or_path
-    if not base or pretrained is None or base == pretrained or not Path(pretrained).is_dir():
+    if not base or base == pretrained:
         return
-    if not any(Path(base).glob("*.safetensors")):
+    try:
+        fingerprint = get_fingerprint(base)
+    except FileNotFoundError:
         rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; it is trained on with {pretrained!r}.")
-    elif get_fingerprint(base) != get_fingerprint(pretrained):
+        return
+    if fingerprint != get_fingerprint(weights):
         raise ValueError(
             f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is another model than"
             f" pretrained={pretrained!r}, whose files hold other tensors; give pretrained={base!r}, or an adapter of"
@@ -99,11 +101,9 @@ def add_lora(
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # a config of its own: peft fills it in, and a module may be built again; adapters keep the dtype of the model,
-    # because the shards of a unit have one
-    adapted = get_peft_model(
-        model, copy.deepcopy(config), low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False
-    ).train()
+    # a config of its own, which peft fills in; adapters keep the dtype of the model: the shards of a unit have one
+    own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
+    adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
     if folder is not None:
         set_adapter_weights(adapted, folder)

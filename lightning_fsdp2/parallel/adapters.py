@@ -42,6 +42,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module._modules[name] = child
 
 
+def get_plain_names(model: nn.Module) -> dict[str, str]:
+    """Map the names of the parameters that ``model`` had before peft changed it to those that they had then."""
+    with without_adapters(model):
+        plain = _get_slots(model)
+    return {name: plain[slot] for slot, name in _get_slots(model).items() if slot in plain}
+
+
 def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
     """Map the names of an adapter's tensors in a ``PeftModel`` to those in the files that peft saves."""
     from peft import get_peft_model_state_dict
@@ -107,6 +114,15 @@ def _copy_new(copy: nn.Module, original: nn.Module, is_new: Callable[[Tensor], b
     for name, parameter in copy.named_parameters():
         if is_new(parameter):
             parameter.copy_(values[name])
+
+
+def _get_slots(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """The names of parameters and buffers by where they are; what is tied is in several places."""
+    return {
+        (module, name): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in (*module._parameters, *module._buffers)
+    }
 
 
 def _has_meta_adapters(model: nn.Module) -> bool:

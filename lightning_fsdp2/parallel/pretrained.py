@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -122,7 +122,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
                 _load(module, source, device, device_mesh)
     if get_peft_models(model):
         with fail_together(get_groups(device_mesh)):
-            load_adapters(model, device)
+            _forget(model, load_adapters(model, device))
 
 
 def list_frozen(root: nn.Module) -> list[Frozen]:
@@ -141,13 +141,14 @@ def list_frozen(root: nn.Module) -> list[Frozen]:
 
 
 @torch.no_grad()
-def read_pretrained(model: Any, folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Read some of a model's tensors from ``folder``, whole and in host memory, in its dtype.
+def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
         model: Of transformers, on the meta device, and not used for anything else: what is read stays in it.
         folder: As for :func:`set_pretrained`.
         names: Of the tensors, in the model.
+        dtype: Of those with floating point.
 
     Raises:
         FileNotFoundError: When a file is missing.
@@ -164,7 +165,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str]) -> d
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
         device_map={"": cpu},
-        dtype=model.dtype,
+        dtype=dtype,
         weight_mapping=cast(Any, conversions),
     )
     with _only_first_rank_reports():
@@ -373,6 +374,13 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
         for name, parameter in module._parameters.items()
         if id(parameter) in read
     )
+
+
+def _forget(root: nn.Module, slots: set[Slot]) -> None:
+    """Let weights that were read count as others: an adapter's file has had its own."""
+    for module in root.modules():
+        if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
+            setattr(module, _LOADED_ATTRIBUTE, replace(loaded, slots=loaded.slots - slots))
 
 
 def _find_read(own: dict[str, nn.Parameter], names: set[str]) -> Tensor | None:

@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp2.parallel.adapters import get_adapter_names, get_peft_models
 from lightning_fsdp2.parallel.materialize import copy_shard_
 
+CONFIG_FILE = "adapter_config.json"
+
 WEIGHTS_FILE = "adapter_model.safetensors"
+
+Slot = tuple[nn.Module, str]
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_adapter"
 
@@ -32,29 +36,38 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
     Raises:
         ValueError: When the file holds other tensors than the adapter has.
     """
-    source = _Source(folder / WEIGHTS_FILE, get_adapter_names(model, adapter))
-    own = {key: list(model.get_parameter(name).shape) for name, key in source.keys.items()}
-    with safe_open(source.file, framework="pt") as file:
-        stored = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
-    _check_same_tensors(source.file, stored, own, model.peft_config[adapter].base_model_name_or_path)
-    setattr(model, _SOURCE_ATTRIBUTE, source)
+    file, keys = folder / WEIGHTS_FILE, get_adapter_names(model, adapter)
+    with safe_open(file, framework="pt") as opened:
+        stored = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 - not a dict
+    # peft adds the weights of an embedding or head that has an adapter
+    keys |= {name: name for name in stored.keys() & model.state_dict().keys()}
+    own = {key: list(model.get_parameter(name).shape) for name, key in keys.items()}
+    _check_same_tensors(file, stored, own, model.peft_config[adapter].base_model_name_or_path)
+    setattr(model, _SOURCE_ATTRIBUTE, _Source(file, keys))
 
 
 @torch.no_grad()
-def load_adapters(root: nn.Module, device: torch.device) -> None:
+def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
     """Load what :func:`set_adapter_weights` said into shards: each rank reads a tensor at a time and keeps its part.
 
     Args:
         root: Sharded, or whole on one rank; on the meta device or not.
         device: Where weights go that are on the meta device.
+
+    Returns:
+        Where weights have been loaded.
     """
+    loaded = set()
     for model in get_peft_models(root):
         source: _Source | None = model.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
         with safe_open(source.file, framework="pt") as file:
             for name, key in source.keys.items():
-                _load(*_get_slot(model, name), file.get_tensor(key), device)
+                slot = _get_slot(model, name)
+                _load(*slot, file.get_tensor(key), device)
+                loaded.add(slot)
+    return loaded
 
 
 def _load(module: nn.Module, name: str, value: Tensor, device: torch.device) -> None:
@@ -85,6 +98,6 @@ def _check_same_tensors(
         )
 
 
-def _get_slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _get_slot(model: nn.Module, name: str) -> Slot:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key

@@ -16,7 +16,7 @@ from helpers.families import get_families, make_family_model
 from helpers.models import LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -408,6 +408,12 @@ def add_prompt(model: Any) -> nn.Module:
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
+def add_two(model: Any) -> nn.Module:
+    adapted: Any = add_adapters(model, target_modules=["q_proj"])
+    adapted.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    return adapted
+
+
 def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
     export_hf(add_adapters(make_llama()).merge_and_unload(), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -417,7 +423,11 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
     ("make", "error", "message"),
     [
         (lambda: PlainTransformer(), TypeError, "no model of transformers in PlainTransformer"),
-        (lambda: add_adapters(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*merge_and_unload"),
+        (
+            lambda: add_two(make_llama()),
+            ValueError,
+            "LlamaForCausalLM has adapters of peft other than one LoRA",
+        ),
         (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*save_pretrained"),
         (
             lambda: change_head(make_llama()),
@@ -425,7 +435,7 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
             r"not those of a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
         ),
     ],
-    ids=["other-modules", "adapters", "prompt", "other-than-its-config"],
+    ids=["other-modules", "several-adapters", "prompt", "other-than-its-config"],
 )
 @pytest.mark.parametrize("offline", [False, True], ids=["live", "offline"])
 def test_what_cannot_be_exported_says_why(

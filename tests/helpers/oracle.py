@@ -117,13 +117,14 @@ def train_alone(case: Case, initial: dict[str, Tensor], dp_size: int) -> Record:
     """The same steps in one process."""
     model = case.make_model()
     model.load_state_dict(initial, strict=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
     record = Record(initial=initial)
     for step in range(case.steps):
         optimizer.zero_grad()
         record.losses.append(_compute_gradients(case, model, step, dp_size))
-        record.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))
+        record.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        norm = torch.nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
         record.norms.append(norm.item())
         optimizer.step()
     record.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -190,7 +191,7 @@ def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
         model = case.make_model()
         model.load_state_dict(actual.trajectory[step], strict=False)
         _compute_gradients(case, model.to(dtype), step, dp_size)
-        return {name: p.grad.float() for name, p in model.named_parameters()}
+        return {name: p.grad.float() for name, p in model.named_parameters() if p.requires_grad}
 
     error = reference = 0.0
     for step, gradients in enumerate(actual.gradients):

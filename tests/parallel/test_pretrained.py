@@ -335,14 +335,35 @@ def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tm
     run_ranks(run, 2)
 
 
-def test_adapters_around_a_model_without_weights_are_refused_with_the_remedy(folder: Path) -> None:
+def test_adapters_around_a_model_without_weights_are_initialised_as_peft_does(folder: Path) -> None:
     def run() -> None:
-        config = LoraConfig(target_modules=["q_proj"])
-        with pytest.raises(ValueError, match=r"lora_A\..*such as LoRA's, .*`from_pretrained\(\.\.\., on_meta=False\)`"):
-            shard(get_peft_model(build_on_meta(folder), config))
+        # rank by rank another seed: those of the first one count
+        torch.manual_seed(dist.get_rank())
+        config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        weights = whole(shard(get_peft_model(build_on_meta(folder), config)).state_dict())
+        expected = read_weights(folder)
+        for name, tensor in weights.items():
+            plain = name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", "")
+            plain = plain.replace("modules_to_save.default.", "")
+            if "lora_A" in name:  # kaiming_uniform_ with a=sqrt(5)
+                assert 0.9 * 32**-0.5 < tensor.abs().max() <= 32**-0.5
+            else:
+                reference = torch.zeros(32, 8) if "lora_B" in name else expected[plain]
+                torch.testing.assert_close(tensor, reference, rtol=0, atol=0, msg=name)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("init", ["pissa", "orthogonal"])
+def test_adapters_that_are_made_of_weights_are_refused_around_a_model_without(init: str, folder: Path) -> None:
+    def run() -> None:
         model = build_on_meta(folder)
-        load_pretrained(model, CPU)
-        shard(get_peft_model(model, config))
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]), low_cpu_mem_usage=True)
+        adapted.peft_config["default"].init_lora_weights = init  # type: ignore[assignment]
+        with pytest.raises(
+            ValueError, match=rf"init_lora_weights='{init}'.*`from_pretrained\(\.\.\., on_meta=False\)`"
+        ):
+            shard(adapted)
 
     run_ranks(run, 1)
 

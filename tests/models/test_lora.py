@@ -1,0 +1,462 @@
+"""LoRA of a CausalLM: the adapters' gradients are those of peft in one process, the base stays as it was."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.cuda_on_cpu import cuda_on_cpu
+from helpers.lora import (
+    FAMILIES,
+    LORA,
+    assert_equal_tensors,
+    fit,
+    get_logits,
+    get_weights,
+    make_module,
+    make_plain,
+    save_base,
+)
+from helpers.models import LLAMA, make_token_batches
+from helpers.oracle import Case, assert_equal_runs, check_parity, hf_loss, token_sum_loss, train_alone, train_on_mesh
+from helpers.ranks import RankError, run_ranks
+from helpers.strategies import STRATEGIES
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lightning_fsdp2 import (
+    CausalLM,
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2Strategy,
+    MegatronFSDPStrategy,
+    export_hf,
+)
+from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.models.lora import build_lora_config, to_mapping
+from lightning_fsdp2.parallel import materialize
+
+SP = FSDP2Config(sequence_parallel=True)
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tp_size": 2}),
+    "dp2-tp2-sp": (4, {"tp_size": 2, "config": SP}),
+}
+FAST = {("llama", "tp2"), ("gpt2", "dp2-tp2-sp")}
+
+
+# ---------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for mesh in MESHES
+    ],
+)
+def test_gradients_and_the_merged_export_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", family)
+    ranks, strategy = MESHES[mesh]
+
+    def run() -> None:
+        modules: list[CausalLM] = []
+
+        def make() -> CausalLM:
+            modules.append(make_module(base, family))
+            return modules[0]
+
+        case = Case(
+            make_module=make,
+            make_model=lambda: make_plain(base, family),
+            loss=token_sum_loss,
+            batches=make_token_batches(12),
+            strategy=strategy,
+            accumulate=2,
+            clip=0.5,
+        )
+        actual = train_on_mesh(case)
+        assert all(isinstance(parameter, DTensor) for parameter in modules[0].parameters())
+        export_hf(modules[0], tmp_path / "merged", merge=True)
+        if dist.get_rank() == 0:
+            expected = train_alone(case, actual.initial, ranks // strategy.get("tp_size", 1))
+            assert all("lora_" in name for name in expected.gradients[0])
+            assert_equal_runs(actual, expected)
+            model: Any = make_plain(base, family)
+            model.load_state_dict(expected.weights, strict=False)
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+            assert_equal_tensors(merged.state_dict(), model.merge_and_unload().state_dict(), atol=5e-5)
+
+    run_ranks(run, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, DDPStrategy], ids=["fsdp2", "ddp"])
+def test_bfloat16_is_as_close_as_that_of_one_process(strategy: Any, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+
+    def run() -> None:
+        case = Case(
+            make_module=lambda: make_module(base),
+            make_model=lambda: make_plain(base),
+            loss=token_sum_loss,
+            batches=make_token_batches(12, ragged=False),
+            precision="bf16-mixed",
+            strategy_class=strategy,
+        )
+        check_parity(case)
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- with everything else
+
+AC = FSDP2Config(activation_checkpointing=True)
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dp": lambda: {"strategy": FSDP2Strategy()},
+    "hsdp": lambda: {"strategy": FSDP2Strategy(dp_replicate_size=2)},
+    "ddp": lambda: {"strategy": DDPStrategy()},
+    "ddp-checkpointing": lambda: {"strategy": DDPStrategy(config=DDPConfig(activation_checkpointing=True))},
+    "lightnings-ddp": lambda: {"strategy": LightningDDPStrategy()},
+    "megatron": lambda: {"strategy": MegatronFSDPStrategy()},
+    "megatron-meta": lambda: {
+        "strategy": MegatronFSDPStrategy(config=STRATEGIES["megatron_fsdp"].config(init_fsdp_with_meta_device=True))
+    },
+    "offload": lambda: {"strategy": FSDP2Strategy(config=FSDP2Config(offload_policy=True))},
+    "checkpointing": lambda: {"strategy": FSDP2Strategy(config=AC)},
+    "selective-sp": lambda: {
+        "strategy": FSDP2Strategy(
+            tp_size=2, config=FSDP2Config(activation_checkpointing="selective", sequence_parallel=True)
+        )
+    },
+    "sp-loss-chunked": lambda: {
+        "strategy": FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True, loss_parallel=True)),
+        "loss": "chunked",
+    },
+    "chunked": lambda: {"strategy": FSDP2Strategy(), "loss": "chunked"},
+    "cp-allgather": lambda: {"strategy": FSDP2Strategy(cp_size=2)},
+    "cp-ulysses": lambda: {
+        "strategy": FSDP2Strategy(cp_size=2, config=FSDP2Config(context_parallel_method="ulysses")),
+        "loss": "chunked",
+    },
+    "compiled": lambda: {"strategy": FSDP2Strategy(config=FSDP2Config(enable_compile=True))},
+    "deferred": lambda: {"strategy": FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=True))},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_leaves_the_same_adapters_and_the_base_as_it_was(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_base(tmp_path / "base")
+    save_adapter(tmp_path, base)
+    if way == "compiled":
+        original = torch.nn.Module.compile
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: original(self, backend="aot_eager"))
+    weights = train(way, base, tmp_path / "adapter")
+
+    def run_alone() -> dict[str, Any]:
+        # every rank has the same batches
+        plain = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter", is_trainable=True
+        )
+        case = Case(
+            make_module=lambda: None,  # type: ignore[arg-type, return-value]
+            make_model=lambda: plain,
+            loss=token_sum_loss,
+            batches=make_token_batches(8, size=4, ragged=False),
+        )
+        return train_alone(case, {}, 1).weights
+
+    # of the Megatron-FSDP's test shim, which adds up in another order
+    assert_equal_tensors(weights, run_ranks(run_alone, 1, group=False)[0], atol=5e-5)
+
+
+def save_adapter(folder: Path, base: str) -> None:
+    torch.manual_seed(3)
+    make_plain(base).save_pretrained(folder / "adapter")
+
+
+def train(way: str, base: str, adapter: Path) -> dict[str, Any]:
+    def run() -> dict[str, Any]:
+        options = WAYS[way]()
+        strategy = options.pop("strategy")
+        module = make_module(base, lora=str(adapter), **options)
+        kept: dict[str, Any] = {}
+        keep = pl.callbacks.LambdaCallback(on_train_end=lambda *_: kept.update(get_weights(module)))
+        fit(module, strategy, steps=3, callbacks=[keep])
+        names = [name for name, _ in module.model.named_parameters()]
+        return {name: kept[name] for name in names}
+
+    if "megatron" not in way:
+        return run_ranks(run, 2)[0]
+
+    def run_megatron() -> dict[str, Any]:
+        with cuda_on_cpu():
+            return run()
+
+    return run_ranks(run_megatron, 2)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_all_parameters_have_the_dtype_of_the_precision(precision: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+
+    def run() -> set[torch.dtype]:
+        module = make_module(base)
+        fit(module, FSDP2Strategy(tp_size=2, config=SP), precision=precision)
+        return {parameter.dtype for parameter in module.parameters()}
+
+    assert run_ranks(run, 2)[0] == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_module_that_calls_peft_itself(on_meta: bool, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+
+    class Own(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = None
+
+        def configure_model(self) -> None:
+            if self.model is None:
+                plain = from_pretrained(base, on_meta=on_meta)
+                self.model = get_peft_model(plain, LoraConfig(**LORA, **FAMILIES["llama"]))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return hf_loss(self.model, batch)[0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def run() -> None:
+        module = Own()
+        fit(module, FSDP2Strategy(tp_size=2, config=SP))
+        assert [*module.model.peft_config] == ["default"]
+        plain = make_plain(base).state_dict()
+        weights = get_weights(module)
+        changed = {name for name in plain if "lora_" not in name and not torch.equal(weights[name], plain[name])}
+        assert not changed
+        export_hf(module, tmp_path / "merged", merge=True)
+
+    run_ranks(run, 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    difference = get_logits(model) - get_logits(AutoModelForCausalLM.from_pretrained(base))
+    assert difference.abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------------- how it begins
+
+
+def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    fields = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+
+    def run(strategy: dict[str, Any]) -> dict[str, Any]:
+        torch.manual_seed(dist.get_rank())
+        module = make_module(base, lora=fields)
+        fit(module, FSDP2Strategy(**strategy), limit_train_batches=0)
+        return get_weights(module)
+
+    runs = [run_ranks(run, 2, strategy)[0] for strategy in ({}, {"tp_size": 2, "config": SP})]
+    assert_equal_tensors(*runs)
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**fields))
+    for name, tensor in plain.state_dict().items():
+        if "lora_A" not in name:  # zeros in lora_B; the head that is trained begins as the one it replaces
+            torch.testing.assert_close(runs[0][name], tensor, rtol=0, atol=0, msg=name)
+        else:
+            bound = tensor.shape[1] ** -0.5  # of kaiming_uniform_ with a=sqrt(5)
+            assert 0.8 * bound < runs[0][name].abs().max() <= bound
+
+
+def test_no_rank_holds_a_whole_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base")
+
+    def run() -> None:
+        seen: list[bool] = []
+        original = materialize.materialize
+
+        class Watched(CausalLM):
+            def configure_model(self) -> None:
+                super().configure_model()
+                seen.append(all(parameter.is_meta for parameter in self.parameters()))
+
+        module = Watched(pretrained=base, lora={})
+        fit(module, FSDP2Strategy(), limit_train_batches=0)
+        assert seen[0]
+        assert materialize.materialize is original
+        held = sum(parameter.to_local().numel() for parameter in module.parameters())
+        total = sum(parameter.numel() for parameter in module.parameters())
+        assert held < 0.55 * total
+
+    run_ranks(run, 2)
+
+
+def test_training_goes_on_from_an_adapter_of_peft(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    save_adapter(tmp_path, base)
+
+    def run() -> None:
+        module = make_module(base, lora=str(tmp_path / "adapter"))
+        begun: dict[str, Any] = {}
+        look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: begun.update(get_weights(module)))
+        fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+        assert_equal_tensors(begun, plain.state_dict())
+        changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, begun[name])}
+        assert changed == {name for name in begun if "lora_" in name}
+
+    run_ranks(run, 2)
+
+
+def test_a_new_model_has_adapters_too() -> None:
+    def run() -> None:
+        module = CausalLM(config=LLAMA, lora={"r": 2})
+        fit(module, FSDP2Strategy())
+        weights = get_weights(module)
+        assert {name for name, p in module.model.named_parameters() if p.requires_grad} == {
+            name for name in weights if "lora_" in name
+        }
+        assert all(weights[name].abs().sum() > 0 for name in weights if "lora_B" in name)
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- what is said of wrong input
+
+
+def test_defaults_and_what_a_checkpoint_keeps() -> None:
+    config = build_lora_config({})
+    assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
+    assert build_lora_config({"r": 4}).lora_alpha == 8
+    fields = {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "q_proj"], "bias": "all", "lora_dropout": 0.1}
+    assert to_mapping(build_lora_config(fields)) == fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_alhpa": 3}, r"LoraConfig has no 'lora_alhpa'; did you mean 'lora_alpha'\?$"),
+        ({"zzz": 3}, r"LoraConfig has no 'zzz'; it has r, lora_alpha, "),
+        ({"use_dora": True}, r"use_dora=True is not supported here"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' is made of the base's whole weights"),
+        (
+            {"target_modules": ["q_porj"]},
+            r"target_modules names 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
+        ),
+        ({"target_modules": "none_such"}, r"none_such"),
+        ({"r": 0}, r"`r` should be a positive integer"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CausalLM(config=LLAMA, lora=fields).configure_model()
+
+
+def test_peft_is_asked_for_by_name_and_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    CausalLM(config=LLAMA)
+    with pytest.raises(ImportError, match=r"needs peft; install it with pip install 'lightning-fsdp2\[lora\]'"):
+        CausalLM(config=LLAMA, lora={})
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+
+
+def narrow(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {name: tensor[..., :3].contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+
+
+def drop_one(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(max(tensors))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no-weights": (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        FileNotFoundError,
+        r"there is no .*adapter_model\.safetensors; give a directory",
+    ),
+    "damaged": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        ValueError,
+        r"adapter_config\.json is damaged",
+    ),
+    "other-kind": (
+        lambda folder: change_config(folder, peft_type="IA3"),
+        ValueError,
+        r"adapter_config\.json: peft_type='IA3' is not supported; 'LORA' is",
+    ),
+    "other-modules": (
+        lambda folder: change_config(folder, target_modules=["c_attn"]),
+        ValueError,
+        r"adapter_config\.json is an adapter for another base: target_modules names 'c_attn', which LlamaForCausalLM",
+    ),
+    "other-shapes": (
+        narrow,
+        ValueError,
+        r"safetensors is an adapter for another base, .*: base_model\S+ is \[\d+, 3\], here \[\d+, \d+\]",
+    ),
+    "other-tensors": (drop_one, ValueError, r"is an adapter for another base, .*: it lacks base_model\S+\. Give"),
+    "unknown-option": (
+        lambda folder: change_config(folder, use_dora=True),
+        ValueError,
+        r"adapter_config\.json: use_dora=True is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_adapter_that_does_not_fit_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    save_adapter(tmp_path, base)
+    damage, error, message = BROKEN[case]
+    damage(tmp_path / "adapter")
+    with pytest.raises(error, match=message) as raised:
+        make_module(base, lora=str(tmp_path / "adapter")).configure_model()
+    assert "\n" not in str(raised.value)
+
+
+def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
+    base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
+    save_adapter(tmp_path, other)
+    adapter = str(tmp_path / "adapter")
+
+    def run() -> None:
+        fit(make_module(base, lora=adapter), FSDP2Strategy())
+
+    message = r"adapter_config\.json: base_model_name_or_path='\S+other' is another model than pretrained='\S+base'"
+    with pytest.raises(RankError, match=message):
+        run_ranks(run, 2)
+    # the same tensors in other files, at another place
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "moved")
+    make_module(str(tmp_path / "moved"), lora=adapter_of(base, tmp_path)).configure_model()
+    shutil.rmtree(other)
+    with pytest.warns(UserWarning, match=r"is an adapter of '\S+other'; it is trained on with '\S+base'"):
+        make_module(base, lora=adapter).configure_model()
+
+
+def adapter_of(base: str, folder: Path) -> str:
+    make_plain(base).save_pretrained(folder / "own")
+    return str(folder / "own")
