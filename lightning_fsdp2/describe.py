@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_fsdp2._torch_compat import simulate_world
 from lightning_fsdp2.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
+from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL,
@@ -133,7 +134,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
         )
         _build_model(trainer, module, mesh)
         manager = strategy.build_manager(mesh)
-        dtypes = _get_dtypes(manager, module)
+        dtypes = get_dtypes(manager, module)
         units = _shard(manager, module, mesh)
         return Description(
             model=_get_model_name(module),
@@ -156,24 +157,6 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
         raise TypeError(
             f"{get_class_name(module)} shards itself in `configure_model`; describe shows what the strategies do."
         )
-
-
-def _get_dtypes(manager: Any, module: nn.Module) -> dict[str, torch.dtype]:
-    """What the weights are held, gathered and multiplied in, and what gradients are reduced in."""
-    config, weights = manager.config, next((p.dtype for p in module.parameters()), torch.get_default_dtype())
-    gathered, reduction = weights, torch.float32
-    if isinstance(manager, FSDP2Manager):
-        gathered = manager.mp_policy.param_dtype or weights
-        reduction = manager.mp_policy.reduce_dtype or weights
-    elif isinstance(config, MegatronFSDPConfig):
-        reduction = torch.float32 if config.grad_reduce_in_fp32 else weights
-        weights = torch.float32 if config.preserve_fp32_weights else weights
-    return {
-        "weights": weights,
-        "gathered": gathered,
-        "compute": config.autocast_dtype or gathered,
-        "reduction": reduction,
-    }
 
 
 def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> list[Unit]:

@@ -13,14 +13,11 @@ from torch import Tensor
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
 
-_TOKENS = "tokens"
-
 
 class Throughput(Callback):
     """Logs, on the Trainer's logging steps, what the steps since the last one came to, without validation.
 
-    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``; ``throughput/tokens``, all that
-    the run has read, also before it was resumed: the axis to compare runs of different batches by;
+    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
     ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
     its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``.
 
@@ -45,17 +42,10 @@ class Throughput(Callback):
         self.latest: dict[str, float] = {}
         """What was logged last, for progress bars."""
         self._tokens = 0
-        self._total_tokens = 0.0
         self._steps = 0
         self._has_tokens = True
         self._has_said_why = False
         self._started = self._paused = self._waited = self._fetch_started = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {_TOKENS: self._total_tokens}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._total_tokens = state_dict[_TOKENS]
 
     # ------------------------------------------------------------------ measuring
 
@@ -113,10 +103,8 @@ class Throughput(Callback):
         if self._has_tokens:
             readers = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
             tokens = float(counts[:, 0].sum()) * readers / trainer.world_size
-            self._total_tokens += tokens
             per_device = tokens / seconds / trainer.world_size
             metrics |= {
-                "throughput/tokens": self._total_tokens,
                 "throughput/tokens_per_second": tokens / seconds,
                 "throughput/tokens_per_second_per_device": per_device,
                 **self._get_utilisation(trainer, pl_module, per_device, sequence_length),

@@ -142,6 +142,8 @@ class ChatDataModule(SequenceDataModule):
         if streaming:
             _check_streaming(validation_fraction, num_workers)
             validation_fraction = 0.0
+        self.path, self.validation_path, self.test_path = path, validation_path, test_path
+        self.dataset, self.subset, self.split = dataset, subset, split
         self.columns = Columns(messages_column, prompt_column, completion_column)
         self.separate_documents = pack
         self.validation_fraction = get_validation_fraction(validation_fraction, validation_path or validation_split)

@@ -94,6 +94,7 @@ class TextDataModule(SequenceDataModule):
         )
         if max_documents is not None:
             check_minimum("max_documents", max_documents, 1, "leave it out to use all documents")
+        self.path, self.validation_path, self.test_path = path, validation_path, test_path
         self.text_column = text_column
         self.separate_documents = separate_documents
         self.validation_fraction = get_validation_fraction(validation_fraction, validation_path)

@@ -147,7 +147,7 @@ class MeshCheckpointIO(CheckpointIO):
         """Remove a checkpoint, once what is being written is complete and no link in its folder points to it."""
         self._pending[get_path(path)] = False
         if get_rank() == 0:
-            self._then(lambda: self._remove(get_path(path)))
+            self.then(lambda: self._remove(get_path(path)))
 
     def exists(self, path: str | Path) -> bool:
         """Whether ``path`` is there, as it will be once what is being written is complete."""
@@ -176,6 +176,13 @@ class MeshCheckpointIO(CheckpointIO):
         name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))
         self._link_names.append(re.compile(rf"{name}(-v\d+)?{re.escape(ModelCheckpoint.FILE_EXTENSION)}"))
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once what is being written is complete, or now; never if that fails."""
+        if self._writer is None:
+            action()
+        else:
+            self._writer.then(action)
 
     def wait_for_copies(self) -> None:
         """Wait until what is being saved may be changed: before the optimizer steps."""
@@ -207,12 +214,6 @@ class MeshCheckpointIO(CheckpointIO):
             write(tensors)
         else:
             self._writer.start(tensors, write)
-
-    def _then(self, action: Callable[[], None]) -> None:
-        if self._writer is None:
-            action()
-        else:
-            self._writer.then(action)
 
     def _get_trust(self, weights_only: bool | None) -> bool:
         """Whether checkpoints may hold any object, where a call says ``weights_only``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -30,6 +31,7 @@ from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.requeue import Requeue
+from lightning_fsdp2.strategies.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class CheckpointingStrategy(WorldStrategy):
     _left_out: Sequence[LeftOut] = ()
     _checkpoint_io: MeshCheckpointIO | None
     _requeue: Requeue | None = None
+    _tracking: Tracking | None = None
 
     @abstractmethod
     def parallelize(self) -> None:
@@ -92,6 +95,9 @@ class CheckpointingStrategy(WorldStrategy):
         if config.async_save:
             thread_group = get_group("checkpoint thread", self._timeout)
         self.checkpoint_io.connect(config, self.root_device, self._control_group, thread_group)
+        if self._tracking is None:
+            self._tracking = Tracking(self._add_up_over_data, lambda action: self.checkpoint_io.then(action))
+        self._tracking.attach(self.lightning_module.trainer)
 
     def prepare_checkpoints(self, trainer: "Trainer") -> None:
         """Clean up behind earlier runs, and take over what Lightning does with paths and signals by itself."""
@@ -113,6 +119,8 @@ class CheckpointingStrategy(WorldStrategy):
     def finish_checkpoints(self) -> None:
         """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
         trainer = self.lightning_module.trainer
+        if self._tracking is not None:
+            self._tracking.detach(trainer)
         for callback in trainer.checkpoint_callbacks:
             for name in ("_link_checkpoint", "file_exists"):
                 callback.__dict__.pop(name, None)
@@ -249,11 +257,14 @@ class CheckpointingStrategy(WorldStrategy):
             "random_states": [state for _, state, _ in everyone],
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
             "has_global_positions": _has_global_positions(self.lightning_module.trainer),
+            "tracking": self._tracking.get_state(self.lightning_module.trainer),
         }
 
     def _take_rank_states(self, checkpoint: dict[str, Any], ranks: dict[str, Any]) -> None:
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
+        if "tracking" in ranks:  # not in checkpoints of earlier versions
+            self._tracking.set_state(ranks["tracking"])
         random_states, loader_states = ranks["random_states"], ranks["loader_states"]
         saved_mesh, mesh = ranks.get("mesh"), self._get_mesh_sizes()
         changed, lost = [], []
@@ -277,6 +288,12 @@ class CheckpointingStrategy(WorldStrategy):
                 f" ranks (mesh {mesh}, {self.data_parallel_size} data parallel ranks); they are dropped:"
                 f" {' and '.join(lost)} start anew."
             )
+
+    def _add_up_over_data(self, number: int) -> int:
+        """The sum over the ranks that read different data, on the host."""
+        total = torch.tensor(number)
+        dist.all_reduce(total, group=self._control_group)
+        return int(total) * self.data_parallel_size // self.world_size
 
     def _can_take_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
         """Whether the ranks of one replica get the same: from another mesh they would drop different activations."""

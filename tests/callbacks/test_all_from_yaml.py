@@ -28,7 +28,7 @@ CALLBACKS = {
 }
 
 METRICS = {
-    "throughput/tokens",
+    "train/total_tokens",
     "throughput/tokens_per_second",
     "throughput/tokens_per_second_per_device",
     "throughput/step_seconds",

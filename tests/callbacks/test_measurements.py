@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.collectives import StepCounter
+from helpers.collectives import CountsStep, StepCounter
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import token_sum_loss
 from helpers.ranks import run_ranks
@@ -118,20 +118,6 @@ def test_loss_and_norm_of_a_users_own_module(kind: Kind) -> None:
             assert rows[step] == pytest.approx(values, rel=1e-5)
 
 
-class Counts(pl.Callback):
-    """Counts what one step does, from its batch to the next; the last of the callbacks."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.counter = StepCounter()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.step:
-            self.counter.__enter__()
-        elif batch_idx == self.step + 1:
-            self.counter.__exit__(None, None, None)
-
-
 @each_strategy
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, clip: float | None) -> None:
@@ -149,7 +135,7 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(kind: Kind, cli
         ]
 
     def run(callbacks: list[pl.Callback]) -> StepCounter:
-        counts = Counts(3)  # behind a logging step, whose numbers are still there
+        counts = CountsStep(3)  # behind a logging step, whose numbers are still there
         options = {"max_steps": 5, "log_every_n_steps": 3, "gradient_clip_val": clip}
         options["enable_progress_bar"] = bool(callbacks)
         module = make_language_model()
@@ -194,7 +180,7 @@ def test_ranks_that_share_a_batch_count_once(sizes: dict[str, int]) -> None:
 @each_strategy
 def test_the_norm_of_a_clipped_step_is_computed_once(kind: Kind) -> None:
     def run() -> int:
-        counts = Counts(1)
+        counts = CountsStep(1)
         callbacks = [GradientNorm(), NaNGuard(), counts]
         options = {"max_steps": 3, "log_every_n_steps": 2, "gradient_clip_val": 0.5}
         record(kind, make_language_model(), make_token_batches(6), callbacks, **options)

@@ -61,7 +61,7 @@ def test_tokens_are_counted_once_for_the_ranks_that_share_them(sizes: dict[str, 
             tokens = 2 * 2 * 24 * readers  # steps, micro-batches
             # two looks per fetch, one at the end: of 90 seconds
             seconds = row["throughput/step_seconds"] * 2
-            assert row["throughput/tokens"] == number * tokens
+            assert row["train/total_tokens"] == number * tokens
             assert row["throughput/tokens_per_second"] == pytest.approx(tokens / seconds)
             assert row["throughput/tokens_per_second_per_device"] == pytest.approx(tokens / seconds / 2)
             assert row["throughput/mfu"] == pytest.approx(tokens / seconds / 2 * 100 / 1000)
@@ -93,10 +93,10 @@ def test_tokens_go_on_counting_where_the_run_is_resumed_and_validation_is_not_ti
         return rows[0], rows[1], messages
 
     (first, second, messages), _ = run_ranks(run, 2)
-    assert first["throughput/tokens"] == 2 * 2 * 16
+    assert first["train/total_tokens"] == 2 * 2 * 16
     # of the seven looks at the clock two are for each fetch and two for the validation between the steps
     assert first["throughput/step_seconds"] == (70 - 10) / 2
-    assert second["throughput/tokens"] == 2 * first["throughput/tokens"]
+    assert second["train/total_tokens"] == 2 * first["train/total_tokens"]
     assert "throughput/mfu" not in second
     assert sum("no MFU, because Regressor holds 0 Hugging Face models" in message for message in messages) == 1
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,3 +68,17 @@ def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
+
+
+class CountsStep(pl.Callback):
+    """Counts what one step does, from its batch to the next; the last of the callbacks."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.counter = StepCounter()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            self.counter.__enter__()
+        elif batch_idx == self.step + 1:
+            self.counter.__exit__(None, None, None)

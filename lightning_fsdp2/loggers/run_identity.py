@@ -1,0 +1,156 @@
+"""What a run is: what it would take to say how two runs differ, and to start one again."""
+
+import dataclasses
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import torch
+import transformers
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.managers.dtypes import get_dtypes
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|apikey)$", re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
+
+_GIT_TIMEOUT_SECONDS = 10
+
+
+def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
+    """Describe a run in plain values, for ``log_hyperparams``; no rank waits for another.
+
+    Args:
+        trainer: Of one of this package's strategies, set up.
+        module: What it trains, sharded.
+
+    Returns:
+        The strategy with mesh and flags, devices, dtypes in effect, numbers of parameters (over all ranks and on this
+        one), model, data, versions and, in a git repository, its revision. Options that are named like secrets, and
+        what is secret in a URL, are left out.
+    """
+    strategy: Any = trainer.strategy
+    mesh = strategy.full_device_mesh
+    return {
+        "strategy": {
+            "name": type(strategy).__name__,
+            "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+            "config": _to_plain(strategy.manager.config),
+            "checkpoint": _to_plain(strategy.checkpoint_config),
+        },
+        "devices": {
+            "ranks": trainer.world_size,
+            "hosts": trainer.num_nodes,
+            "kind": _get_device_name(strategy.root_device),
+        },
+        "precision": {
+            "trainer": str(trainer.precision),
+            **_to_plain(get_dtypes(strategy.manager, module)),
+            "policy": _to_plain(getattr(strategy.manager, "mp_policy", None)),
+        },
+        "parameters": _count_parameters(module),
+        "model": _describe_model(module),
+        "data": _describe_data(trainer),
+        "versions": _get_versions(),
+        "git": _get_optional_revision(),
+    }
+
+
+def _count_parameters(module: nn.Module) -> dict[str, int]:
+    parameters = list(module.parameters())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return {
+        "total": sum(parameter.numel() for parameter in parameters),
+        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "on_rank_0": sum(parameter.numel() for parameter in local),
+    }
+
+
+def _describe_model(module: Any) -> dict[str, Any]:
+    models: list[Any] = get_hf_models(module)
+    # `fully_shard` has put a class of its own before it
+    kind = next(kind for kind in type(module).__mro__ if kind.__name__ == get_class_name(module))
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "pretrained": _to_plain(getattr(module, "pretrained", None)),
+        "hugging_face": [{"class": get_class_name(m), "config": _to_plain(m.config.to_dict())} for m in models],
+    }
+
+
+def _describe_data(trainer: Any) -> dict[str, Any]:
+    datamodule = trainer.datamodule
+    if datamodule is None:
+        return {}
+    usual = vars(LightningDataModule())
+    options = {name: value for name, value in vars(datamodule).items() if name not in usual and name[0] != "_"}
+    batch_size, length = options.get("batch_size"), options.get("sequence_length")
+    data: dict[str, Any] = {
+        "class": f"{type(datamodule).__module__}.{type(datamodule).__name__}",
+        "options": {**_to_plain(dict(getattr(datamodule, "hparams", {}))), **_to_plain(options)},
+    }
+    if isinstance(batch_size, int):
+        data["global_batch_size"] = batch_size * trainer.accumulate_grad_batches * trainer.strategy.data_parallel_size
+    if isinstance(batch_size, int) and isinstance(length, int):
+        data["tokens_per_step"] = data["global_batch_size"] * length
+    if isinstance(length, int) and hasattr(options.get("train_dataset"), "__len__"):
+        data["tokens"] = len(options["train_dataset"]) * length
+    return data
+
+
+def _get_versions() -> dict[str, Any]:
+    import lightning_fsdp2
+
+    return {
+        "lightning_fsdp2": lightning_fsdp2.__version__,
+        "lightning": lightning.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+    }
+
+
+def _get_device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _get_optional_revision() -> dict[str, Any] | None:
+    """The commit of the working directory's repository, and whether tracked files differ from it."""
+    commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
+    return None if commit is None or changes is None else {"commit": commit, "is_dirty": bool(changes)}
+
+
+def _run_git(*arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_SECONDS)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit
+        return None
+    return result.stdout.strip()
+
+
+def _to_plain(value: Any) -> Any:
+    """Numbers, strings, lists and dicts; of what is none of them, its name."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _SECRET_IN_URL.sub("", value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item) for key, item in value.items() if not _SECRET_NAME.search(str(key))}
+    if isinstance(value, list | tuple | set):
+        return [_to_plain(item) for item in value]
+    return getattr(value, "name_or_path", None) or getattr(value, "__name__", None) or type(value).__name__

@@ -1,0 +1,327 @@
+"""Weights & Biases: one run per job, which goes on where the job goes on, and never ends a training."""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from typing_extensions import override
+
+from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, get_path, is_local
+
+if TYPE_CHECKING:
+    from wandb import Artifact, Run
+
+TOTAL_TOKENS = "train/total_tokens"
+"""The axis in tokens: all that a run has read, padding included, also before it was resumed."""
+
+_STEP = "trainer/global_step"
+
+_FLUSH_SECONDS = 1.0
+"""How often W&B's service writes to the disk, which it does not do when the job is killed. Its own choice is 15."""
+
+_ROWS_BEHIND_A_SAVE = 10
+"""Room for what a step logs once its checkpoint is saved, the metrics of ``self.log`` for one; gaps do no harm."""
+
+CheckpointLogging = Literal["reference", "upload"]
+
+
+class MissingKeyError(ValueError):
+    """W&B has no API key for a run that is to be online."""
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Lightning's ``WandbLogger`` for jobs on many ranks, which are killed and resumed.
+
+    Under the strategies of this package a job that resumes (``ckpt_path``) goes on with the run that its checkpoint
+    names, and one without a checkpoint is a new run. Rank 0 has the run; on the others, and until the checkpoint has
+    been read, ``experiment`` is a stand-in that takes every call.
+
+    W&B never ends a training. Where a run cannot be started online, it is recorded offline; what fails later is said
+    once, and training goes on without. An online run without an API key is an error before the first step.
+    ``WANDB_MODE=disabled`` switches W&B off; ``WANDB_MODE=offline`` is ``offline=True``.
+
+    Args:
+        project: None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
+        name: Of the run, as the website shows it. None lets W&B draw one.
+        save_dir: Where W&B makes its directory ``wandb``.
+        entity: A user or a team. None for the account's own.
+        group: Of runs that belong together.
+        job_type: Such as ``"pretrain"``.
+        tags: Words to find the run by.
+        notes: What the run is about.
+        id: Of the run. None goes on with the run of the checkpoint, or draws one.
+        offline: Record to ``save_dir`` only; ``wandb sync`` uploads it.
+        checkpoints: What to do with those that ``ModelCheckpoint`` saves, once they are complete: ``"reference"`` logs
+            an artifact that says where they are, ``"upload"`` one that holds them, in the background, None none.
+        prefix: Of the names of metrics.
+
+    Raises:
+        ValueError: When ``checkpoints`` is unknown.
+        MissingKeyError: Before the first step, on every rank, when there is no API key.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        save_dir: str = ".",
+        entity: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+        id: str | None = None,
+        offline: bool = False,
+        checkpoints: CheckpointLogging | None = "reference",
+        prefix: str = "",
+    ) -> None:
+        if checkpoints is not None and checkpoints not in get_args(CheckpointLogging):
+            raise ValueError(
+                f"WandbLogger(checkpoints={checkpoints!r}) is unknown; use 'reference' to log where checkpoints are,"
+                " 'upload' to upload them, or None."
+            )
+        details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
+        super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
+        del self._wandb_init["anonymous"]  # which W&B has given up
+        self.offline = offline
+        self.checkpoints = checkpoints
+        self._is_id_given = id is not None
+        self._is_held = False
+        self._first_row = 0
+        self._when_complete: Callable[[Callable[[], None]], None] = lambda action: action()
+        self._others = ""
+        self._said: set[str] = set()
+        self._uploader: ThreadPoolExecutor | None = None
+        self._uploads: list[Future[None]] = []
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    @override
+    def experiment(self) -> "Run":
+        """W&B's run; a stand-in on ranks other than 0."""
+        if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
+            return _StandIn()
+        if self._experiment is None:
+            self._experiment = self._start()
+        return self._experiment
+
+    def get_optional_problem(self) -> str | None:
+        """Why W&B would ask for an API key, which nobody answers in a job; None where it has one or needs none."""
+        import wandb
+        from requests.utils import get_netrc_auth
+
+        try:
+            settings = wandb.setup().settings
+            if self._experiment is not None or wandb.run is not None or self._get_mode() in ("offline", "disabled"):
+                return None
+            has_token = getattr(settings, "identity_token_file", None)
+            if settings.api_key or has_token or get_netrc_auth(settings.base_url):
+                return None
+        except Exception:
+            return None  # the start of the run reports it
+        return (
+            f"WandbLogger(offline=False) has no API key for {settings.base_url}: set WANDB_API_KEY, run `wandb login`"
+            " once, or use offline: true (or WANDB_MODE=offline) and `wandb sync` later."
+        )
+
+    def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
+        """Put off the start of the run until :meth:`release`: the Trainer asks for it before it reads the checkpoint.
+
+        Args:
+            when_complete: Calls a function once the checkpoint just saved is complete.
+            others: The other loggers, in words.
+        """
+        self._is_held, self._when_complete, self._others = True, when_complete, others
+        if self._id is None:
+            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory by it
+
+    def release(self) -> None:
+        """End :meth:`hold`."""
+        self._is_held = False
+
+    @rank_zero_only
+    def continue_run(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run of which a checkpoint holds :meth:`get_state`, unless an ``id`` was given."""
+        if self._is_id_given or state["id"] == self.version:
+            return
+        if self._experiment is None:
+            self._set_id(state["id"])
+            self._first_row = state["row"]
+            return
+        rank_zero_warn(
+            f"W&B: run {self.version} was started before the checkpoint of run {state['id']} was read, and stays a run"
+            " of its own. Use `logger.experiment` from `on_fit_start` on, or give WandbLogger(id=...)."
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run: its id, and the number of the row to go on with."""
+        return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
+
+    def _set_id(self, id: str) -> None:
+        self._id = self._wandb_init["id"] = id
+
+    def _get_mode(self) -> Any:
+        import wandb
+
+        mode = wandb.setup().settings.mode
+        return "offline" if mode == "dryrun" or (self.offline and mode != "disabled") else mode
+
+    def _start(self) -> Any:
+        import wandb
+
+        if wandb.run is not None:
+            return super().experiment  # Lightning says that it takes the one there is
+        try:
+            return self._init(self._get_mode())
+        except Exception as error:
+            return self._start_without(error)
+
+    def _init(self, mode: Any) -> Any:
+        import wandb
+
+        if self.save_dir and mode != "disabled":
+            os.makedirs(self.save_dir, exist_ok=True)  # W&B would write somewhere else
+        # else a job that is killed may lose rows that are older than its checkpoint
+        has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
+        settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
+        run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
+        run.define_metric(_STEP)
+        run.define_metric("*", step_metric=_STEP, step_sync=True)
+        run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
+        if run.step < self._first_row:  # offline, nobody tells it where the run has stopped
+            run.log({}, step=self._first_row)
+        return run
+
+    def _start_without(self, error: Exception) -> Any:
+        """Record the run offline where it does not start online, or else not at all."""
+        try:
+            run = self._init("offline")
+        except Exception:
+            return self._give_up("starting the run", error)
+        rank_zero_warn(
+            f"W&B: the run could not be started ({error!r}); it is recorded offline. Upload it with `wandb sync"
+            f" {os.path.dirname(run.dir)}`."
+        )
+        return run
+
+    # ------------------------------------------------------------------ what is logged
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._try("logging metrics", lambda: super(WandbLogger, self).log_metrics(metrics, step))
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        self._try("logging hyper-parameters", lambda: super(WandbLogger, self).log_hyperparams(params))
+
+    @override
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        if self.checkpoints is None:
+            return
+        path, step = checkpoint_callback._last_checkpoint_saved, checkpoint_callback._last_global_step_saved
+        aliases = ["latest", f"step-{step}"]
+        metadata: dict[str, Any] = {"step": step, "path": path}
+        if checkpoint_callback.monitor is not None and checkpoint_callback.current_score is not None:
+            metadata[checkpoint_callback.monitor] = float(checkpoint_callback.current_score)
+            aliases += ["best"] if checkpoint_callback.best_model_path == path else []
+        self._when_complete(partial(self._log_checkpoint, path, aliases, metadata))
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        for upload in self._uploads if status == "success" else ():
+            upload.result()
+        self._uploads.clear()
+
+    def _log_checkpoint(self, path: str, aliases: list[str], metadata: dict[str, Any]) -> None:
+        if self.checkpoints == "reference":
+            self._log_artifact(_add_references, path, aliases, metadata)
+            return
+        # it reads all files, for their checksums
+        self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="wandb")
+        self._uploads.append(self._uploader.submit(self._log_artifact, _add_files, path, aliases, metadata))
+
+    def _log_artifact(
+        self, add: "Callable[[Artifact, str], None]", path: str, aliases: list[str], metadata: dict[str, Any]
+    ) -> None:
+        try:
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{self.version}", "model", metadata=metadata)
+            add(artifact, path)
+            self.experiment.log_artifact(artifact, aliases=aliases)
+        except Exception as error:
+            self._say_once(f"W&B: the checkpoint {path!r} could not be logged ({error!r}).", "checkpoints")
+
+    # ------------------------------------------------------------------ what fails
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (TypeError, ValueError) as error:
+            self._say_once(f"W&B: {what} failed ({error!r}); they are left out.", what)
+        except Exception as error:
+            self._experiment = self._give_up(what, error)
+
+    def _give_up(self, what: str, error: Exception) -> Any:
+        import wandb
+
+        others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
+        self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
+        if isinstance(error, ConnectionError):  # its service is gone, which it would miss once more at exit
+            with suppress(Exception):
+                wandb.teardown()
+        return wandb.init(id=self._id, mode="disabled")
+
+    def _say_once(self, message: str, topic: str = "") -> None:
+        if (topic or message) not in self._said:
+            self._said.add(topic or message)
+            rank_zero_warn(message)
+
+
+class _StandIn:
+    """Takes every call and does nothing."""
+
+    def __getattr__(self, name: str) -> "_StandIn":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_StandIn":
+        return self
+
+    def __getitem__(self, key: Any) -> "_StandIn":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _add_references(artifact: "Artifact", path: str) -> None:
+    """Add the files of a checkpoint by where they are; none but the small one that holds all checksums is read."""
+    found = get_path(path)
+    if not is_local(found):
+        artifact.add_reference(path, checksum=False)
+        return
+    root = found.absolute()
+    for file in sorted(root.rglob("*")) if root.is_dir() else (root,):
+        name = str(file.relative_to(root)) if file != root else file.name
+        artifact.add_reference(file.as_uri(), name=name, checksum=name == SUMMARY_FILE)
+
+
+def _add_files(artifact: "Artifact", path: str) -> None:
+    found = get_path(path)
+    if found.is_dir():
+        artifact.add_dir(str(found))
+    else:
+        artifact.add_file(str(found))

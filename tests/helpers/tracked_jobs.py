@@ -1,0 +1,95 @@
+"""Small jobs whose loggers are looked at."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from helpers.ranks import run_ranks
+from helpers.user_modules import Batch, make_language_model, make_loader, make_trainer
+from helpers.wandb_reader import read_runs
+from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
+from lightning_fsdp2.callbacks import Throughput
+
+LENGTHS = (12, 8, 16, 12, 4, 12, 20, 8)
+
+
+def make_batches() -> list[Batch]:
+    """Two sequences each, of another length from batch to batch."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3, 100, (2, length), generator=generator) for length in LENGTHS]
+    return [{"input_ids": batch, "labels": batch} for batch in batches]
+
+
+def run_job(
+    folder: Path,
+    make_loggers: Callable[[], Sequence[Any]],
+    *,
+    world_size: int = 2,
+    callbacks: Callable[[], Sequence[pl.Callback]] = list,
+    ckpt_path: Path | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Train as a job that starts on these ranks; returns the attributes ``result`` of its own callbacks, by rank."""
+
+    def run() -> Any:
+        saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=2, save_top_k=-1)
+        own = list(callbacks())
+        trainer = make_trainer(
+            FSDP2Strategy(checkpoint=CheckpointConfig(**checkpoint or {})),
+            **{
+                "logger": make_loggers(),
+                "callbacks": [*own, Throughput(), saver],
+                "max_steps": 4,
+                "log_every_n_steps": 2,
+                "enable_checkpointing": True,
+                **options,
+            },
+        )
+        with finished_runs():
+            trainer.fit(make_language_model(), make_loader(make_batches()), ckpt_path=ckpt_path)
+        return [getattr(callback, "result", None) for callback in own]
+
+    return run_ranks(run, world_size)
+
+
+class DiesOnce(pl.Callback):
+    """Ends all ranks behind a step as a power cut does, once W&B has written it; not when the job is started again.
+
+    Args:
+        marker: File that tells that it has died.
+        behind: Number of steps.
+    """
+
+    def __init__(self, marker: str, behind: int = 5) -> None:
+        self.marker, self.behind = Path(marker), behind
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step != self.behind or trainer.strategy.broadcast(self.marker.exists()):
+            return
+        folder, deadline = Path(trainer.loggers[0].save_dir), time.monotonic() + 60
+        while trainer.is_global_zero and len(read_runs(folder)[0].get_column("train/loss")) < self.behind:
+            assert time.monotonic() < deadline
+        self.marker.touch()
+        trainer.strategy.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def finished_runs() -> Iterator[None]:
+    """A forked rank ends without exit handlers, in which wandb waits for its service."""
+    try:
+        yield
+    finally:
+        import wandb
+
+        with suppress(OSError):  # of a service that was killed
+            wandb.teardown()
