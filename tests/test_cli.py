@@ -355,7 +355,11 @@ def run_and_catch(args: list[str]) -> tuple[str, str]:
             {"global_batch_size": 6},
             "error: global_batch_size=6 is no multiple of batch_size=2 x 2 data",
         ),
-        ({"tokenizer": "nobody/nothing"}, "error: tokenizer='nobody/nothing' is neither a directory with a tokenizer"),
+        pytest.param(
+            {"tokenizer": "nobody/nothing"},
+            "error: tokenizer='nobody/nothing' is neither a directory with a tokenizer",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_run_refuses_is_said_by_one_rank_of_a_node(data, line, tmp_path):
@@ -366,6 +370,7 @@ def test_what_a_run_refuses_is_said_by_one_rank_of_a_node(data, line, tmp_path):
     assert nothing == ""
 
 
+@pytest.mark.slow
 def test_debug_keeps_the_traceback_of_what_a_run_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     args = ["fit", write_text_run(tmp_path, global_batch_size=6)]

@@ -112,7 +112,7 @@ RECIPES = {
     ),
     "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED, marks=()),
     "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),
-    "ddp_small": Recipe(134_515_008, gpus=8, marks=()),
+    "ddp_small": Recipe(134_515_008, gpus=8),
     "megatron_fsdp_8b": Recipe(LLAMA_8B, gpus=8, context=cuda_on_cpu),
 }
 
@@ -199,7 +199,7 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     recipe, config = RECIPES[name], make_toy(name)
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
     results = run_ranks(lambda: fit(config, recipe.context()), recipe.ranks, group=False)
     result, given = results[0], config["trainer"]["strategy"]
     assert {result["step"] for result in results} == {2}
@@ -219,6 +219,7 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert result["accumulated"] * replicas == 4
     # and what it is for has been written
     assert (tmp_path / "outputs" / name / "checkpoints" / "last.ckpt").exists()
+    assert len(list((tmp_path / "outputs" / name / "wandb").glob("offline-run-*/*.wandb"))) == 1
     with open(next((tmp_path / "outputs" / name).rglob("metrics.csv"))) as file:
         rows = list(csv.DictReader(file))
     losses = [float(row["train/loss"]) for row in rows if row.get("train/loss")]

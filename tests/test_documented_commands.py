@@ -120,6 +120,7 @@ def get_arguments(command: str) -> list[str]:
     return words[start + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_run_yaml")
 @pytest.mark.parametrize("command", sorted(ONLY_PARSED))
 def test_options_are_parsed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
