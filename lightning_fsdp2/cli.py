@@ -257,6 +257,9 @@ class FSDP2CLI(LightningCLI):
         if config.world_size is None:
             config.world_size = _get_world_size(config.trainer)
         config.data = None
+        arguments = config.model.get("init_args")
+        if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
+            arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
         config.trainer.update(
             Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None)
         )

@@ -237,11 +237,11 @@ def get_architecture(name: str) -> dict[str, Any]:
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
-    """What `describe` prints for the file as it is; a model of the Hub is described by a `config.json`."""
+    """What `describe` prints for the file as it is; for a model of the Hub stands a directory with a `config.json`."""
     arguments = ["describe", f"--config={CONFIGS / name}.yaml", "--format=json"]
     if "pretrained" in read(name)["model"]["init_args"]:
         (folder / "config.json").write_text(json.dumps(get_architecture(name)))
-        arguments += ["--model.pretrained=null", f"--model.config={folder}"]
+        arguments.append(f"--model.pretrained={folder}")
 
     def run() -> str:
         with redirect_stdout(io.StringIO()) as output:
