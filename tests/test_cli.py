@@ -611,4 +611,4 @@ def test_the_wheel_works_in_an_empty_directory(tmp_path):
     assert f"{model} is complete." in run("export", last, model)
     assert json.loads((empty / model / "config.json").read_text())["model_type"] == "llama"
     [metrics] = (empty / "outputs" / "quickstart").glob("version_1/metrics.csv")
-    assert ",3," in metrics.read_text()  # the step that the resumed run ended with
+    assert ",4," in metrics.read_text()  # the validation behind the last step of the resumed run
