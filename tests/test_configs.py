@@ -174,11 +174,11 @@ def write_inputs(folder: Path) -> None:
         (chats / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
 
 
-def fit(config: dict[str, Any], context: AbstractContextManager[Any]) -> dict[str, Any]:
+def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str) -> dict[str, Any]:
     """Train on this rank; what the strategy was given, and how far it came."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
     with context:
-        trainer = FSDP2CLI(["fit", "--config=run.yaml"]).trainer
+        trainer = FSDP2CLI(["fit", "--config=run.yaml", *args]).trainer
     strategy = trainer.strategy
     sizes = strategy.get_sizes(world_size=strategy.world_size, num_nodes=1)
     return {
@@ -226,6 +226,23 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(losses) == 2
     assert all(abs(loss - math.log(257)) < 0.5 for loss in losses)  # untrained
     assert {"throughput/tokens_per_second", "gradients/norm", "loss/max"} <= rows[0].keys()
+
+
+@pytest.mark.slow
+def test_a_recipe_goes_on_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_toy("sft_llama3_8b")
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run_ranks(lambda: fit(config, nullcontext()), 2, group=False)
+    longer = ["--trainer.max_steps=4", "--ckpt_path=last"]
+    assert run_ranks(lambda: fit(config, nullcontext(), *longer), 2, group=False)[0]["step"] == 4
+    checkpoints = tmp_path / "outputs" / "sft_llama3_8b" / "checkpoints"
+    assert {path.name for path in checkpoints.glob("*.ckpt")} == {"last.ckpt", "step=2.ckpt", "step=4.ckpt"}
+    assert (checkpoints / "last.ckpt").resolve().name == "step=4.ckpt"
+    with open(tmp_path / "outputs" / "sft_llama3_8b" / "version_1" / "metrics.csv") as file:
+        rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
+    assert rates == pytest.approx([5e-6 * 4 / 30, 5e-6 * 5 / 30])  # of the steps to come, on the warm-up begun before
 
 
 def get_architecture(name: str) -> dict[str, Any]:
