@@ -48,11 +48,18 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def expand_yaml(content: str, commands: Iterable[str]) -> str:
-    """Write out the short name of a strategy in YAML: of a whole config, or of one with a section per command."""
+    """Write out the short name of a strategy in YAML: of a whole config, or of one with a section per command.
+
+    Raises:
+        ValueError: When it is no YAML, with the line.
+    """
     try:
         config = get_loader("yaml")(content)
-    except yaml.YAMLError:
-        return content  # the parser says where
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "somewhere"
+        raise ValueError(
+            f"{line}: this is not YAML ({error.problem}); look at the indentation and the quotes."
+        ) from error
     if not isinstance(config, dict):
         return content
     sections = (config, *(config.get(command) for command in commands))
@@ -107,6 +114,10 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
     """The unknown word in ``message``, and what could stand there, by what it resembles."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
+    if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
+        return found[1], _get_options(found[2])
+    if found := re.search(r"typing\.Literal\[([^]]*)\]\. Got value: (\w+)", message):
+        return found[2], {name: name for name in re.findall(r"\w+", found[1])}
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         names = [name for name in dir(importlib.import_module(found[1])) if not name.startswith("_")]
         return found[2], {name: f"{found[1]}.{name}" for name in names}
@@ -118,7 +129,11 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
     if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
         return found[1], {name: name for name in re.findall(r"\w+", found[2])}
     if found := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message):
-        return found[1], {name: name for name in options}
+        sections = {name.partition(".")[0] for name in options}
+        section = found[1].partition(".")[0]
+        return (
+            (found[1], {name: name for name in options}) if section in sections else (section, {s: s for s in sections})
+        )
     return "", {}
 
 

@@ -23,15 +23,21 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_fsdp2._cli_errors import (
+    USER_ERRORS,
+    get_root_cause,
+    is_first_of_node,
+    is_refusal,
+    summarize,
+    wants_traceback,
+)
 from lightning_fsdp2._cli_names import STRATEGIES, expand_arguments, expand_yaml, get_hint
 from lightning_fsdp2.commands import COMMANDS
 from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
-from lightning_fsdp2.loggers.wandb import MissingKeyError
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI", "main"]
@@ -53,20 +59,7 @@ _STRATEGY_HELP = (
     " options follow as --trainer.strategy.OPTION, or under init_args in YAML."
 )
 
-_USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
-_HEADINGS = (
-    "Does not validate against",
-    "Subtypes: ",
-    "Errors:",
-    "Problem with given class_path",
-    "Given value type: ",
-    "Not a valid subclass of",
-    "Subclass types expect one of:",
-    "a class path (str)",
-    "a dict with",
-)
 _LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name: `strategy=('.*?')`.*", re.DOTALL)
-_NO_PATH = "Expected a dot import path string: "
 _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
 
 
@@ -134,16 +127,20 @@ class _ArgumentParser(LightningArgumentParser):
             args = ["fit", f"--config={_QUICKSTART_CONFIG}", *_get_gpu_arguments(), *args[1:]]
         return super().parse_args(args, *others, **kwargs)
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        return super().parse_string(expand_yaml(content, _SUMMARIES), *args, **kwargs)
+    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
+        try:
+            content = expand_yaml(content, _SUMMARIES)
+        except ValueError as error:
+            self.error(f"{path or 'the config'}, {error}", error)
+        return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # jsonargparse's own variable for whoever needs the whole story: it then raises, from the cause
-        wants_traceback = os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
-        if self.exit_on_error and not wants_traceback:
+        if self.exit_on_error and not wants_traceback():
+            if not is_first_of_node():
+                self.exit(2)  # the same error on every rank is said once
             message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
-            self.exit(2, f"error: {_summarize(message)}{hint}\n")
+            self.exit(2, f"error: {summarize(message)}{hint}\n")
         super().error(message, ex)
 
     def _list_options(self) -> set[str]:
@@ -248,9 +245,9 @@ class FSDP2CLI(LightningCLI):
                 self._instantiate_to_describe()
             else:
                 super().instantiate_classes()
-        except _USER_ERRORS as error:
+        except USER_ERRORS as error:
             # jsonargparse turns whatever a model's __init__ raises into a ValueError; a bug keeps its traceback
-            if not isinstance(_get_root_cause(error), _USER_ERRORS):
+            if not isinstance(get_root_cause(error), USER_ERRORS):
                 raise
             self._parser(self.subcommand).error(str(error), error)
 
@@ -260,6 +257,9 @@ class FSDP2CLI(LightningCLI):
         if config.world_size is None:
             config.world_size = _get_world_size(config.trainer)
         config.data = None
+        arguments = config.model.get("init_args")
+        if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
+            arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
         config.trainer.update(
             Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None)
         )
@@ -273,20 +273,13 @@ class FSDP2CLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Let the Trainer train; W&B asks for a key when the ranks are there, and it is still a wrong option."""
+        """Train or evaluate; what is refused on the way ends in one line, too, and a bug with its traceback."""
         try:
             super()._run_subcommand(subcommand)
-        except MissingKeyError as error:
-            self._parser(subcommand).error(str(error), error)
-
-    def describe(self, **kwargs: Any) -> None:
-        """Let the Trainer describe the model; what the strategy refuses ends in one line."""
-        try:
-            cast(Any, self.trainer).describe(**kwargs)
-        except (*_USER_ERRORS, TypeError) as error:
-            if os.environ.get("JSONARGPARSE_DEBUG"):
+        except (*USER_ERRORS, TypeError) as error:
+            if wants_traceback() or not is_refusal(error):
                 raise
-            self._parser(self.subcommand).error(str(error), error)
+            self._parser(subcommand).error(str(error), error)
 
 
 def _get_world_size(trainer: Namespace) -> int:
@@ -327,43 +320,3 @@ def _without_infos() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _get_root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _summarize(message: str) -> str:
-    """Return, of a jsonargparse message, the innermost option and what is wrong with it.
-
-    jsonargparse tries every member of a union type and indents what each of them said, so the deepest lines are about
-    the member that came closest to the given value.
-    """
-    if "Does not validate against" not in message:
-        return message
-    keys: dict[int, str] = {}
-    reasons: list[str] = []
-    deepest, option, value = -1, "", ""
-    for line in message.splitlines():
-        text = line.lstrip(" ").removeprefix("- ")
-        depth = len(line) - len(text)
-        if key := re.fullmatch(r'Parser key "(.+)":', text):
-            keys = {outer: name for outer, name in keys.items() if outer < depth} | {depth: key[1]}
-        elif text.startswith("Given value: "):
-            value = value or text.removeprefix("Given value: ")
-        elif not text.startswith(_HEADINGS) and depth >= deepest:
-            if depth > deepest:
-                option = ".".join(name for outer, name in keys.items() if outer < depth)
-                deepest, reasons, value = depth, [], ""
-            reasons.append(text)
-    reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
-    if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
-        reasons = [f"{path!r} is no class path" for path in paths]
-    # where one kind of value was right and its content wrong, what other kinds there are does not help
-    reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
-    summary = ", or: ".join(dict.fromkeys(reasons))
-    if all(reason.startswith("Expected ") for reason in reasons):
-        summary += f". Got value: {value}"
-    return f"{option}: {summary}" if option else summary

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TextIO
 
 from rich import box
@@ -14,6 +15,7 @@ from rich.text import Text
 from lightning_fsdp2.describe import Description, ParameterDescription, UnitDescription
 
 _WIDTH = 100
+_ROOT = "(root)"
 _TIMES = " \N{MULTIPLICATION SIGN} "
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -23,9 +25,11 @@ def write_tables(description: Description, file: TextIO) -> None:
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console.width = max(_WIDTH, console.width)
-    groups = [list(group) for _, group in itertools.groupby(description.units, _get_kind)]
+    prefix = _get_common_prefix(description)
+    units = [_remove_prefix(unit, prefix) for unit in description.units]
+    groups = [list(group) for _, group in itertools.groupby(units, _get_kind)]
     axes = _get_sharding_axes(description)
-    console.print(_build_summary(description, has_units=bool(axes)), "")
+    console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
     if axes:
         console.print(_build_unit_table(groups), "")
     console.print(_build_parameter_table(groups, axes))
@@ -40,7 +44,24 @@ def _get_sharding_axes(description: Description) -> list[str]:
     return list(dict.fromkeys(axis for axis, placement in placements if placement != "whole"))
 
 
-def _build_summary(description: Description, *, has_units: bool) -> Table:
+def _get_common_prefix(description: Description) -> str:
+    """Where in the LightningModule all units and parameters are, such as ``model.base_model.model.`` of adapters."""
+    parameters = [parameter.name for unit in description.units for parameter in unit.parameters]
+    modules = [name for unit in description.units for name in unit.modules if name != _ROOT]
+    paths = [name.split(".")[:-1] for name in (*parameters, *modules)]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return "".join(f"{parts[0]}." for parts in shared)
+
+
+def _remove_prefix(unit: UnitDescription, prefix: str) -> UnitDescription:
+    return replace(
+        unit,
+        modules=[name.removeprefix(prefix) for name in unit.modules],
+        parameters=[replace(parameter, name=parameter.name.removeprefix(prefix)) for parameter in unit.parameters],
+    )
+
+
+def _build_summary(description: Description, prefix: str, *, has_units: bool) -> Table:
     totals = description.totals
     weights, gradients = _format_bytes(totals["weight_bytes"]), _format_bytes(totals["gradient_bytes"])
     states, gathered = _format_bytes(2 * totals["gradient_bytes"]), _format_bytes(totals["largest_gathered_bytes"])
@@ -49,6 +70,7 @@ def _build_summary(description: Description, *, has_units: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": description.model,
+        **({"names": f"within {prefix[:-1]}"} if prefix else {}),
         "parameters": f"{_format_count(totals['parameters'])}, {trained} trained",
         "strategy": f"{description.strategy} on {totals['ranks']} ranks",
         "mesh": _TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
@@ -80,20 +102,20 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
     for column in ("Shape", "Dtype"):
         table.add_column(column, no_wrap=True)
     for axis in axes:
-        table.add_column(axis.replace("_", " "))
-    shows_trained = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
-    if shows_trained:
-        table.add_column("Trained")
+        table.add_column(axis.replace("_", "\n"))  # short lines, which leave more for names
+    shows_frozen = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
+    if shows_frozen:
+        table.add_column("Frozen")
     for group in groups:
         table.add_row(Text(_get_unit_name(group), style="bold"))
         for name, parameter, count in _fold_parameters(group[0]):
             table.add_row(
-                f"  {name}",
+                f" {name}",
                 (f"{count}{_TIMES}" if count > 1 else "") + _format_bytes(parameter.shard_bytes),
                 _TIMES.join(map(str, parameter.shape)),
                 parameter.dtype,
                 *(parameter.placements.get(axis, "whole") for axis in axes),
-                *(["yes" if parameter.is_trained else "no"] if shows_trained else []),
+                *(["" if parameter.is_trained else "yes"] if shows_frozen else []),
             )
     return table
 
@@ -115,7 +137,7 @@ def _get_kind(unit: UnitDescription) -> object:
 
 def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:
     """Names within the unit, such as ``experts.0-7.up_proj.weight``, with the first parameter of each and how many."""
-    prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != ["(root)"] else ""
+    prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != [_ROOT] else ""
     alike: dict[object, list[tuple[str, ParameterDescription]]] = {}
     for parameter in unit.parameters:
         name = parameter.name.removeprefix(prefix)

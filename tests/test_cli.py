@@ -5,7 +5,8 @@ import runpy
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fsdp2
+from lightning_fsdp2._cli_errors import is_refusal
+from lightning_fsdp2._cli_names import expand_arguments
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.config import FSDP2Config
 
@@ -259,6 +262,137 @@ def test_a_misspelt_key_in_yaml_is_one_line(tmp_path, capsys):
     )
 
 
+def change(folder: Path, old: str, new: str) -> str:
+    path = Path(write_yaml(folder).removeprefix("--config="))
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    return f"--config={path}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("lr: 0.01", "lrr: 0.01", "model.optimizer: Option 'lrr' is not accepted; did you mean 'lr'?"),
+        (
+            "torch.optim.AdamW",
+            "torch.optim.AdanW",
+            "model.optimizer: module 'torch.optim' has no attribute 'AdanW'; did you mean 'torch.optim.AdamW'?",
+        ),
+        (
+            "step_size: 1",
+            "step_sizes: 1",
+            "model.lr_scheduler: Option 'step_sizes' is not accepted; did you mean 'step_size'?",
+        ),
+        (
+            "trainer:",
+            "trainr:",
+            "Subcommand 'fit' does not accept option 'trainr.accelerator'; did you mean 'trainer'?",
+        ),
+        (
+            "max_epochs: 1",
+            "max_epochs: '1",
+            "run.yaml, line 24: this is not YAML (found unexpected end of stream); look at the indentation and the"
+            " quotes.",
+        ),
+    ],
+    ids=["optimizer", "optimizer-class", "scheduler", "section", "syntax"],
+)
+def test_errors_in_other_sections_are_one_line(old, new, line, tmp_path, capsys):
+    assert error_of(["fit", change(tmp_path, old, new)], capsys) == f"error: {line}"
+
+
+def test_a_word_that_is_none_of_those_allowed_gets_the_nearest(tmp_path, capsys):
+    model = {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": LLAMA, "loss": "chunkd"}}
+    line = error_of(["fit", write_yaml(tmp_path, model)], capsys)
+    assert line == (
+        "error: model.loss: Expected a typing.Literal['full', 'chunked']. Got value: chunkd; did you mean 'chunked'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"pretrained": "nobody/nothing"},
+            "CausalLM('nobody/nothing'): this is neither a directory with",
+        ),
+        ({"pretrained": "./nothing"}, "pretrained='./nothing' does not exist."),
+    ],
+)
+def test_a_model_that_is_nowhere_is_one_line(options, line, tmp_path, capsys):
+    model = {"class_path": "lightning_fsdp2.CausalLM", "init_args": options}
+    assert error_of(["fit", write_yaml(tmp_path, model)], capsys).startswith(f"error: {line}")
+
+
+def write_text_run(folder: Path, **data: Any) -> str:
+    """A run on two ranks that is refused for what ``data`` says."""
+    (folder / "text.txt").write_text("again and again " * 200)
+    path = Path(write_yaml(folder, devices=2, strategy="fsdp2").removeprefix("--config="))
+    config = yaml.safe_load(path.read_text())
+    config["model"] = {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": {**LLAMA, "vocab_size": 257}}}
+    options = {"path": str(folder / "text.txt"), "sequence_length": 16, "batch_size": 2, **data}
+    config["data"] = {"class_path": "lightning_fsdp2.TextDataModule", "init_args": options}
+    path.write_text(yaml.safe_dump(config))
+    return f"--config={path}"
+
+
+def run_and_catch(args: list[str]) -> tuple[str, str]:
+    """What ends the run of this rank, and what it says."""
+    with redirect_stderr(io.StringIO()) as output:
+        try:
+            FSDP2CLI(args)
+            end = ""
+        except (SystemExit, ValueError) as error:
+            end = repr(error)
+    return end, "".join(line for line in output.getvalue().splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (
+            {"global_batch_size": 6},
+            "error: global_batch_size=6 is no multiple of batch_size=2 x 2 data",
+        ),
+        pytest.param(
+            {"tokenizer": "nobody/nothing"},
+            "error: tokenizer='nobody/nothing' is no directory with a tokenizer",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_said_by_one_rank_of_a_node(data, line, tmp_path):
+    args = ["fit", write_text_run(tmp_path, **data)]
+    (first, said), (second, nothing) = run_ranks(lambda: run_and_catch(args), 2, group=False)
+    assert first == second == "SystemExit(2)"
+    assert said.startswith(line)
+    assert nothing == ""
+
+
+@pytest.mark.slow
+def test_debug_keeps_the_traceback_of_what_a_run_refuses(tmp_path, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    args = ["fit", write_text_run(tmp_path, global_batch_size=6)]
+    for end, said in run_ranks(lambda: run_and_catch(args), 2, group=False):
+        assert end.startswith("ValueError('global_batch_size=6 is no multiple")
+        assert said == ""
+
+
+def catch(function: Callable[[], Any]) -> Exception:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        function()
+    return raised.value
+
+
+def test_only_a_raise_statement_of_the_package_is_a_refusal():
+    assert is_refusal(catch(lambda: FSDP2Config(fsdp2_forward_prefetch_depth=-1)))
+    assert is_refusal(catch(lambda: FSDP2Config(sequence_parallel="no")))
+    assert not is_refusal(catch(lambda: expand_arguments(1)))  # a bug, in the package's own code
+    assert not is_refusal(catch(lambda: FSDP2Config(nothing=1)))  # raised in the caller
+    assert not is_refusal(catch(lambda: torch.nn.Linear(2, 2)("text")))
+
+
 def test_missing_files_are_one_line(tmp_path, capsys):
     line = error_of(["fit", f"--config={tmp_path}/absent.yaml"], capsys)
     assert "File does not exist" in line
@@ -444,7 +578,7 @@ def test_shell_completion():
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_the_quickstart_in_an_empty_directory(tmp_path):
+def test_the_wheel_works_in_an_empty_directory(tmp_path):
     pytest.importorskip("hatchling", reason="needs the build backend")
     root = Path(__file__).parent.parent
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
@@ -452,14 +586,29 @@ def test_the_wheel_runs_the_quickstart_in_an_empty_directory(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     empty = tmp_path / "empty"
     empty.mkdir()
-    short = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
-    command = [sys.executable, "-m", "lightning_fsdp2", "quickstart", "--trainer.devices=1", *short]
+    short = ["--trainer.devices=1", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    last, model = "outputs/quickstart/last.ckpt", "outputs/quickstart/model"
     # the wheel itself on the path: what is not in it cannot be found
     unpacked = tmp_path / "unpacked"
     shutil.unpack_archive(wheel, unpacked, "zip")
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=empty, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert (empty / "outputs" / "quickstart" / "last.ckpt").exists()
+
+    def run(*args: str) -> str:
+        command = [sys.executable, "-m", "lightning_fsdp2", *args]
+        result = subprocess.run(
+            command, cwd=empty, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        return result.stdout
+
+    run("quickstart", *short, "--trainer.max_steps=2")
+    config = yaml.safe_load((unpacked / "lightning_fsdp2" / "quickstart.yaml").read_text())
+    config["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 2
+    (empty / "run.yaml").write_text(yaml.safe_dump(config))
+    run("fit", "--config=run.yaml", *short, "--trainer.max_steps=4", f"--ckpt_path={last}")
+    assert "771.33 K, all trained" in run("describe", "--config=run.yaml")
+    assert f"{last} is complete." in run("verify", last)
+    assert f"{model} is complete." in run("export", last, model)
+    assert json.loads((empty / model / "config.json").read_text())["model_type"] == "llama"
+    [metrics] = (empty / "outputs" / "quickstart").glob("version_1/metrics.csv")
+    assert ",4," in metrics.read_text()  # the validation behind the last step of the resumed run

@@ -1,6 +1,7 @@
 """What `describe` says of ranks that do not exist is what ranks that do exist hold."""
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,10 +200,17 @@ def test_equal_layers_and_experts_are_one_line() -> None:
         "float32",
         "dim",
         "0",
-        "yes",
     ]
-    [frozen] = [line for line in lines if line.startswith("  weight")]
-    assert frozen.split()[-1] == "no"
+    [frozen] = [line for line in lines if line.startswith(" weight")]
+    assert frozen.split()[-1] == "yes"
+
+
+def test_names_are_those_within_the_model_and_adapters_of_one_line() -> None:
+    module = partial(CausalLM, config=LLAMA_8B, lora={"r": 8, "target_modules": ["q_proj", "down_proj"]})
+    lines = get_table(run_describe(FSDP2Strategy(tp_size=2), 4, module))
+    assert "names       within model.base_model.model" in lines
+    names = [line.split()[0] for line in lines if line.startswith(" ") and len(line.split()) > 5]
+    assert {"self_attn.q_proj.base_layer.weight", "mlp.down_proj.lora_A.default.weight"} <= {*names}
 
 
 def test_tables_fit_100_columns() -> None:
@@ -210,7 +218,7 @@ def test_tables_fit_100_columns() -> None:
     lines = get_table(run_describe(strategy, 16, precision="bf16-mixed"))
     assert max(map(len, lines)) <= 100
     units = next(index for index, line in enumerate(lines) if line.startswith("Unit "))
-    layers = f"model.model.layers.0-31 32 {TIMES} 218.11 M 32 {TIMES} 208.0 MiB 32 {TIMES} 104.0 MiB resharded, 31 kept"
+    layers = f"model.layers.0-31 32 {TIMES} 218.11 M 32 {TIMES} 208.0 MiB 32 {TIMES} 104.0 MiB resharded, 31 kept"
     assert " ".join(lines[units + 3].split()) == layers
     assert sum("q_proj" in line for line in lines) == 1
     assert lines[-3:] == [

@@ -37,6 +37,16 @@ class TrainingProgressBar(RichProgressBar):
         bar.bar_width = _BAR_WIDTH
         return [description, bar, batches, TimeRemainingColumn()]
 
+    @property
+    @override
+    def total_train_batches(self) -> int | float:
+        # Lightning takes the steps that are left for batches, also where a step has several
+        trainer: Any = self.trainer
+        if trainer.max_epochs != -1 or trainer.max_steps < 0:
+            return super().total_train_batches
+        steps = trainer.max_steps - trainer.global_step
+        return min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)
+
     @override
     def _get_train_description(self, current_epoch: int) -> str:
         # Lightning writes "Epoch 0/-2" where `max_steps` ends the run

@@ -161,14 +161,12 @@ class SequenceDataModule(LightningDataModule, ABC):
             return build_byte_tokenizer()
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name)
-        except OSError as error:
-            reason = str(error).partition("\n")[0]
-            raise OSError(
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} is no directory with a tokenizer, and the Hub has not given it: "
-                f"{reason} Check its spelling, the network and `hf auth login`."
+                f"{str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
             ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(

@@ -105,12 +105,19 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
     """Return the config that is described by a mapping with ``model_type``, or stored in a directory or on the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know.
+        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know; when there is
+            no config where ``source`` says.
     """
     from transformers import AutoConfig
 
     if isinstance(source, str):
-        return AutoConfig.from_pretrained(source)
+        try:
+            return AutoConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"CausalLM({source!r}): this is neither a directory with a config.json nor a model of the Hub that can"
+                f" be read: {str(error).splitlines()[0]}"
+            ) from None
     fields = dict(source)
     model_type = fields.pop("model_type", None)
     if model_type is None:
@@ -216,10 +223,11 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    rotary = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor"}
+    # attention reads `head_dim` also where the class does not declare it, as that of Qwen3 MoE
+    undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
         # `hasattr` by itself raises for what Gemma 4 has per layer
-        if name in known.to_dict() or hasattr(known, name) or name in rotary:
+        if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
         # an older name that is translated changes another field

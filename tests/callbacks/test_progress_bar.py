@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from helpers.models import make_token_batches
 from helpers.ranks import run_ranks
@@ -46,6 +47,18 @@ def test_a_line_of_a_hundred_columns_shows_loss_tokens_and_memory() -> None:
     for part in ("4/5", f"train/loss: {loss:.3f}", "tok/s: ", "mfu: ", "mem: ", "GiB"):
         assert part in lines[4], lines[4]
     assert lines[3].partition("train/loss")[2] == lines[2].partition("train/loss")[2], "changed without a log"
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "batches", "total"),
+    [(-1, 5, 100, 8), (-1, 5, 6, 6), (3, 5, 100, 100), (3, -1, 100, 100)],
+    ids=["steps-end-it", "an-epoch-ends-first", "both", "epochs"],
+)
+def test_the_end_of_the_bar_is_a_number_of_batches(max_epochs: int, max_steps: int, batches: int, total: int) -> None:
+    options = {"max_epochs": max_epochs, "max_steps": max_steps, "num_training_batches": batches}
+    bar = TrainingProgressBar()
+    bar._trainer = type("Trainer", (), {**options, "global_step": 1, "accumulate_grad_batches": 2})  # type: ignore
+    assert bar.total_train_batches == total
 
 
 def test_numbers_are_short() -> None:

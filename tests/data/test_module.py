@@ -200,6 +200,6 @@ def test_a_name_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^dataset='no/such' is no directory of this machine, and the Hub cannot be"):
         data.prepare_data()
     data = ChatDataModule(path=__file__, tokenizer="no/such", cache_dir=str(tmp_path))
-    with pytest.raises(OSError, match=r"^tokenizer='no/such' is no directory with a tokenizer") as raised:
+    with pytest.raises(ValueError, match=r"^tokenizer='no/such' is no directory with a tokenizer") as raised:
         data.prepare_data()
     assert "\n" not in str(raised.value)

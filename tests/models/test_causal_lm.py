@@ -336,6 +336,7 @@ def test_an_unknown_field_of_the_config_is_refused_by_name() -> None:
         {"model_type": "llama", "rope_theta": 5e5},
         {**GPT2, "hidden_size": 32},
         {**LLAMA, "use_cache": False},
+        {"model_type": "qwen3_moe", "head_dim": 64},  # which its attention reads, and its class does not declare
     ):
         CausalLM(config=fields)
 

@@ -6,13 +6,12 @@ The fused operations need GPUs that read each other's memory. Here they run as w
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.async_on_cpu import FUSED, fuse_on_cpu
 from helpers.compiler import needs_compiler
 from helpers.flags import FUSED as FUSED_COLLECTIVES
 from helpers.models import LLAMA, PlainTransformer
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.torch_version import TorchVersion
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel import async_tensor_parallel
@@ -32,30 +30,6 @@ from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 
 FLAGS: dict[str, Any] = {"sequence_parallel": True, "enable_compile": True, "enable_async_tensor_parallel": True}
 PLAIN: dict[str, Any] = {"sequence_parallel": True}
-FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-
-
-@contextmanager
-def fuse_on_cpu() -> Iterator[list[Counter[str]]]:
-    """Let this process fuse collectives on CPU for good; yields the collectives of each graph that is compiled."""
-    library = torch.library.Library("symm_mem", "IMPL")
-    for name in FUSED:
-        library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
-    dist.is_nccl_available = lambda: True
-    async_tensor_parallel.has_symmetric_memory = lambda device_type: True
-    graphs = []
-    count = CollectiveFusion.count
-
-    def record(self: CollectiveFusion, graph: torch.fx.Graph) -> None:
-        names = [str(node.target).split(".")[1] for node in graph.nodes if "." in str(node.target)]
-        graphs.append(Counter(name for name in names if "all_gather" in name or "reduce_scatter" in name))
-        count(self, graph)
-
-    CollectiveFusion.count = record
-    # from torch 2.15 on groups need no registration, but a GPU
-    needs_gpu = TorchVersion(torch.__version__) >= "2.15"
-    with _symmetric_memory._test_mode() if needs_gpu else nullcontext():
-        yield graphs
 
 
 def parallelize(model: torch.nn.Module, tp_size: int, **flags: Any) -> Any:

@@ -1,0 +1,92 @@
+"""What the command line makes of errors: one line for what a user can put right, the traceback for a bug."""
+
+import dis
+import os
+import re
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
+_HEADINGS = (
+    "Does not validate against",
+    "Subtypes: ",
+    "Errors:",
+    "Problem with given class_path",
+    "Given value type: ",
+    "Not a valid subclass of",
+    "Subclass types expect one of:",
+    "a class path (str)",
+    "a dict with",
+)
+_NO_PATH = "Expected a dot import path string: "
+# what surrounds the reason where the class is one that is called later, such as an optimizer's
+_CALLABLE = re.compile(
+    r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
+)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether Lightning or a ``raise`` statement of this package says what is wrong with a run.
+
+    Any other error, be it of the same class, comes from code that did not expect it: a bug.
+    """
+    traceback = error.__traceback__
+    if isinstance(error, MisconfigurationException) or traceback is None:
+        return True
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    is_raised = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_raised and str(frame.f_globals.get("__name__")).startswith("lightning_fsdp2.")
+
+
+def wants_traceback() -> bool:
+    """Whether jsonargparse's own variable asks for the whole story."""
+    return os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
+
+
+def is_first_of_node() -> bool:
+    """Whether this process speaks for its node; launchers number those of a node, alone there is one."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
+
+
+def get_root_cause(error: BaseException) -> BaseException:
+    """Return what ``error`` was raised from at first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def summarize(message: str) -> str:
+    """Return, of a jsonargparse message, the innermost option and what is wrong with it.
+
+    jsonargparse tries every member of a union type and indents what each of them said, so the deepest lines are about
+    the member that came closest to the given value.
+    """
+    if "Does not validate against" not in message:
+        return " ".join(message.split())
+    keys: dict[int, str] = {}
+    reasons: list[str] = []
+    deepest, option, value = -1, "", ""
+    for line in message.splitlines():
+        text = line.lstrip(" ").removeprefix("- ")
+        depth = len(line) - len(text)
+        if key := re.fullmatch(r'Parser key "(.+)":', text):
+            keys = {outer: name for outer, name in keys.items() if outer < depth} | {depth: key[1]}
+        elif text.startswith("Given value: "):
+            value = value or text.removeprefix("Given value: ")
+        elif not text.startswith(_HEADINGS) and depth >= deepest:
+            if depth > deepest:
+                option = ".".join(name for outer, name in keys.items() if outer < depth)
+                deepest, reasons, value = depth, [], ""
+            reasons.append(text)
+    reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
+    if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
+        reasons = [f"{path!r} is no class path" for path in paths]
+    # where one kind of value was right and its content wrong, what other kinds there are does not help
+    reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
+    summary = ", or: ".join(dict.fromkeys(reasons))
+    if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:
+        summary += f". Got value: {value}"
+    summary = _CALLABLE.sub("", summary)
+    return f"{option}: {summary}" if option else summary

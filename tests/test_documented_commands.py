@@ -1,0 +1,163 @@
+"""Every shell command of the README, of ``configs/README.md`` and of the recipes' headers is run, or parsed.
+
+A command that trains on GPUs is marked in the text, "needs GPUs", and its options are parsed here; ``COMMANDS`` says of
+each other one which test runs it.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.models import LLAMA
+
+from lightning_fsdp2.cli import FSDP2CLI
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+RUN, PARSED = "run here", "parsed here"
+
+QUICKSTART = "tests/test_quickstart.py::test_the_loss_before_training_is_that_of_one_process"
+WHEEL = "tests/test_cli.py::test_the_wheel_works_in_an_empty_directory"
+
+COMMANDS = {
+    "make quickstart": QUICKSTART,
+    "make test": "tests/test_documented_commands.py::test_targets_of_make_exist",
+    "lightning-fsdp2 fit --config run.yaml": PARSED,
+    "lightning-fsdp2 fit --config run.yaml --ckpt_path last": PARSED,
+    "lightning-fsdp2 verify checkpoints/last.ckpt": "tests/test_commands.py::test_verify_names_the_files",
+    "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
+    "lightning-fsdp2 quickstart": WHEEL,
+    "lightning-fsdp2 --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
+        "tests/test_cli.py::test_shell_completion"
+    ),
+    "lightning-fsdp2 fit --config configs/quickstart.yaml": QUICKSTART,
+    "lightning-fsdp2 fit --config configs/quickstart.yaml --ckpt_path=last": PARSED,
+    "lightning-fsdp2 fit --config configs/quickstart.yaml --trainer.accelerator=gpu --trainer.devices=auto": PARSED,
+    "lightning-fsdp2 fit --config configs/quickstart.yaml --trainer.fast_dev_run 2": RUN,
+    "lightning-fsdp2 verify outputs/quickstart/last.ckpt": WHEEL,
+    "lightning-fsdp2 export outputs/quickstart/last.ckpt outputs/quickstart/model": WHEEL,
+    "lightning-fsdp2 export outputs/sft_llama3_8b/checkpoints/last.ckpt outputs/sft_llama3_8b/model": (
+        "tests/test_commands.py::test_export_writes_a_model_of_hugging_face"
+    ),
+}
+"""Commands without their comments; `describe` of a recipe is run by tests/test_configs.py."""
+
+
+def read_commands(text: str) -> list[tuple[str, str]]:
+    """The commands of a text, continued lines in one, and the comment behind each."""
+    lines = re.sub(r"\s*\\\n[ #]*", " ", text).splitlines()
+    commands = [line.strip(" #") for line in lines if re.match(r"[ #]*(lightning-fsdp2|torchrun|srun|make) ", line)]
+    parts = [re.split(r" {2,}#? *| # *", command, maxsplit=1) for command in commands]
+    return [(command, "".join(comment)) for command, *comment in parts]
+
+
+def get_texts() -> dict[str, str]:
+    """What to look for commands in: fenced blocks of the READMEs, headers of the recipes."""
+    texts = {}
+    for name in ("README.md", "configs/README.md"):
+        blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+        texts[name] = "\n".join(block for language, block in blocks if language in ("", "bash"))
+    return texts | {path.name: path.read_text().partition("\nseed_everything")[0] for path in RECIPES}
+
+
+DOCUMENTED = [(name, *command) for name, text in get_texts().items() for command in read_commands(text)]
+
+ONLY_PARSED = {text for _, text, comment in DOCUMENTED if "needs GPUs" in comment or COMMANDS.get(text) == PARSED}
+
+
+def test_each_is_run_by_a_test_or_marked() -> None:
+    assert len(DOCUMENTED) > 30
+    loose = [
+        (name, command)
+        for name, command, comment in DOCUMENTED
+        if "needs GPUs" not in comment
+        and not (command.startswith("lightning-fsdp2 describe --config configs/"))
+        and re.sub(r' ARGS=".*"', "", command) not in COMMANDS
+    ]
+    assert loose == []
+    written = {re.sub(r' ARGS=".*"', "", command) for _, command, _ in DOCUMENTED}
+    assert set(COMMANDS) <= written, "a command that is no longer in the texts"
+
+
+@pytest.mark.parametrize("test", sorted({test for test in COMMANDS.values() if "::" in test}))
+def test_tests_that_are_named_exist(test: str) -> None:
+    path, _, function = test.partition("::")
+    assert f"def {function}(" in (ROOT / path).read_text()
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fsdp2"])
+
+
+@pytest.fixture
+def _run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's own `run.yaml` with a model and data that are here."""
+    [text] = re.findall(
+        r"^## From YAML\n\n```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    config = yaml.safe_load(text)
+    arguments = config["model"]["init_args"]
+    del arguments["pretrained"]
+    arguments["config"] = LLAMA
+    (tmp_path / "text.txt").write_text("text")
+    config["data"]["init_args"].update(path="text.txt", tokenizer=None)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+
+
+def get_arguments(command: str) -> list[str]:
+    """What the command line gets of it, from behind the launcher."""
+    words = shlex.split(command)
+    start = next(index for index, word in enumerate(words) if word in ("lightning-fsdp2", "lightning_fsdp2"))
+    return words[start + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_run_yaml")
+@pytest.mark.parametrize("command", sorted(ONLY_PARSED))
+def test_options_are_parsed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = get_arguments(command)
+    with pytest.raises(SystemExit) as exit_:
+        FSDP2CLI([*arguments, "--print_config"])
+    assert exit_.value.code == 0
+    printed: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    config = yaml.safe_load(Path(arguments[arguments.index("--config") + 1]).read_text())
+    assert printed["trainer"]["strategy"]["class_path"] == config["trainer"]["strategy"]["class_path"]
+    if "--nproc-per-node" in command:
+        assert str(printed["trainer"]["devices"]) == re.search(r"--nproc-per-node (\d+)", command)[1]
+
+
+def test_the_yaml_of_the_readme_is_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        (tmp_path / "run.yaml").write_text(block)
+        with pytest.raises(SystemExit) as exit_:
+            FSDP2CLI(["fit", f"--config={tmp_path / 'run.yaml'}", "--print_config"])
+        assert exit_.value.code == 0
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["model"]["init_args"]["pretrained"] == yaml.safe_load(block)["model"]["init_args"]["pretrained"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_run_yaml")
+@pytest.mark.parametrize("command", sorted(command for command, test in COMMANDS.items() if test == RUN))
+def test_commands_run(command: str) -> None:
+    words = [sys.executable, "-m", "lightning_fsdp2", *get_arguments(command)]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_targets_of_make_exist() -> None:
+    targets = {command.split()[1] for _, command, _ in DOCUMENTED if command.startswith("make ")}
+    assert targets >= {"quickstart", "test"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
