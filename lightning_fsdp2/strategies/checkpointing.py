@@ -111,6 +111,8 @@ class CheckpointingStrategy(WorldStrategy):
                 callback.__dict__["_link_checkpoint"] = self._link
                 # Lightning's would not see what is being written, and choose its name again
                 callback.__dict__["file_exists"] = self._file_exists
+                if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+                    callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
                 self._warn_of_second_save(callback)
         if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
             self._requeue = Requeue(trainer, partial(self.reduce_boolean_decision, all=False))
@@ -122,7 +124,7 @@ class CheckpointingStrategy(WorldStrategy):
         if self._tracking is not None:
             self._tracking.detach(trainer)
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_link_checkpoint", "file_exists"):
+            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end"):
                 callback.__dict__.pop(name, None)
         if self._requeue is not None:
             self._requeue.disconnect()
@@ -175,6 +177,7 @@ class CheckpointingStrategy(WorldStrategy):
             "What the Trainer asks while it saves may have failed there (`on_save_checkpoint`, `state_dict`): see the"
             " error in the log of that rank.",
         )
+        self._warn_of_gradients(checkpoint)
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         if not self.checkpoint_config.frozen_parameters:
             checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, checkpoint["state_dict"])
@@ -232,6 +235,16 @@ class CheckpointingStrategy(WorldStrategy):
             rank_zero_warn(
                 "ModelCheckpoint(save_last=True) writes every checkpoint twice, and training waits for the first before"
                 " the second, in spite of CheckpointConfig(async_save=True). Use save_last='link'."
+            )
+
+    def _warn_of_gradients(self, checkpoint: dict[str, Any]) -> None:
+        trainer = self.lightning_module.trainer
+        if "loops" in checkpoint and trainer.state.fn == TrainerFn.FITTING and _is_accumulating(trainer):
+            rank_zero_warn(
+                "A checkpoint is saved amid accumulation"
+                f" (accumulate_grad_batches={cast(Any, trainer).accumulate_grad_batches}): a run that resumes from it"
+                " makes this step without the micro-batches before. Save behind an optimizer step: let"
+                " val_check_interval, and what else saves, be a multiple of the accumulation."
             )
 
     def _file_exists(self, filepath: str | Path, trainer: "Trainer") -> bool:
@@ -318,6 +331,21 @@ class CheckpointingStrategy(WorldStrategy):
             "lightning": lightning.__version__,
             "python": platform.python_version(),
         }
+
+
+def _is_accumulating(trainer: "Trainer") -> bool:
+    """Whether gradients of micro-batches wait for an optimizer step."""
+    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+
+
+def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
+    """Lightning's hook, but for micro-batches that no optimizer step followed.
+
+    It asks for the number of steps alone, which is still that of a save in the micro-batches after it: those of a run
+    that has been resumed, and those behind an epoch's end, where it puts off a save until the next validation.
+    """
+    if not _is_accumulating(trainer):
+        ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:

@@ -97,6 +97,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
 @pytest.mark.parametrize(
     ("first", "second", "options"),
     [pytest.param(*case, marks=[] if case[1] == "tp-sp" else pytest.mark.slow) for case in RESUMES],
@@ -169,6 +170,7 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
     assert "state_dict.model.base_model.model.lm_head.weight" in list_keys(tmp_path / "run.ckpt")
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
 def test_another_base_and_one_that_has_moved(tmp_path: Path) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
     small = tmp_path / "small.ckpt"

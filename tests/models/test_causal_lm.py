@@ -184,7 +184,14 @@ def test_what_is_logged_and_when() -> None:
 
     history, validation = run_ranks(run, 2)[0]
     assert [sorted(name for name in metrics if name != "epoch") for metrics in history] == [
-        ["train/gradient_norm", "train/learning_rate", "train/loss", "train/perplexity", "train/tokens"]
+        [
+            "train/gradient_norm",
+            "train/learning_rate",
+            "train/loss",
+            "train/perplexity",
+            "train/tokens",
+            "train/total_tokens",
+        ]
     ] * 2
     assert [metrics["train/tokens"] for metrics in history] == [2 * 2 * 11] * 2  # ranks, sequences, predictions
     assert history[0]["train/perplexity"] == pytest.approx(math.exp(history[0]["train/loss"]))

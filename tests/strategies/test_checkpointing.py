@@ -370,6 +370,68 @@ def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last:
     run_ranks(run, WORLD)
 
 
+class SavedAt(pl.Callback):
+    """Remembers behind which optimizer steps, and how many micro-batches more, checkpoints were saved."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
+        total = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        self.places.append((trainer.global_step, total - trainer.global_step * trainer.accumulate_grad_batches))
+
+
+class Validated(Regressor):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self.net(batch).mean(), sync_dist=True)
+
+
+def test_model_checkpoint_does_not_save_amid_accumulation(tmp_path: Path) -> None:
+    def save(folder: str, ckpt_path: Path | None = None, **options: Any) -> list[tuple[int, int]]:
+        saved_at = SavedAt()
+        saver = ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=-1, monitor="step", mode="max", **options)
+        trainer = make_trainer(
+            max_steps=8,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            callbacks=[saved_at, saver],
+            check_val_every_n_epoch=None,
+            val_check_interval=12,  # micro-batches, of which an epoch has 8
+        )
+        trainer.fit(Validated(), make_loader(), make_loader(), ckpt_path=ckpt_path)
+        return saved_at.places
+
+    def run() -> None:
+        # the save behind step 4, the end of an epoch, is put off by Lightning until the validation behind step 6
+        assert save("steps", every_n_train_steps=2) == [(2, 0), (6, 0)]
+        # step 2 has been saved by the run before
+        assert save("resumed", tmp_path / "steps" / "step=2.ckpt", every_n_train_steps=2) == [(6, 0)]
+        assert save("time", train_time_interval=timedelta(0)) == [(step, 0) for step in (1, 2, 3, 5, 6, 7)]
+
+    run_ranks(run, WORLD)
+
+
+def test_a_checkpoint_amid_accumulation_says_what_it_lacks(tmp_path: Path) -> None:
+    class Saver(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_idx in (1, 2):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    trainer.save_checkpoint(tmp_path / "amid.ckpt")
+                said.append([str(warning.message) for warning in caught])
+
+    said: list[list[str]] = []
+
+    def run() -> list[list[str]]:
+        fit(make_trainer(accumulate_grad_batches=2, max_steps=2, callbacks=[Saver()]))
+        return said
+
+    behind, amid = run_ranks(run, WORLD)[0]
+    assert behind == []
+    assert len(amid) == 1
+    assert amid[0].startswith("A checkpoint is saved amid accumulation (accumulate_grad_batches=2)")
+
+
 def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
     def run() -> None:
         by_time = ModelCheckpoint(tmp_path / "time", "{step}", train_time_interval=timedelta(0), save_top_k=-1)
