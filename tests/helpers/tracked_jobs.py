@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.ranks import run_ranks
 from helpers.user_modules import Batch, make_language_model, make_loader, make_trainer
-from helpers.wandb_reader import read_runs
+from helpers.wandb_reader import WandbRun, read_runs
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.callbacks import Throughput
 
@@ -65,6 +67,8 @@ def run_job(
 class DiesOnce(pl.Callback):
     """Ends all ranks behind a step as a power cut does, once W&B has written it; not when the job is started again.
 
+    W&B's is the last of the loggers.
+
     Args:
         marker: File that tells that it has died.
         behind: Number of steps.
@@ -76,7 +80,7 @@ class DiesOnce(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step != self.behind or trainer.strategy.broadcast(self.marker.exists()):
             return
-        folder, deadline = Path(trainer.loggers[0].save_dir), time.monotonic() + 60
+        folder, deadline = Path(trainer.loggers[-1].save_dir), time.monotonic() + 60
         while trainer.is_global_zero and len(read_runs(folder)[0].get_column("train/loss")) < self.behind:
             assert time.monotonic() < deadline
         self.marker.touch()
@@ -92,3 +96,21 @@ def finished_runs() -> Iterator[None]:
     finally:
         with suppress(OSError):  # of a service that was killed
             wandb.teardown()
+
+
+def start_job(config: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `lightning-fsdp2 fit` in the folder of its config, with W&B quiet."""
+    command = [sys.executable, "-m", "lightning_fsdp2", "fit", f"--config={config}", *options]
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+    variables = {**os.environ, "PYTHONPATH": paths, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        command, cwd=config.parent, env=variables, capture_output=True, text=True, check=False, timeout=250
+    )
+
+
+def get_rows(run: WandbRun) -> dict[int, dict[str, Any]]:
+    """What the steps have logged, by step; a later row of a step must not contradict an earlier one."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in run.rows:
+        rows.setdefault(row["trainer/global_step"], {}).update(row)
+    return rows

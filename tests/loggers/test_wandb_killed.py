@@ -1,16 +1,13 @@
 """A job from YAML alone, killed and started again with the same command: one run, without a gap."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from helpers.models import LLAMA
-from helpers.wandb_reader import WandbRun, read_runs
+from helpers.tracked_jobs import get_rows, start_job
+from helpers.wandb_reader import read_runs
 
 STEPS, KILLED_BEHIND = 8, 5
 
@@ -65,29 +62,12 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def start(config: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_fsdp2", "fit", f"--config={config}", *options]
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
-    variables = {**os.environ, "PYTHONPATH": paths, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        command, cwd=config.parent, env=variables, capture_output=True, text=True, check=False, timeout=250
-    )
-
-
-def get_rows(run: WandbRun) -> dict[int, dict[str, Any]]:
-    """What the steps have logged, by step; a later row of a step must not contradict an earlier one."""
-    rows: dict[int, dict[str, Any]] = {}
-    for row in run.rows:
-        rows.setdefault(row["trainer/global_step"], {}).update(row)
-    return rows
-
-
 @pytest.mark.slow
 def test_a_job_that_was_killed_goes_on_with_its_run(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    killed = start(config, "--ckpt_path=last")
+    killed = start_job(config, "--ckpt_path=last")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    resumed = start(config, "--ckpt_path=last")
+    resumed = start_job(config, "--ckpt_path=last")
     assert resumed.returncode == 0, resumed.stderr[-4000:]
 
     first, second = read_runs(tmp_path)
@@ -110,7 +90,7 @@ def test_a_job_that_was_killed_goes_on_with_its_run(tmp_path: Path) -> None:
 def test_no_key_is_one_line_before_the_first_step(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     environment = {"WANDB_API_KEY": "", "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    result = start(config, "--trainer.logger.init_args.offline=false", **environment)
+    result = start_job(config, "--trainer.logger.init_args.offline=false", **environment)
     assert result.returncode == 2
     (line,) = {line for line in result.stderr.splitlines() if "error" in line.lower()}
     assert line.startswith("error: WandbLogger(offline=False) has no API key for https://")
