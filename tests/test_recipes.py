@@ -5,6 +5,7 @@ import math
 import signal
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from lightning_fsdp2.cli import main
 STEPS, KILLED_BEHIND, SAVED_EVERY = 24, 14, 6
 PEAK, WARM_UP = 0.02, 4
 SEQUENCES, LENGTH = 4, 96  # of a step
+
+LEARNED = {"pretrain_llama3_8b_fsdp2": 0.8, "sft_llama3_8b": 0.3, "lora_llama3_70b_tp2": 0.95}
+"""What is left of the loss at most; adapters learn little around weights that are random."""
 
 pytestmark = pytest.mark.slow
 
@@ -74,9 +78,8 @@ def check_curves(name: str, folder: Path, first: WandbRun, second: WandbRun) -> 
     assert rates == pytest.approx([PEAK * get_factor(step) for step in range(STEPS)])
     losses = [rows[step]["train/loss"] for step in range(STEPS)]
     assert losses[0] == pytest.approx(math.log(257), abs=0.5)  # untrained
-    assert losses[-1] < 0.8 * losses[0]
-    first_validation, last_validation = (run.get_column("val/loss")[-1] for run in (first, second))
-    assert last_validation < first_validation < losses[0]
+    assert losses[-1] < LEARNED[name] * losses[0]
+    assert all(run.get_column("val/loss")[-1] < losses[0] for run in (first, second))
     for metric in ("throughput/tokens_per_second", "gradients/norm", "loss/max", "throughput/data_share"):
         assert all(row[metric] >= 0 for row in rows.values())
     check_csv(name, folder, rows)
@@ -115,18 +118,16 @@ def check_artifacts(name: str, folder: Path, *runs: WandbRun) -> None:
     saved = range(SAVED_EVERY, STEPS + 1, SAVED_EVERY)
     assert [sorted(artifact.aliases)[-1] for artifact in artifacts] == [f"step-{step}" for step in saved]
     for artifact, step in zip(artifacts, saved, strict=True):
-        (entry,) = artifact.manifest.contents
         checkpoint = folder / "outputs" / name / "checkpoints" / f"step={step}.ckpt"
-        assert str(checkpoint) in entry.ref.replace("%3D", "=")
+        references = [unquote(entry.ref) for entry in artifact.manifest.contents]
+        assert references
+        assert all(reference.startswith(f"file://{checkpoint}") for reference in references)
         assert "latest" in artifact.aliases
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=RECIPES[name].marks)
-        for name in ("pretrain_llama3_8b_fsdp2", "sft_llama3_8b", "lora_llama3_70b_tp2")
-    ],
+    [pytest.param(name, marks=RECIPES[name].marks) for name in LEARNED],
 )
 def test_recipe_is_killed_goes_on_and_ends_in_a_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

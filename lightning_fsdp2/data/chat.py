@@ -62,7 +62,7 @@ class ChatDataModule(SequenceDataModule):
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the data
             parallel ranks: sets the Trainer's ``accumulate_grad_batches``, so that a run can go on with another number
-            of ranks. The last step of an epoch may have fewer.
+            of ranks. The last sequences of an epoch, which are fewer, are left out.
         validation_fraction: The part of the conversations to validate on, chosen by their content. Default: 0.05, or 0
             if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
         validation_path: Conversations to validate on, like ``path``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,36 @@ class ResumableSampler(DistributedSampler[int]):
     Of n ranks, rank r takes the samples r, r + n, r + 2n, … of the epoch's order. So a training step takes the same
     samples from any number of ranks, as long as all their batches together have the same size. As a
     ``DistributedSampler`` it is left in place by ``Trainer(use_distributed_sampler=True)``.
+
+    Args:
+        dataset: With a length.
+        num_replicas: Number of ranks.
+        rank: This one.
+        shuffle: Whether each epoch has another order.
+        seed: Decides the orders.
+        drop_last: Whether the ranks' samples are as many by leaving out the last ones, or by repeating some.
+        multiple_of: Of how many samples an epoch consists, of all ranks together; a multiple of ``num_replicas``. The
+            last ones of its order, which are fewer, are left out.
     """
 
     start = 0
     """How many of this rank's samples the next iteration leaves out."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int,
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        multiple_of: int = 1,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        if multiple_of > 1:
+            self.total_size -= self.total_size % multiple_of
+            self.num_samples = self.total_size // num_replicas
 
     def __iter__(self) -> Iterator[int]:
         return itertools.islice(super().__iter__(), self.start, None)
@@ -48,27 +74,35 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     Every rank makes the whole stream, and of n ranks rank r takes the sequences r, r + n, r + 2n, … of it. So, as with
     a :class:`ResumableSampler`, a step takes the same sequences from any number of ranks. The last sequences, which are
-    not one for each rank, are left out.
+    no whole round, are left out.
 
     Args:
         sequences: Rows of integers. Its ``set_epoch`` changes its order if it is shuffled.
         num_replicas: Number of ranks.
         rank: This one.
+        multiple_of: Sequences of a round, a multiple of ``num_replicas``; None for one of each rank.
     """
 
     epoch = 0
     start = 0
     """How many of this rank's sequences the next iteration makes, but leaves out."""
 
-    def __init__(self, sequences: IterableDataset | PackedStream, num_replicas: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self,
+        sequences: IterableDataset | PackedStream,
+        num_replicas: int = 1,
+        rank: int = 0,
+        multiple_of: int | None = None,
+    ) -> None:
         super().__init__()
         self._sequences = sequences
         self.num_replicas = num_replicas
         self._rank = rank
+        self._round = multiple_of or num_replicas
 
-    def share(self, num_replicas: int, rank: int) -> SequenceStream:
+    def share(self, num_replicas: int, rank: int, multiple_of: int | None = None) -> SequenceStream:
         """Return another rank's share of the same stream."""
-        return SequenceStream(self._sequences, num_replicas, rank)
+        return SequenceStream(self._sequences, num_replicas, rank, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -79,9 +113,10 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         # `iter(...)` would shuffle otherwise in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
-        rounds = zip(*[rows] * self.num_replicas, strict=False)  # complete ones only
-        for row_of_each in itertools.islice(rounds, self.start, None):
-            yield {name: torch.tensor(values, dtype=torch.int64) for name, values in row_of_each[self._rank]}
+        rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
+        own = (row for round in rounds for row in round[self._rank :: self.num_replicas])
+        for row in itertools.islice(own, self.start, None):
+            yield {name: torch.tensor(values, dtype=torch.int64) for name, values in row}
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
@@ -161,6 +196,11 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
+        if samples == 0:
+            # Lightning would begin one epoch after the other
+            raise ValueError(
+                "The stream gives no batch for every rank: it is empty, or has fewer sequences than one step."
+            )
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:

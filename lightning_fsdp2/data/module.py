@@ -283,21 +283,31 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.trainer.accumulate_grad_batches = accumulation
 
     def train_dataloader(self) -> ResumableDataLoader | ResumableStreamLoader:
-        """Return this rank's batches, in a new order each epoch; the last sequences that fill no batch are left out."""
+        """Return this rank's batches, in a new order each epoch; the last sequences that fill none are left out.
+
+        With ``global_batch_size``, those that fill no step are, so that epochs have as many steps on any ranks.
+        """
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
-            stream = self.train_dataset.share(num_replicas, rank)
+            stream = self.train_dataset.share(num_replicas, rank, self.global_batch_size)
             stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # of a resumed run
             return ResumableStreamLoader(stream, drop_last=True, **self._get_loader_options())
-        needed = self.batch_size * num_replicas
+        needed = self.global_batch_size or self.batch_size * num_replicas
         if len(self.train_dataset) < needed:
+            option = "batch_size" if self.global_batch_size is None else "global_batch_size"
             raise ValueError(
-                f"batch_size={self.batch_size} on {num_replicas} data parallel rank(s) needs {needed} sequences for "
-                f"one step, but there are {len(self.train_dataset)} of sequence_length={self.sequence_length} to train "
-                "on; lower one of these numbers or use more text."
+                f"{option}={getattr(self, option)} on {num_replicas} data parallel rank(s) needs {needed} sequences "
+                f"for one step, but there are {len(self.train_dataset)} of sequence_length={self.sequence_length} to "
+                "train on; lower one of these numbers or use more text."
             )
         sampler = ResumableSampler(
-            self.train_dataset, num_replicas, rank, shuffle=self.shuffle, seed=self.seed, drop_last=True
+            self.train_dataset,
+            num_replicas,
+            rank,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            drop_last=True,
+            multiple_of=self.global_batch_size or 1,
         )
         return self._build_dataloader(self.train_dataset, sampler)
 

@@ -294,6 +294,8 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         name = f"{source.name} ({source.split})"
         options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
+    if next(_read_rows([(file, "") for file in source]), None) is None:
+        raise ValueError(f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name others.")
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
     # `datasets` looks for what it has read by the arguments of the generator

@@ -251,6 +251,9 @@ def test_changed_file_is_read_again(set_up, tmp_path):
         assert take_apart(set_up(path=path, batch_size=1).train_dataloader()) == [encode("when?", answer)]
 
 
+SIZES = [{"batch_size": 8}, {"batch_size": 2, "global_batch_size": 40}]
+
+
 def read_stream(data, epoch=0):
     loader = data.train_dataloader()
     loader.load_state_dict({"epoch": epoch, "samples": 0})
@@ -466,6 +469,19 @@ def test_broken_line_is_named(set_up, corpus, tmp_path, streaming):
         path.write_bytes(Path(corpus).read_bytes() + b"\n\n" + line)
         with pytest.raises(ValueError, match=rf"^{path}, line 62: {message}"):
             next(iter(set_up(path=str(path), streaming=streaming).train_dataloader()))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_empty_file_is_named(set_up, tmp_path, streaming):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"path holds no row: the 1 file\(s\) from '.*empty.jsonl' on are empty"):
+        set_up(path=str(tmp_path / "empty.jsonl"), streaming=streaming)
+
+
+def test_stream_that_fills_no_step_is_an_error_and_no_endless_loop(set_up):
+    for loader in (set_up(streaming=True, max_conversations=2, **size).train_dataloader() for size in SIZES):
+        with pytest.raises(ValueError, match="The stream gives no batch for every rank"):
+            next(iter(loader))
 
 
 def test_dataset_and_split_that_there_are_not(set_up, tmp_path):

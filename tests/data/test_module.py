@@ -1,3 +1,4 @@
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -102,6 +103,28 @@ def test_global_batch_size_that_does_not_divide_names_those_that_do(corpus, cach
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_epochs_have_the_same_whole_steps_on_any_number_of_ranks(corpus, cache, streaming):
+    settings = {"global_batch_size": 12, "shuffle": False, "streaming": streaming}
+
+    def read(ranks):
+        shares = []
+        for rank in range(ranks):
+            data = make_data(corpus, cache, **settings)
+            data.setup("fit")
+            data.trainer = SimpleNamespace(
+                distributed_sampler_kwargs={"num_replicas": ranks, "rank": rank},
+                strategy=SimpleNamespace(root_device=torch.device("cpu")),
+                current_epoch=0,
+            )
+            shares.append([tuple(row) for batch in data.train_dataloader() for row in batch["input_ids"].tolist()])
+        assert {len(share) * ranks % 12 for share in shares} == {0}
+        return list(itertools.chain(*zip(*shares, strict=True)))
+
+    assert read(1) == read(2) == read(3)
+    assert len(read(1)) >= 24
+
+
 def test_what_else_sets_the_accumulation_is_refused(corpus, cache):
     def refuse(message, trainer, module=None):
         with pytest.raises(ValueError, match=message):
