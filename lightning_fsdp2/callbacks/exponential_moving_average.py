@@ -87,7 +87,8 @@ class ExponentialMovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step - self._last_step < self.every_n_steps:
+        # multiples, so that a resumed run averages at the same steps
+        if trainer.global_step // self.every_n_steps == self._last_step // self.every_n_steps:
             return
         self._last_step = trainer.global_step
         self._updates += 1

@@ -377,6 +377,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # in every step, or training would depend on how often it is interrupted by an evaluation or a checkpoint
         self.share_buffers()
+        # in every micro-batch, so that a checkpoint in the background is the last one as soon as it is complete
+        self.checkpoint_io.poll()
         with self._step_region():
             return super().training_step(*args, **kwargs)
 
@@ -441,7 +443,6 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             self.checkpoint_io.wait_for_copies()
             return output
 
-        self.checkpoint_io.poll()
         if not self.lightning_module.automatic_optimization:
             self._apply_token_mean()
         output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.models import make_token_batches
 from helpers.oracle import whole
+from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import (
     Regressor,
@@ -127,6 +128,22 @@ def test_averages_are_resumed_on_another_mesh(tmp_path: Path) -> None:
         torch.testing.assert_close(averages[1], averages[0], rtol=0, atol=0)
 
     STRATEGIES["fsdp2"].run(run, 2)
+
+
+def test_a_resumed_run_averages_at_the_same_steps(tmp_path: Path) -> None:
+    def run() -> None:
+        def train(steps: int, ckpt_path: Path | None = None) -> Any:
+            average = ExponentialMovingAverage(DECAY, every_n_steps=2)
+            trainer = make_trainer(FSDP2Strategy(), callbacks=[average], max_steps=steps)
+            trainer.fit(Regressor(), make_loader(make_batches(1) * 16), ckpt_path=ckpt_path)
+            trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+            return whole(average.averages)
+
+        expected = train(4)
+        train(1)
+        torch.testing.assert_close(train(4, tmp_path / "1.ckpt"), expected, rtol=0, atol=0)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.slow
