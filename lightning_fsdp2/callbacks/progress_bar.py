@@ -11,7 +11,7 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.throughput import Throughput
 
-_BAR_WIDTH = 10
+_BAR_WIDTH = 6
 
 
 class TrainingProgressBar(RichProgressBar):
@@ -78,8 +78,9 @@ class TrainingProgressBar(RichProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         if self._is_due:
             self._is_due = False
-            self._shown = {**super().get_metrics(trainer, pl_module), **_get_costs(trainer)}
-            self._shown.pop("v_num", None)
+            own = super().get_metrics(trainer, pl_module)
+            own.pop("v_num", None)
+            self._shown = {**{name.removeprefix("train/"): value for name, value in own.items()}, **_get_costs(trainer)}
         return self._shown
 
 
@@ -90,9 +91,16 @@ def _get_costs(trainer: Trainer) -> dict[str, str]:
             numbers |= callback.latest
     costs = {}
     if tokens := numbers.get("throughput/tokens_per_second"):
-        costs["tok/s"] = f"{tokens / 1000:,.1f}k" if tokens >= 10_000 else f"{tokens:,.0f}"
+        costs["tok/s"] = _format_count(tokens)
     if mfu := numbers.get("throughput/mfu"):
         costs["mfu"] = f"{mfu:.1%}"
     if memory := numbers.get("memory/reserved_gib", numbers.get("memory/process_gib")):
-        costs["mem"] = f"{memory:.1f}GiB"
+        costs["mem"] = f"{memory:.1f}GiB" if memory < 10 else f"{memory:.0f}GiB"
     return costs
+
+
+def _format_count(number: float) -> str:
+    for size, unit in ((10**6, "M"), (10**3, "k")):
+        if number >= 10 * size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:,.0f}"

@@ -257,7 +257,8 @@ class CausalLM(LightningModule):
         totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
-        self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/loss", loss, prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/perplexity", loss.exp(), sync_dist=True)
 
     # ------------------------------------------------------------------ optimizer
 
