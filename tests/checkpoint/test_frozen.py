@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.lora import assert_equal_tensors, fit, get_weights, make_module, save_base
 from helpers.models import LLAMA
@@ -31,6 +32,8 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.models.lora import add_lora
+from lightning_fsdp2.parallel import pretrained
+from lightning_fsdp2.parallel.pretrained import get_fingerprint
 
 SMALL = CheckpointConfig(frozen_parameters=False)
 STEPS = 4
@@ -168,6 +171,37 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
 
     run_ranks(run, 2)
     assert "state_dict.model.base_model.model.lm_head.weight" in list_keys(tmp_path / "run.ckpt")
+
+
+def test_the_files_are_read_again_only_where_it_is_needed_and_an_error_there_is_one_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_base(tmp_path / "base")
+    small, whole = tmp_path / "small.ckpt", tmp_path / "whole.ckpt"
+
+    def run() -> None:
+        readers, broken_rank = [], None
+
+        def read(folder: Any) -> str:
+            readers.append(dist.get_rank())
+            if dist.get_rank() == broken_rank:
+                raise OSError("the disk is gone")
+            return get_fingerprint(folder)
+
+        monkeypatch.setattr(pretrained, "get_fingerprint", read)
+        fit(make_module(base), FSDP2Strategy()).save_checkpoint(whole)
+        assert not readers
+        trainer = fit(make_module(base), FSDP2Strategy(checkpoint=SMALL))
+        broken_rank = 0
+        with pytest.raises(OSError, match="the disk is gone"):
+            trainer.save_checkpoint(small)
+        broken_rank = 1
+        trainer.save_checkpoint(small)
+        assert readers == [0, 0] if dist.get_rank() == 0 else not readers
+        with pytest.raises(OSError, match="the disk is gone"):
+            fit(make_module(base), FSDP2Strategy(checkpoint=SMALL), steps=3, ckpt_path=small)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
