@@ -44,9 +44,8 @@ def count_adapters(model: Any, part: str = "") -> int:
     return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name and part in name)
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [pytest.param(False, marks=pytest.mark.slow), "full"], ids=["kept", "recomputed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, "full"], ids=["kept", "recomputed"])
 def test_gradients_of_adapters_alone_are_made_and_reduced(checkpointing: Any, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 
