@@ -75,6 +75,6 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
     for frozen in sources:
         if frozen.files.fingerprint != part["fingerprint"]:
             raise ValueError(
-                f"{what}, but this run has read another, {str(frozen.files.folder)!r}, whose files hold other tensors; give the"
-                " first one as `pretrained`."
+                f"{what}, but this run has read another, {str(frozen.files.folder)!r}, whose files hold other tensors;"
+                " give the first one as `pretrained`."
             )

@@ -173,62 +173,11 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
     assert "state_dict.model.base_model.model.lm_head.weight" in list_keys(tmp_path / "run.ckpt")
 
 
-def test_the_files_are_read_again_only_where_it_is_needed_and_an_error_there_is_one_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = save_base(tmp_path / "base")
-    small = tmp_path / "small.ckpt"
-
-    def run() -> None:
-        readers: list[int] = []
-        broken_rank: int | None = None
-
-        def read(folder: Any) -> str:
-            readers.append(dist.get_rank())
-            if dist.get_rank() == broken_rank:
-                raise OSError("the disk is gone")
-            return get_fingerprint(folder)
-
-        monkeypatch.setattr(pretrained, "get_fingerprint", read)
-        torch.manual_seed(0)
-        module = make_module(base)
-        fit(module, FSDP2Strategy(), steps=3, alike=True).save_checkpoint(tmp_path / "whole.ckpt")
-        weights = get_weights(module)
-        assert not readers
-        torch.manual_seed(0)
-        trainer = fit(make_module(base), FSDP2Strategy(checkpoint=SMALL), alike=True)
-        broken_rank = 0
-        with pytest.raises(OSError, match="the disk is gone"):
-            trainer.save_checkpoint(small)
-        broken_rank = 1
-        trainer.save_checkpoint(small)
-        assert readers == [0, 0] if dist.get_rank() == 0 else not readers
-        with pytest.raises(OSError, match="the disk is gone"):
-            fit(make_module(base), FSDP2Strategy(), steps=3, alike=True, ckpt_path=small)
-        broken_rank = None
-        module = make_module(base)
-        fit(module, FSDP2Strategy(), steps=3, alike=True, ckpt_path=small)
-        assert_equal_tensors(get_weights(module), weights)
-
-    run_ranks(run, 2)
-
-
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
-def test_another_base_and_one_that_has_moved(tmp_path: Path) -> None:
+def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
     small = tmp_path / "small.ckpt"
-
-    def run() -> dict[str, torch.Tensor]:
-        module = make_module(base)
-        fit(module, FSDP2Strategy(checkpoint=SMALL)).save_checkpoint(small)
-        another = r"leaves \d+ frozen weights to .*base', but this run has read another, '.*other'"
-        with pytest.raises(ValueError, match=another):
-            fit(make_module(other), FSDP2Strategy(), steps=3, ckpt_path=small)
-        with pytest.raises(ValueError, match=r"leaves \d+ frozen weights to .*which this run has not read, or trains"):
-            fit(CausalLM(config=LLAMA, lora={"r": 4}), FSDP2Strategy(), steps=3, ckpt_path=small)
-        return get_weights(module)
-
-    weights = run_ranks(run, 2)[0]
+    weights = run_ranks(lambda: check_files_are_read_again(tmp_path, base, other, monkeypatch), 2)[0]
     shutil.move(base, tmp_path / "moved")
     shutil.rmtree(tmp_path / "base", ignore_errors=True)
 
@@ -251,3 +200,46 @@ def test_another_base_and_one_that_has_moved(tmp_path: Path) -> None:
         )
 
     run_ranks(read_again, 1, group=False)
+
+
+def check_files_are_read_again(
+    folder: Path, base: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
+    """Only where it is needed; an error there, and of another base, is one on every rank."""
+    small = folder / "small.ckpt"
+    readers: list[int] = []
+    broken_rank: int | None = None
+
+    def read(path: Any) -> str:
+        readers.append(dist.get_rank())
+        if dist.get_rank() == broken_rank:
+            raise OSError("the disk is gone")
+        return get_fingerprint(path)
+
+    def train_on(module: CausalLM, steps: int = 3, **options: Any) -> Any:
+        torch.manual_seed(0)
+        return fit(module, FSDP2Strategy(**options), steps=steps, alike=True, ckpt_path=small if steps == 3 else None)
+
+    monkeypatch.setattr(pretrained, "get_fingerprint", read)
+    train_on(make_module(base), steps=1).save_checkpoint(folder / "whole.ckpt")
+    assert not readers
+    module = make_module(base)
+    trainer = train_on(module, steps=2, checkpoint=SMALL)
+    weights = get_weights(module)
+    broken_rank = 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.save_checkpoint(small)
+    broken_rank = 1
+    trainer.save_checkpoint(small)
+    assert readers == [0, 0] if dist.get_rank() == 0 else not readers
+    with pytest.raises(OSError, match="the disk is gone"):
+        train_on(make_module(base))
+    broken_rank = None
+    train_on(make_module(base))
+    with pytest.raises(
+        ValueError, match=r"leaves \d+ frozen weights to .*base', but this run has read another, '.*other'"
+    ):
+        train_on(make_module(other))
+    with pytest.raises(ValueError, match=r"leaves \d+ frozen weights to .*which this run has not read, or trains"):
+        train_on(CausalLM(config=LLAMA, lora={"r": 4}))
+    return weights

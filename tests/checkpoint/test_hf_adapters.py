@@ -58,7 +58,9 @@ def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, frozen_param
         config = FSDP2Config(sequence_parallel=True)
         checkpoint = CheckpointConfig(frozen_parameters=frozen_parameters)
         callback = HuggingFaceExport(dirpath=tmp_path / "callback")
-        trainer = fit(module, FSDP2Strategy(tp_size=2, config=config, checkpoint=checkpoint), callbacks=[callback])
+        trainer = fit(
+            module, FSDP2Strategy(tp_size=2, config=config, checkpoint=checkpoint), callbacks=[callback], steps=1
+        )
         trainer.save_checkpoint(tmp_path / "run.ckpt")
         export_hf(module, tmp_path / "live")
         export_hf(module, tmp_path / "live-merged", merge=True, max_shard_size="20KB")
@@ -97,6 +99,7 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_the_command_and_a_dtype(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     model = make_plain(base)

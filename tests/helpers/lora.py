@@ -75,7 +75,9 @@ def fit(
         **{**QUIET, **options},
     )
     batches = make_token_batches(1 if alike else 8, size=4, ragged=apart) * (8 if alike else 1)
-    data = {"datamodule": RankBatches(batches)} if apart else {"train_dataloaders": DataLoader(batches, batch_size=None)}
+    data = (
+        {"datamodule": RankBatches(batches)} if apart else {"train_dataloaders": DataLoader(batches, batch_size=None)}
+    )
     trainer.fit(module, ckpt_path=ckpt_path, **data)
     return trainer
 

@@ -25,7 +25,7 @@ from helpers.lora import (
 )
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import Case, assert_equal_runs, check_parity, hf_loss, token_sum_loss, train_alone, train_on_mesh
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2 import (
     CausalLM,
+    CheckpointConfig,
     DDPConfig,
     DDPStrategy,
     FSDP2Config,
@@ -261,6 +262,45 @@ def test_a_module_that_calls_peft_itself(on_meta: bool, tmp_path: Path) -> None:
     assert difference.abs().max() > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
+def test_a_base_in_bfloat16_changes_no_bit_of_adapters_in_float32(tmp_path: Path) -> None:
+    save_base(tmp_path / "float32")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "float32").bfloat16().save_pretrained(tmp_path / "base")
+
+    class Own(pl.LightningModule):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.dtype_of_base = dtype
+            self.model: Any = None
+
+        def configure_model(self) -> None:
+            if self.model is None:
+                base = from_pretrained(tmp_path / "base", dtype=self.dtype_of_base)
+                self.model = get_peft_model(base, LoraConfig(**LORA, **FAMILIES["llama"]))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return hf_loss(self.model, batch)[0]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def run(dtype: torch.dtype) -> dict[str, Any]:
+        torch.manual_seed(0)
+        path, options = tmp_path / f"{dtype}.ckpt", {"precision": "bf16-mixed", "alike": True}
+        checkpoint = CheckpointConfig(frozen_parameters=False)
+        first = FSDP2Strategy(tp_size=2, config=SP, checkpoint=checkpoint)
+        fit(Own(dtype), first, **options).save_checkpoint(path)
+        module = Own(dtype)
+        fit(module, FSDP2Strategy(config=AC), steps=4, ckpt_path=path, **options)
+        dtypes = {"lora_" in name: parameter.dtype for name, parameter in module.model.named_parameters()}
+        assert dtypes == {False: dtype, True: torch.float32}
+        return get_weights(module)
+
+    runs = [run_ranks(run, 2, dtype)[0] for dtype in (torch.float32, torch.bfloat16)]
+    assert_equal_tensors(*runs)
+
+
 # ---------------------------------------------------------------------- how it begins
 
 
@@ -268,6 +308,7 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
     tmp_path: Path,
 ) -> None:
     base = save_base(tmp_path / "base")
+    save_adapter(tmp_path, base)
     fields = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
     was_on_meta: list[bool] = []
 
@@ -285,7 +326,11 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
         assert held < 0.55 * sum(parameter.numel() for parameter in module.parameters())
         return get_weights(module)
 
-    runs = run_ranks(lambda: [begin(), begin(tp_size=2, config=SP)], 2)[0]
+    def run() -> list[dict[str, Any]]:
+        check_goes_on(base, tmp_path / "adapter")
+        return [begin(), begin(tp_size=2, config=SP)]
+
+    runs = run_ranks(run, 2)[0]
     assert_equal_tensors(*runs)
     plain = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**fields))
     for name, tensor in plain.state_dict().items():
@@ -296,21 +341,16 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
             assert 0.8 * bound < runs[0][name].abs().max() <= bound
 
 
-def test_training_goes_on_from_an_adapter_of_peft(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    save_adapter(tmp_path, base)
-
-    def run() -> None:
-        module = make_module(base, lora=str(tmp_path / "adapter"))
-        begun: dict[str, Any] = {}
-        look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: begun.update(get_weights(module)))
-        fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
-        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
-        assert_equal_tensors(begun, plain.state_dict())
-        changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, begun[name])}
-        assert changed == {name for name in begun if "lora_" in name}
-
-    run_ranks(run, 2)
+def check_goes_on(base: str, adapter: Path) -> None:
+    """From an adapter of peft's."""
+    module = make_module(base, lora=str(adapter))
+    begun: dict[str, Any] = {}
+    look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: begun.update(get_weights(module)))
+    fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    assert_equal_tensors(begun, plain.state_dict())
+    changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, begun[name])}
+    assert changed == {name for name in begun if "lora_" in name}
 
 
 @pytest.mark.slow
@@ -410,6 +450,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         r"safetensors is an adapter for another base, .*: base_model\S+ is \[\d+, 3\], here \[\d+, \d+\]",
     ),
     "other-tensors": (drop_one, ValueError, r"is an adapter for another base, .*: it lacks base_model\S+\. Give"),
+    "other-task": (
+        lambda folder: change_config(folder, task_type="SEQ_CLS"),
+        ValueError,
+        r"adapter_config\.json: task_type='SEQ_CLS' is another task than CausalLM's; leave it out",
+    ),
     "unknown-option": (
         lambda folder: change_config(folder, use_dora=True),
         ValueError,
@@ -434,12 +479,9 @@ def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     save_adapter(tmp_path, other)
     adapter = str(tmp_path / "adapter")
 
-    def run() -> None:
-        fit(make_module(base, lora=adapter), FSDP2Strategy())
-
     message = r"adapter_config\.json: base_model_name_or_path='\S+other' is another model than pretrained='\S+base'"
-    with pytest.raises(RankError, match=message):
-        run_ranks(run, 2)
+    with pytest.raises(ValueError, match=message):
+        make_module(base, lora=adapter).configure_model()
     # the same tensors in other files, at another place
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "moved")
     make_module(str(tmp_path / "moved"), lora=adapter_of(base, tmp_path)).configure_model()

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.collectives import CountsStep, StepCounter
 from helpers.lora import LORA, fit, make_module, save_base
 from helpers.ranks import run_ranks
