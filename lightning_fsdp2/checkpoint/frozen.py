@@ -1,12 +1,13 @@
 """Frozen weights of pretrained models, which a checkpoint may leave to the files they came from."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from lightning_fsdp2.checkpoint.coordination import on_first_rank
 from lightning_fsdp2.parallel.pretrained import Frozen, list_frozen
 
 LEFT_OUT_KEY = "lightning_fsdp2.left_out"
@@ -22,10 +23,21 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in state.items() if name not in names}
 
 
-def describe_left_out(module: nn.Module, state: dict[str, Any]) -> list[LeftOut]:
-    """Return which frozen weights of ``module`` ``state`` lacks, by pretrained model."""
-    lacking = [(frozen, [name for name in frozen.names if name not in state]) for frozen in list_frozen(module)]
-    return [{**asdict(frozen), "names": names} for frozen, names in lacking if names]
+def describe_left_out(
+    module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
+) -> list[LeftOut]:
+    """Return which frozen weights of ``module`` ``state`` lacks, by pretrained model; on all ranks of ``group``.
+
+    Raises:
+        OSError: On every rank, when the files of a pretrained model cannot be read by now.
+    """
+    lacking = [(frozen.files, [name for name in frozen.names if name not in state]) for frozen in list_frozen(module)]
+    parts = [(files, names) for files, names in lacking if names]
+    fingerprints = on_first_rank(lambda: [files.fingerprint for files, _ in parts], group)
+    return [
+        {"folder": str(files.folder), "fingerprint": fingerprint, "names": names}
+        for (files, names), fingerprint in zip(parts, fingerprints, strict=True)
+    ]
 
 
 def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
@@ -39,6 +51,7 @@ def put_back_frozen(
     """Return ``state`` with the weights that a checkpoint leaves out, which ``module`` has read by now.
 
     Raises:
+        OSError: When the files that it has read cannot be read any more.
         ValueError: When it has not, or from another model.
     """
     own = module.state_dict() if left_out else {}
@@ -60,8 +73,8 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
             " frozen parameters, or its directory if it has moved."
         )
     for frozen in sources:
-        if frozen.fingerprint != part["fingerprint"]:
+        if frozen.files.fingerprint != part["fingerprint"]:
             raise ValueError(
-                f"{what}, but this run has read another, {frozen.folder!r}, whose files hold other tensors; give the"
-                " first one as `pretrained`."
+                f"{what}, but this run has read another, {str(frozen.files.folder)!r}, whose files hold other tensors;"
+                " give the first one as `pretrained`."
             )

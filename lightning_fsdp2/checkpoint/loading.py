@@ -80,7 +80,8 @@ def load_model_state(
         ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model; or when it has left
             out what ``model`` has not read.
     """
-    state = put_back_frozen(path, model, state, left_out)
+    if left_out:
+        state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
     own = model.state_dict()
     if not strict and not _may_leave_out(model):
         state = _take_what_fits(path, own, state)

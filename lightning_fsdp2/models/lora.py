@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,15 @@ _FIELDS = (
 )
 """Of ``LoraConfig``, those that are supported; what others change needs the weights of the base, or its layers."""
 
-_NOTES = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
+_NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields without an effect of their own, which files hold."""
+"""Fields of files that training does not depend on: they say for inference, which would freeze the adapter."""
+
+_FIXED = {
+    "task_type": ("CAUSAL_LM", "is another task than CausalLM's; leave it out"),
+    "inference_mode": (False, "would freeze the adapters; leave it out"),
+}
+"""Values that fields have here, and why not others."""
 
 
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
@@ -47,14 +53,13 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
         raise ImportError(f"CausalLM(lora=...) needs peft; {INSTALL}.") from error
     if isinstance(lora, str):
         fields = _read_config(Path(lora))
-        _check_fields(fields, str(Path(lora) / CONFIG_FILE))
+        _check_fields(fields, str(Path(lora) / CONFIG_FILE), notes=_NOTES)
     else:
         fields = {"r": 16, "target_modules": "all-linear", **lora}
         fields.setdefault("lora_alpha", 2 * fields["r"])
         _check_fields(fields, "CausalLM(lora={...})")
-    # files say that an adapter is for inference, which would freeze it
-    known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config", "peft_type", "inference_mode"}
-    return LoraConfig(**{"task_type": "CAUSAL_LM", **{name: fields[name] for name in fields if name in known}})
+    known = {*_FIELDS, "base_model_name_or_path", "revision"} & {field.name for field in dataclasses.fields(LoraConfig)}
+    return LoraConfig(task_type="CAUSAL_LM", **{name: fields[name] for name in fields if name in known})
 
 
 def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Path) -> None:
@@ -137,20 +142,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _check_fields(fields: Mapping[str, Any], source: str) -> None:
+def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str] = ()) -> None:
     """Refuse fields that peft lacks, and those that change more than they can on a model without weights."""
     from peft import LoraConfig
 
     default: Any = LoraConfig()
     for name, value in fields.items():
-        if name in _FIELDS or name in _NOTES:
+        if name in _FIELDS or name in notes:
             continue
         if not hasattr(default, name):
             near = get_close_matches(name, _FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_FIELDS)}."
             raise ValueError(f"{source}: peft's LoraConfig has no {name!r}; {hint}")
-        if value != getattr(default, name):
-            raise ValueError(f"{source}: {name}={value!r} is not supported here; use of {', '.join(_FIELDS)}.")
+        other = getattr(default, name)
+        fixed, reason = _FIXED.get(name, (other, f"is not supported here; use of {', '.join(_FIELDS)}"))
+        if value not in (fixed, other):
+            raise ValueError(f"{source}: {name}={value!r} {reason}.")
     init = fields.get("init_lora_weights", True)
     if init not in (True, False, "gaussian"):
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,11 +44,25 @@ class _Source:
     allow_missing: Sequence[str]
 
 
+class PretrainedFiles:
+    """The files that a model was read from.
+
+    Args:
+        folder: Of the pretrained model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """:func:`get_fingerprint`, read when it is asked for: a little of every tensor, and files may fail by then."""
+        return get_fingerprint(self.folder)
+
+
 @dataclass(frozen=True)
 class _Loaded:
-    folder: Path
-
-    fingerprint: str
+    files: PretrainedFiles
 
     slots: frozenset[Slot]
     """Where the weights are that were read: names change with what is put around a model."""
@@ -57,11 +72,7 @@ class _Loaded:
 class Frozen:
     """Weights that are not trained and can be read from files again."""
 
-    folder: str
-    """Of the pretrained model."""
-
-    fingerprint: str
-    """Of the tensors in it."""
+    files: PretrainedFiles
 
     names: list[str]
     """In the state dict of the module around it."""
@@ -136,7 +147,7 @@ def list_frozen(root: nn.Module) -> list[Frozen]:
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad and (module, name) in loaded.slots
         ]
-        found.append(Frozen(folder=str(loaded.folder), fingerprint=loaded.fingerprint, names=names))
+        found.append(Frozen(files=loaded.files, names=names))
     return found
 
 
@@ -260,7 +271,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         type(model)._finalize_model_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
-    setattr(model, _LOADED_ATTRIBUTE, _Loaded(source.folder, get_fingerprint(source.folder), _get_loaded(model, info)))
+    setattr(model, _LOADED_ATTRIBUTE, _Loaded(PretrainedFiles(source.folder), _get_loaded(model, info)))
 
 
 class _StoredTensor:

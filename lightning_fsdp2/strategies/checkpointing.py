@@ -180,7 +180,8 @@ class CheckpointingStrategy(WorldStrategy):
         self._warn_of_gradients(checkpoint)
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         if not self.checkpoint_config.frozen_parameters:
-            checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, checkpoint["state_dict"])
+            state = checkpoint["state_dict"]
+            checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, state, self._control_group)
         # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
         is_requeued = self._requeue is not None and self._requeue.is_saving
         state = self.lightning_module.trainer.state

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.lora import assert_equal_tensors, fit, get_weights, make_module, save_base
 from helpers.models import LLAMA
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import run_ranks
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -31,6 +32,8 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.models.lora import add_lora
+from lightning_fsdp2.parallel import pretrained
+from lightning_fsdp2.parallel.pretrained import get_fingerprint
 
 SMALL = CheckpointConfig(frozen_parameters=False)
 STEPS = 4
@@ -71,9 +74,14 @@ def get_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
-def test_no_base_weight_is_in_it(tmp_path: Path) -> None:
+def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     weights = train("tp-sp", base, tmp_path / "small.ckpt", steps=2)
+    check_holds_adapters_alone(tmp_path, weights)
+    run_ranks(lambda: check_reads_the_rest(tmp_path, weights, base), 1, group=False)
+
+
+def check_holds_adapters_alone(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     trained = {name: tensor for name, tensor in weights.items() if "lora_" in name}
     keys = list_keys(tmp_path / "small.ckpt")
     kept = {key.removeprefix("state_dict.model.") for key in keys if key.startswith("state_dict.")}
@@ -88,6 +96,22 @@ def test_no_base_weight_is_in_it(tmp_path: Path) -> None:
     assert len(verify_checkpoint(tmp_path / "small.ckpt")) > 2
 
 
+def check_reads_the_rest(tmp_path: Path, weights: dict[str, torch.Tensor], base: str) -> None:
+    """A module, an export and a plain loop."""
+    small, single = tmp_path / "small.ckpt", tmp_path / "single.ckpt"
+    consolidate_checkpoint(small, single)
+    for path in (small, single):
+        module = load_from_checkpoint(CausalLM, path)
+        assert_equal_tensors(module.model.state_dict(), weights)
+        export_hf(path, tmp_path / f"{path.stem}-merged", merge=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{path.stem}-merged")
+        expected: Any = module.model.merge_and_unload()
+        assert_equal_tensors(merged.state_dict(), expected.state_dict())
+    plain = add_lora(from_pretrained(base, on_meta=False), module.lora_config, base=base)
+    load_checkpoint(small, torch.nn.ModuleDict({"model": plain}), weights_only=False)
+    assert_equal_tensors(plain.state_dict(), weights)
+
+
 RESUMES = [
     ("tp-sp", "dp", {}),
     ("dp", "tp-sp", {"async_save": True}),
@@ -97,10 +121,11 @@ RESUMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
 @pytest.mark.parametrize(
     ("first", "second", "options"),
-    [pytest.param(*case, marks=[] if case[1] == "tp-sp" else pytest.mark.slow) for case in RESUMES],
+    RESUMES,
     ids=[f"{first}-then-{second}" for first, second, _ in RESUMES],
 )
 def test_a_run_goes_on_on_another_mesh(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -109,28 +134,6 @@ def test_a_run_goes_on_on_another_mesh(first: str, second: str, options: dict[st
     train(first, base, tmp_path / "half.ckpt", steps=STEPS // 2, **options)
     actual = train(second, base, tmp_path / "end.ckpt", steps=STEPS, ckpt_path=tmp_path / "half.ckpt")
     assert_equal_tensors(actual, expected, atol=5e-5)
-
-
-def test_a_module_an_export_and_a_plain_loop_read_the_rest_from_the_pretrained_model(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    small, single = tmp_path / "small.ckpt", tmp_path / "single.ckpt"
-    weights = train("tp-sp", base, small, steps=2)
-
-    def read_again() -> None:
-        consolidate_checkpoint(small, single)
-        for path in (small, single):
-            module = load_from_checkpoint(CausalLM, path)
-            assert_equal_tensors(module.model.state_dict(), weights)
-            export_hf(path, tmp_path / f"{path.stem}-merged", merge=True)
-            merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{path.stem}-merged")
-            expected: Any = module.model.merge_and_unload()
-            assert_equal_tensors(merged.state_dict(), expected.state_dict())
-        plain = add_lora(from_pretrained(base, on_meta=False), module.lora_config, base=base)
-        holder = torch.nn.ModuleDict({"model": plain})
-        load_checkpoint(small, holder, weights_only=False)
-        assert_equal_tensors(plain.state_dict(), weights)
-
-    run_ranks(read_again, 1, group=False)
 
 
 @pytest.mark.slow
@@ -171,16 +174,10 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
-def test_another_base_and_one_that_has_moved(tmp_path: Path) -> None:
+def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
     small = tmp_path / "small.ckpt"
-    weights = train("dp", base, small, steps=2)
-    with pytest.raises(
-        RankError, match=r"leaves \d+ frozen weights to .*base', but this run has read another, '.*other'"
-    ):
-        train("dp", other, tmp_path / "end.ckpt", steps=3, ckpt_path=small)
-    with pytest.raises(RankError, match=r"leaves \d+ frozen weights to .*which this run has not read, or trains"):
-        run_ranks(lambda: fit(CausalLM(config=LLAMA, lora={"r": 4}), FSDP2Strategy(), ckpt_path=small), 1)
+    weights = run_ranks(lambda: check_files_are_read_again(tmp_path, base, other, monkeypatch), 2)[0]
     shutil.move(base, tmp_path / "moved")
     shutil.rmtree(tmp_path / "base", ignore_errors=True)
 
@@ -203,3 +200,46 @@ def test_another_base_and_one_that_has_moved(tmp_path: Path) -> None:
         )
 
     run_ranks(read_again, 1, group=False)
+
+
+def check_files_are_read_again(
+    folder: Path, base: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
+    """Only where it is needed; an error there, and of another base, is one on every rank."""
+    small = folder / "small.ckpt"
+    readers: list[int] = []
+    broken_rank: int | None = None
+
+    def read(path: Any) -> str:
+        readers.append(dist.get_rank())
+        if dist.get_rank() == broken_rank:
+            raise OSError("the disk is gone")
+        return get_fingerprint(path)
+
+    def train_on(module: CausalLM, steps: int = 3, **options: Any) -> Any:
+        torch.manual_seed(0)
+        return fit(module, FSDP2Strategy(**options), steps=steps, alike=True, ckpt_path=small if steps == 3 else None)
+
+    monkeypatch.setattr(pretrained, "get_fingerprint", read)
+    train_on(make_module(base), steps=1).save_checkpoint(folder / "whole.ckpt")
+    assert not readers
+    module = make_module(base)
+    trainer = train_on(module, steps=2, checkpoint=SMALL)
+    weights = get_weights(module)
+    broken_rank = 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.save_checkpoint(small)
+    broken_rank = 1
+    trainer.save_checkpoint(small)
+    assert readers == [0, 0] if dist.get_rank() == 0 else not readers
+    with pytest.raises(OSError, match="the disk is gone"):
+        train_on(make_module(base))
+    broken_rank = None
+    train_on(make_module(base))
+    with pytest.raises(
+        ValueError, match=r"leaves \d+ frozen weights to .*base', but this run has read another, '.*other'"
+    ):
+        train_on(make_module(other))
+    with pytest.raises(ValueError, match=r"leaves \d+ frozen weights to .*which this run has not read, or trains"):
+        train_on(CausalLM(config=LLAMA, lora={"r": 4}))
+    return weights

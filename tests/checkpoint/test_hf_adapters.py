@@ -57,7 +57,10 @@ def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, frozen_param
         module = make_module(base, family, lora={**LORA, **fields})
         config = FSDP2Config(sequence_parallel=True)
         checkpoint = CheckpointConfig(frozen_parameters=frozen_parameters)
-        trainer = fit(module, FSDP2Strategy(tp_size=2, config=config, checkpoint=checkpoint))
+        callback = HuggingFaceExport(dirpath=tmp_path / "callback")
+        trainer = fit(
+            module, FSDP2Strategy(tp_size=2, config=config, checkpoint=checkpoint), callbacks=[callback], steps=1
+        )
         trainer.save_checkpoint(tmp_path / "run.ckpt")
         export_hf(module, tmp_path / "live")
         export_hf(module, tmp_path / "live-merged", merge=True, max_shard_size="20KB")
@@ -68,6 +71,8 @@ def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, frozen_param
     def read_again() -> None:
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline-merged", merge=True, max_shard_size="20KB")
+        exported = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("callback", "live")]
+        assert_equal_tensors(*exported)
         for name in ("live", "offline"):
             adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / name)
             assert_equal_tensors(adapted.state_dict(), weights)
@@ -94,6 +99,7 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_the_command_and_a_dtype(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     model = make_plain(base)
@@ -108,17 +114,17 @@ def test_the_command_and_a_dtype(tmp_path: Path) -> None:
     assert_equal_tensors(merged.state_dict(), expected.bfloat16().state_dict())
 
 
-@pytest.mark.parametrize("merge", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_callback(merge: bool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_callback_merges(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 
     def run() -> None:
-        callback = HuggingFaceExport(dirpath=tmp_path / "out", merge=merge)
+        callback = HuggingFaceExport(dirpath=tmp_path / "out", merge=True)
         fit(make_module(base), FSDP2Strategy(), callbacks=[callback])
 
     run_ranks(run, 2)
-    assert (tmp_path / "out" / "adapter_config.json").exists() == (not merge)
-    assert (tmp_path / "out" / "config.json").exists() == merge
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:

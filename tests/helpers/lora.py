@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.families import make_family_model
 from helpers.models import make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, RankBatches, whole
 from lightning_fsdp2 import CausalLM
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -44,10 +44,11 @@ def make_module(base: str, family: str = "llama", *, lora: Any = None, **options
     )
 
 
-def make_plain(base: str, family: str = "llama") -> PeftModel:
+def make_plain(base: str, family: str = "llama", *, lora: Any = None) -> PeftModel:
     """What peft and transformers make of the same in one process."""
     model = AutoModelForCausalLM.from_pretrained(base).train()
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA, **FAMILIES[family]))
+    fields = {**LORA, **FAMILIES[family]} if lora is None else lora
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields))
 
 
 def fit(
@@ -56,10 +57,15 @@ def fit(
     *,
     steps: int = 2,
     alike: bool = False,
+    apart: bool = False,
     ckpt_path: Any = None,
     **options: Any,
 ) -> Any:
-    """Train on the same batches whatever the mesh, or on one again and again (``alike``), and return the Trainer."""
+    """Train and return the Trainer.
+
+    On all ranks on the same batches whatever the mesh, or on one again and again (``alike``); or on batches of their
+    own, as the oracle deals them out (``apart``).
+    """
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
@@ -68,8 +74,11 @@ def fit(
         use_distributed_sampler=False,
         **{**QUIET, **options},
     )
-    batches = make_token_batches(1 if alike else 8, size=4, ragged=False) * (8 if alike else 1)
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    batches = make_token_batches(1 if alike else 8, size=4, ragged=apart) * (8 if alike else 1)
+    data = (
+        {"datamodule": RankBatches(batches)} if apart else {"train_dataloaders": DataLoader(batches, batch_size=None)}
+    )
+    trainer.fit(module, ckpt_path=ckpt_path, **data)
     return trainer
 
 

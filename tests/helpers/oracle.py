@@ -105,7 +105,7 @@ def train_on_mesh(case: Case) -> Record:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, datamodule=_RankBatches(case.batches))
+        trainer.fit(module, datamodule=RankBatches(case.batches))
     record = recorder.record
     record.losses = [metrics["train/loss"] for metrics in logger.history]
     record.norms = [metrics["train/gradient_norm"] for metrics in logger.history]
@@ -220,14 +220,19 @@ def _squared_distance(gradients: dict[str, Tensor], references: dict[str, Tensor
     return sum((gradients[name] - reference).square().sum().item() for name, reference in references.items())
 
 
-class _RankBatches(pl.LightningDataModule):
+class RankBatches(pl.LightningDataModule):
+    """Deals out batches to data parallel ranks, as :class:`Case` says."""
+
     def __init__(self, batches: Sequence[Batch]) -> None:
         super().__init__()
         self.batches = batches
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        strategy = self.trainer.strategy
-        own = list(self.batches[strategy.data_parallel_rank :: strategy.data_parallel_size])
+        strategy: Any = self.trainer.strategy
+        # of Lightning's own strategies every rank has its data
+        rank = getattr(strategy, "data_parallel_rank", strategy.global_rank)
+        size = getattr(strategy, "data_parallel_size", strategy.world_size)
+        own = list(self.batches[rank::size])
         return DataLoader(own, batch_size=None)
 
 

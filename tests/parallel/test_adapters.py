@@ -16,8 +16,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biases": (GPT2, {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True}),
 }
 
+IN_PART_SLOW = [pytest.param(case, marks=pytest.mark.slow) if case == "all-linear" else case for case in CASES]
 
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize("case", IN_PART_SLOW)
 def test_a_model_is_itself_without_its_adapters_and_gets_them_back(case: str) -> None:
     config, options = CASES[case]
     model: Any = make_causal_lm(config)
@@ -38,7 +40,7 @@ def test_a_model_is_itself_without_its_adapters_and_gets_them_back(case: str) ->
     assert {found[name]: id(parameters[name]) for name in found if name in parameters} == plain
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_PART_SLOW)
 def test_names_in_files_are_those_of_peft(case: str) -> None:
     config, options = CASES[case]
     adapted: Any = add_adapters(make_causal_lm(config), **options)
