@@ -68,9 +68,7 @@ class WarmupCosine(LambdaLR):
                 " data is a stream or which ends after a time; set the Trainer's max_steps, or total_steps."
             )
         if steps <= warmup_steps:
-            rank_zero_info(
-                f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends in the warm-up."
-            )
+            rank_zero_info(f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends in the warm-up.")
         self.lr_lambdas = [partial(_get_factor, **{**arguments, "total_steps": int(steps)})] * len(self.lr_lambdas)
 
 

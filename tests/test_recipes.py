@@ -77,7 +77,7 @@ def check_curves(name: str, folder: Path, first: WandbRun, second: WandbRun) -> 
     assert losses[-1] < 0.8 * losses[0]
     first_validation, last_validation = (run.get_column("val/loss")[-1] for run in (first, second))
     assert last_validation < first_validation < losses[0]
-    for metric in ("throughput/tokens_per_second", "gradients/norm", "loss/max", "throughput/data_share"):
+    for metric in ("throughput/tokens_per_second", "train/gradient_norm", "loss/max", "throughput/data_share"):
         assert all(row[metric] >= 0 for row in rows.values())
     check_csv(name, folder, rows)
 

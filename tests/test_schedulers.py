@@ -120,9 +120,7 @@ def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -
         run(*make(warmup_steps=1), 2)
     _, scheduler = make(warmup_steps=4, total_steps=12)
     scheduler.fit_to_run(12)
-    with pytest.warns(
-        UserWarning, match=r"total_steps=12\) ends before the run, which has 20 steps; leave"
-    ):
+    with pytest.warns(UserWarning, match=r"total_steps=12\) ends before the run, which has 20 steps; leave"):
         scheduler.fit_to_run(20)
 
 
