@@ -2,7 +2,9 @@
 
 import math
 from functools import partial
+from typing import Any, cast
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,15 +20,19 @@ class WarmupCosine(LambdaLR):
     Args:
         optimizer: Each of its groups has its own learning rate to warm up to.
         warmup_steps: Optimizer steps until the full learning rate; 0 starts with it.
-        total_steps: Optimizer steps until the lowest learning rate, those of the warm-up included.
+        total_steps: Optimizer steps until the lowest learning rate, those of the warm-up included. None for those of
+            the run, which :class:`~lightning_fsdp2.CausalLM` asks the Trainer for; elsewhere call :meth:`fit_to_run`.
         min_ratio: The lowest learning rate as a part of the full one.
 
     Raises:
-        ValueError: When the steps or the ratio are out of their range.
+        ValueError: When the steps or the ratio are out of their range; behind the warm-up, when the steps of the run
+            have not been told.
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int, min_ratio: float = 0.1) -> None:
-        if not 0 <= warmup_steps < total_steps:
+    def __init__(
+        self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None, min_ratio: float = 0.1
+    ) -> None:
+        if warmup_steps < 0 or (total_steps is not None and warmup_steps >= total_steps):
             raise ValueError(
                 f"WarmupCosine(warmup_steps={warmup_steps}, total_steps={total_steps}): the warm-up, of 0 steps or"
                 " more, is the first part of the steps; use fewer warmup_steps or more total_steps."
@@ -37,10 +43,47 @@ class WarmupCosine(LambdaLR):
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
+    def fit_to_run(self, steps: int | float) -> None:
+        """End with a run of ``steps`` optimizer steps, or say that ``total_steps`` is another number.
 
-def _get_factor(step: int, *, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
+        Args:
+            steps: ``trainer.estimated_stepping_batches``: infinite or below 0 where it is not known.
+
+        Raises:
+            ValueError: When ``total_steps`` was left out and the steps of the run are not known.
+        """
+        arguments = cast(Any, self.lr_lambdas[0]).keywords
+        warmup_steps, total_steps = arguments["warmup_steps"], arguments["total_steps"]
+        is_known = 0 <= steps < math.inf
+        if total_steps is not None:
+            if is_known and steps != total_steps:
+                rank_zero_warn(
+                    f"WarmupCosine(total_steps={total_steps}) ends {'before' if total_steps < steps else 'behind'} the"
+                    f" run, which has {steps} steps; leave total_steps out for a schedule that ends with the run."
+                )
+            return
+        if not is_known:
+            raise ValueError(
+                "WarmupCosine(total_steps=None) ends with the run, but nobody knows how many steps this one has, whose"
+                " data is a stream or which ends after a time; set the Trainer's max_steps, or total_steps."
+            )
+        if steps <= warmup_steps:
+            rank_zero_info(f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends in the warm-up.")
+        self.lr_lambdas = [partial(_get_factor, **{**arguments, "total_steps": int(steps)})] * len(self.lr_lambdas)
+
+
+def _get_factor(step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
     """What the learning rate of ``step``, counted from 0, is multiplied by."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    if step == warmup_steps:
+        return 1.0
+    if total_steps is None:
+        raise ValueError(
+            "WarmupCosine(total_steps=None) has not been told how many steps the run has; set total_steps, or call"
+            " `fit_to_run(trainer.estimated_stepping_batches)` where the scheduler is made."
+        )
+    if step >= total_steps:
+        return min_ratio
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from helpers.ranks import run_ranks
-from helpers.recipes import CONFIGS, RECIPES, get_callback, make_toy, read, write_inputs
+from helpers.recipes import CONFIGS, RECIPES, get_bytes_per_value, get_callback, make_toy, read, write_inputs
+from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_fsdp2.cli import FSDP2CLI
 
@@ -70,7 +71,12 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     losses = [float(row["train/loss"]) for row in rows if row.get("train/loss")]
     assert len(losses) == 2
     assert all(abs(loss - math.log(257)) < 0.5 for loss in losses)  # untrained
-    assert {"throughput/tokens_per_second", "gradients/norm", "loss/max"} <= rows[0].keys()
+    assert {"throughput/tokens_per_second", "train/gradient_norm", "loss/max"} <= rows[0].keys()
+    stored = FileSystemReader(tmp_path / "outputs" / name / "checkpoints" / "last.ckpt").read_metadata()
+    weights = {key for key in stored.state_dict_metadata if key.startswith("state_dict.")}
+    assert weights
+    if name.startswith("lora"):
+        assert all("lora_" in key for key in weights)
 
 
 @pytest.mark.slow
@@ -91,8 +97,10 @@ def test_a_recipe_goes_on_from_the_last_checkpoint(tmp_path: Path, monkeypatch: 
 
 
 def get_architecture(name: str) -> dict[str, Any]:
-    """The model's config, of a recipe that starts from a published model that of its pretraining."""
+    """The model's config, of a recipe that starts from a published model that of the table or of its pretraining."""
     arguments = read(name)["model"]["init_args"]
+    if name in RECIPES and RECIPES[name].architecture:
+        return RECIPES[name].architecture
     if "config" not in arguments:
         return get_architecture("llama3_70b_fsdp2_tp8_sp_async" if "70b" in name else "pretrain_llama3_8b_fsdp2")
     return arguments["config"]
@@ -120,15 +128,18 @@ def get_row(name: str) -> list[str]:
 
 
 def get_activation_bytes(name: str, mesh: dict[str, int]) -> float:
-    """By the formula of the README."""
+    """By the formulas of the README, which tests/test_recipe_memory.py compares with toy runs."""
     config, architecture = read(name), get_architecture(name)
     data, flags = config["data"]["init_args"], config["trainer"]["strategy"].get("init_args", {}).get("config", {})
     tokens = data["batch_size"] * data["sequence_length"] / mesh["context_parallel"]
     if flags.get("sequence_parallel"):
         tokens /= mesh["tensor_parallel"]
-    per_value = 2 if flags.get("activation_checkpointing") == "full" else 34
-    if config["trainer"].get("precision") is None:
-        per_value *= 2
+    per_value = get_bytes_per_value(
+        config["trainer"]["strategy"]["class_path"].removeprefix("lightning_fsdp2."),
+        config["trainer"].get("precision"),
+        flags.get("activation_checkpointing", False),
+        architecture,
+    )
     return per_value * tokens * architecture["hidden_size"] * architecture["num_hidden_layers"]
 
 
@@ -153,6 +164,7 @@ def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path)
         "2 processes" if name == "quickstart" else str(totals["ranks"]),
         " \N{MULTIPLICATION SIGN} ".join(map(str, mesh.values())),
         *(held, "0.0" if name == "ddp_small" else gathered, activations),
+        f"{12 * totals['trained_parameters'] / 1e9:.1f}",
     ]
     if name == "quickstart":
         return
@@ -163,22 +175,35 @@ def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path)
     assert numbers == [held, activations] if name == "ddp_small" else [held, gathered, activations]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_schedule_ends_where_the_run_ends(name: str) -> None:
+def get_accumulation(name: str, gpus: int) -> int:
     config = read(name)
-    schedule = config["model"]["init_args"]["lr_scheduler"]["init_args"]
-    steps = config["trainer"]["max_steps"]
-    assert schedule["total_steps"] == steps
-    checkpoint = get_callback(config, "ModelCheckpoint")
-    assert steps % checkpoint["every_n_train_steps"] == 0  # the last step is saved
-    launched = re.search(r"--nproc-per-node (\d+)|--ntasks-per-node (\d+)", (CONFIGS / f"{name}.yaml").read_text())
-    assert int(launched[1] or launched[2]) == config["trainer"]["devices"]
-    micro_batches = config["trainer"]["val_check_interval"]
     data, mesh = config["data"]["init_args"], config["trainer"]["strategy"]["init_args"]
-    replicas = RECIPES[name].gpus // (mesh.get("tp_size", 1) * mesh.get("cp_size", 1))
-    accumulated = data["global_batch_size"] // (data["batch_size"] * replicas)
-    said = re.search(r"val_check_interval: \d+ # micro-batches, (\d+) steps", (CONFIGS / f"{name}.yaml").read_text())
-    assert int(said[1]) * accumulated == micro_batches
+    return data["global_batch_size"] * mesh.get("tp_size", 1) * mesh.get("cp_size", 1) // (data["batch_size"] * gpus)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_and_micro_batches_are_those_of_the_gpus(name: str) -> None:
+    config, text = read(name), (CONFIGS / f"{name}.yaml").read_text()
+    checkpoint = get_callback(config, "ModelCheckpoint")
+    assert "total_steps" not in config["model"]["init_args"]["lr_scheduler"]["init_args"]  # it ends with the run
+    if config["trainer"]["max_steps"] == -1:
+        assert get_callback(config, "HuggingFaceExport")  # writes the last steps, which are not saved
+    else:
+        assert config["trainer"]["max_steps"] % checkpoint["every_n_train_steps"] == 0
+    launched = re.search(r"--nproc-per-node (\d+)|--ntasks-per-node (\d+)", text)
+    assert int(launched[1] or launched[2]) == config["trainer"]["devices"]
+    said = re.search(r"val_check_interval: \d+ # micro-batches, (\d+) steps", text)
+    assert int(said[1]) * get_accumulation(name, RECIPES[name].gpus) == config["trainer"]["val_check_interval"]
+    nodes = re.search(r"--trainer.num_nodes (\d+) --trainer.val_check_interval (\d+)", text)
+    if nodes:
+        gpus = int(nodes[1]) * config["trainer"]["devices"]
+        assert int(said[1]) * get_accumulation(name, gpus) == int(nodes[2])
+
+
+def test_the_command_for_fewer_gpus_validates_behind_as_many_steps() -> None:
+    command = r"pretrain_llama3_8b_fsdp2.yaml \\\n  --trainer.devices (\d+) --trainer.val_check_interval (\d+)"
+    devices, interval = map(int, re.search(command, (CONFIGS / "README.md").read_text()).groups())
+    assert interval == 500 * get_accumulation("pretrain_llama3_8b_fsdp2", devices)
 
 
 def test_every_file_is_a_recipe_of_the_table() -> None:

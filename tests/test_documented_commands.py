@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.models import LLAMA
+from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2.cli import FSDP2CLI
 
@@ -23,14 +24,16 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 RUN, PARSED = "run here", "parsed here"
 
 QUICKSTART = "tests/test_quickstart.py::test_the_loss_before_training_is_that_of_one_process"
+FROM_YAML = "tests/test_documented_commands.py::test_the_readme_trains_goes_on_verifies_and_exports"
 WHEEL = "tests/test_cli.py::test_the_wheel_works_in_an_empty_directory"
 
 COMMANDS = {
     "make quickstart": QUICKSTART,
     "make test": "tests/test_documented_commands.py::test_targets_of_make_exist",
-    "lightning-fsdp2 fit --config run.yaml": PARSED,
-    "lightning-fsdp2 fit --config run.yaml --ckpt_path last": PARSED,
-    "lightning-fsdp2 verify checkpoints/last.ckpt": "tests/test_commands.py::test_verify_names_the_files",
+    "lightning-fsdp2 fit --config run.yaml": FROM_YAML,
+    "lightning-fsdp2 fit --config run.yaml --ckpt_path last": FROM_YAML,
+    "lightning-fsdp2 verify checkpoints/last.ckpt": FROM_YAML,
+    "lightning-fsdp2 export checkpoints/last.ckpt my-model": FROM_YAML,
     "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
     "lightning-fsdp2 quickstart": WHEEL,
     "lightning-fsdp2 --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
@@ -42,7 +45,7 @@ COMMANDS = {
     "lightning-fsdp2 fit --config configs/quickstart.yaml --trainer.fast_dev_run 2": RUN,
     "lightning-fsdp2 verify outputs/quickstart/last.ckpt": WHEEL,
     "lightning-fsdp2 export outputs/quickstart/last.ckpt outputs/quickstart/model": WHEEL,
-    "lightning-fsdp2 export outputs/sft_llama3_8b/checkpoints/last.ckpt outputs/sft_llama3_8b/model": (
+    "lightning-fsdp2 export outputs/sft_llama3_8b/checkpoints/last.ckpt outputs/sft_llama3_8b/last": (
         "tests/test_commands.py::test_export_writes_a_model_of_hugging_face"
     ),
 }
@@ -151,9 +154,37 @@ def test_the_yaml_of_the_readme_is_parsed(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("_run_yaml")
 @pytest.mark.parametrize("command", sorted(command for command, test in COMMANDS.items() if test == RUN))
 def test_commands_run(command: str) -> None:
+    run_command(command)
+
+
+def run_command(command: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "lightning_fsdp2", *get_arguments(command)]
     result = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_run_yaml")
+def test_the_readme_trains_goes_on_verifies_and_exports() -> None:
+    """Two steps and two more, by the README's file and its commands in their order."""
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    Path("text.txt").write_text("a few words of it\n" * 40)
+    [checkpoints] = [callback["init_args"] for callback in config["trainer"]["callbacks"]]
+    config["model"]["init_args"]["config"] = {**LLAMA, "vocab_size": 257}
+    config["data"]["init_args"]["sequence_length"] = 16
+    config["trainer"] |= {"accelerator": "cpu", "devices": config["trainer"]["strategy"]["init_args"]["tp_size"]}
+    checkpoints["every_n_train_steps"] = 2
+    commands = [command for _, command, _ in DOCUMENTED if COMMANDS.get(command) == FROM_YAML]
+    assert [get_arguments(command)[0] for command in commands] == ["fit", "fit", "verify", "export"]
+    for command, steps in zip(commands, (2, 4, 4, 4), strict=True):
+        config["trainer"]["max_steps"] = steps
+        Path("run.yaml").write_text(yaml.safe_dump(config))
+        result = run_command(command)
+        assert ("Restored all states" in result.stderr) == ("--ckpt_path" in command)
+        target = Path("checkpoints/last.ckpt").resolve().name
+        assert re.search(r"step=(\d+)", target)[1] == str(steps)
+    assert AutoModelForCausalLM.from_pretrained("my-model").num_parameters() > 0
 
 
 def test_targets_of_make_exist() -> None:

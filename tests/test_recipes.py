@@ -80,7 +80,7 @@ def check_curves(name: str, folder: Path, first: WandbRun, second: WandbRun) -> 
     assert losses[0] == pytest.approx(math.log(257), abs=0.5)  # untrained
     assert losses[-1] < LEARNED[name] * losses[0]
     assert all(run.get_column("val/loss")[-1] < losses[0] for run in (first, second))
-    for metric in ("throughput/tokens_per_second", "gradients/norm", "loss/max", "throughput/data_share"):
+    for metric in ("throughput/tokens_per_second", "train/gradient_norm", "loss/max", "throughput/data_share"):
         assert all(row[metric] >= 0 for row in rows.values())
     check_csv(name, folder, rows)
 

@@ -1,12 +1,19 @@
 """The schedule of the recipes: its values, and what a resumed run makes of it."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.models import LLAMA
+from helpers.oracle import QUIET
+from helpers.ranks import run_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.schedulers import WarmupCosine
 
 
@@ -46,6 +53,75 @@ def test_a_resumed_run_goes_on_at_its_step_on_the_curve_of_its_own_arguments() -
         resumed_optimizer.load_state_dict(optimizer.state_dict())
         resumed.load_state_dict(scheduler.state_dict())
         assert run(resumed_optimizer, resumed, 4)[1:] == pytest.approx(expected)
+
+
+def test_without_total_steps_it_ends_with_the_run() -> None:
+    optimizer, scheduler = make(warmup_steps=4)
+    scheduler.fit_to_run(12)
+    assert run(optimizer, scheduler, 15) == run(*make(warmup_steps=4, total_steps=12), 15)
+    resumed_optimizer, resumed = make(warmup_steps=4)
+    resumed.fit_to_run(30)  # a longer run
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    expected = run(*make(warmup_steps=4, total_steps=30), 20)
+    assert run(resumed_optimizer, resumed, 4)[1:] == pytest.approx(expected[16:19])
+    short = make(warmup_steps=4)
+    short[1].fit_to_run(2)
+    assert run(*short, 2) == [0.25, 0.5]  # a dry run
+
+
+class _Rates(pl.Callback):
+    """The learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        self.rates[trainer.global_step] = optimizer.param_groups[0]["lr"]
+
+
+def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int, float]:
+    """Train on 24 sequences, 4 of a step; return the learning rates."""
+
+    def make_scheduler(optimizer: torch.optim.Optimizer) -> WarmupCosine:
+        return WarmupCosine(optimizer, warmup_steps=3)
+
+    (folder / "text.txt").write_text("a" * (24 * 8 - 1))
+    data = TextDataModule(path=str(folder / "text.txt"), sequence_length=8, batch_size=2, global_batch_size=4)
+    module = CausalLM(config={**LLAMA, "vocab_size": 257}, lr_scheduler=make_scheduler)
+    rates, checkpoints = _Rates(), ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = pl.Trainer(
+        **{**QUIET, "enable_checkpointing": True}, strategy=FSDP2Strategy(), callbacks=[rates, checkpoints], **options
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return rates.rates
+
+
+def test_causal_lm_ends_it_where_the_trainer_ends(tmp_path: Path) -> None:
+    def run_all() -> list[dict[int, float]]:
+        checkpoint = tmp_path / "step=4.ckpt"  # amid the first epoch of 6 steps
+        whole = fit(tmp_path, max_epochs=2)
+        return [whole, fit(tmp_path, checkpoint, max_epochs=2), fit(tmp_path, checkpoint, max_steps=9)]
+
+    whole, resumed, shorter = run_ranks(run_all, 1, group=False)[0]
+    expected = run(*make(warmup_steps=3, total_steps=12), 12)
+    assert [whole[step] for step in range(12)] == pytest.approx([3e-4 * rate for rate in expected])
+    assert resumed == {step: pytest.approx(whole[step]) for step in range(4, 12)}
+    expected = run(*make(warmup_steps=3, total_steps=9), 9)
+    assert shorter[8] == pytest.approx(3e-4 * expected[8])
+
+
+def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -> None:
+    for steps in (math.inf, -1):
+        with pytest.raises(ValueError, match="set the Trainer's max_steps, or total_steps"):
+            make(warmup_steps=4)[1].fit_to_run(steps)
+        make(warmup_steps=4, total_steps=12)[1].fit_to_run(steps)
+    with pytest.raises(ValueError, match="has not been told how many steps the run has"):
+        run(*make(warmup_steps=1), 2)
+    _, scheduler = make(warmup_steps=4, total_steps=12)
+    scheduler.fit_to_run(12)
+    with pytest.warns(UserWarning, match=r"total_steps=12\) ends before the run, which has 20 steps; leave"):
+        scheduler.fit_to_run(20)
 
 
 @pytest.mark.parametrize(

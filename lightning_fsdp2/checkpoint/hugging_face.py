@@ -67,7 +67,8 @@ def export_hf(
         out: The directory. It is written in a hidden one beside it and renamed once it is complete.
         model: Path in ``source`` of the model, such as ``"student"``, where it holds several.
         tokenizer: A Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None for the one
-            that the run (of a checkpoint) or the model came with, if it can be found.
+            that the run (of a checkpoint) or the model came with, if it can be found. Generation ends at its end token,
+            besides those that the model had: a base that was fine-tuned on chats has learned that of the chats.
         dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
         max_shard_size: Of a file, in bytes or such as ``"5GB"``; an adapter is one file.
         merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
@@ -263,14 +264,15 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenizer: Any) -> None:
     """Write all that is not weights."""
+    tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
     else:
-        _write_configs(folder, weights.skeleton, layout)
-    _save_tokenizer(folder, _load_tokenizer(tokenizer, weights.description["tokenizer"]))
+        _write_configs(folder, weights.skeleton, layout, tokenizer)
+    _save_tokenizer(folder, tokenizer)
 
 
-def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout) -> None:
+def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout, tokenizer: Any) -> None:
     from transformers.dynamic_module_utils import custom_object_save
 
     _set_dtype(skeleton.config, layout.dtype)
@@ -279,6 +281,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout) ->
         custom_object_save(skeleton, folder, config=skeleton.config)  # type: ignore[arg-type]
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
+        _stop_at_end_of(tokenizer, skeleton.generation_config)
         # `save_pretrained` refuses what is published too, such as a temperature without sampling
         skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
@@ -287,6 +290,15 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout) ->
             "weight_map": {name: file for file, names in layout.files.items() for name in names},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _stop_at_end_of(tokenizer: Any, generation_config: Any) -> None:
+    """Let generation end at the tokenizer's end token too: a base fine-tuned on chats has learned that of the chats."""
+    ends = generation_config.eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is not None and end not in known:
+        generation_config.eos_token_id = [*known, end] if known else end
 
 
 def _publish(draft: Draft) -> None:

@@ -33,6 +33,7 @@ from lightning_fsdp2.parallel.loss import (
     token_cross_entropy,
 )
 from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
+from lightning_fsdp2.schedulers import WarmupCosine
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,6 +61,7 @@ class CausalLM(LightningModule):
             Give either this or ``pretrained``.
         optimizer: Called with the parameter groups.
         lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
+            :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run if it is given no ``total_steps``.
         decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
         loss: ``"full"`` computes the logits of all positions at once; ``"chunked"`` those of about a thousand at a
@@ -266,10 +268,10 @@ class CausalLM(LightningModule):
         optimizer = self._optimizer(self._get_parameter_groups())
         if self._lr_scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self._lr_scheduler(optimizer), "interval": "step"},
-        }
+        scheduler = self._lr_scheduler(optimizer)
+        if isinstance(scheduler, WarmupCosine) and self._trainer is not None:
+            scheduler.fit_to_run(self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _get_parameter_groups(self) -> list[dict[str, Any]]:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -181,6 +181,25 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
     assert not list((tmp_path / "without").glob("tokenizer*"))
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"), [(5, [5, 256]), ([5, 7], [5, 7, 256]), (256, 256), ([5, 256], [5, 256]), (None, 256)]
+)
+def test_generation_ends_at_the_end_token_of_the_tokenizer_too(ends: Any, expected: Any, tmp_path: Path) -> None:
+    """A base fine-tuned on chats answers up to their end token, which its own generation config does not know."""
+
+    def run() -> None:
+        model = make_llama()
+        model.generation_config.eos_token_id = ends
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        for source, out in ((model, "live"), (tmp_path / "run.ckpt", "offline")):
+            export_hf(source, tmp_path / out, tokenizer=build_byte_tokenizer())
+        assert model.generation_config.eos_token_id == ends  # the model that is trained on is left alone
+
+    run_ranks(run, 1, group=False)
+    for name in ("live", "offline"):
+        assert GenerationConfig.from_pretrained(tmp_path / name).eos_token_id == expected
+
+
 def test_a_published_generation_config_is_written_back_though_it_is_invalid(tmp_path: Path) -> None:
     """A temperature without sampling, as on the hub; later versions of transformers write it back too."""
     make_llama().save_pretrained(tmp_path / "published")

@@ -39,6 +39,7 @@ EVERYWHERE: dict[str, Any] = {
     "trainer.accelerator": "cpu",
     "trainer.num_nodes": 1,
     "trainer.max_steps": 2,
+    "trainer.max_epochs": None,
     "trainer.log_every_n_steps": 1,
     "data.init_args.tokenizer": "model",
     "data.init_args.sequence_length": 96,
@@ -62,6 +63,9 @@ class Recipe:
     changes: dict[str, Any] = field(default_factory=dict)
     """What a toy run changes in this file; sizes of the model's config are updated, not replaced."""
 
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Of the model that it starts from, as published; in a toy run it stands in for that, at its sizes."""
+
     context: Any = nullcontext
     """What stands in for hardware."""
 
@@ -71,6 +75,24 @@ class Recipe:
 PRETRAINED = {"model.init_args.pretrained": "model"}
 LLAMA_8B = 8_030_261_248
 LLAMA_70B = 70_553_706_496
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1.0e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
 
 RECIPES = {
     "pretrain_llama3_8b_fsdp2": Recipe(LLAMA_8B, gpus=8, marks=(pytest.mark.slow, needs_compiler)),
@@ -103,6 +125,7 @@ RECIPES = {
                 "head_dim": 16,
             }
         },
+        architecture=QWEN3_30B_A3B,
     ),
     "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED, marks=()),
     "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),
@@ -135,6 +158,9 @@ def get_callback(config: dict[str, Any], name: str) -> dict[str, Any]:
 def make_toy(name: str) -> dict[str, Any]:
     """The config of a recipe with the changes of the tables."""
     recipe, config = RECIPES[name], read(name)
+    if recipe.architecture:
+        del config["model"]["init_args"]["pretrained"]
+        config["model"]["init_args"]["config"] = dict(recipe.architecture)
     kind = "chats" if config["data"]["class_path"].endswith("ChatDataModule") else "text"
     paths = {"data.init_args.path": f"{kind}/train", "data.init_args.validation_path": f"{kind}/validation"}
     for key, value in {**EVERYWHERE, **paths, "trainer.devices": recipe.ranks, **recipe.changes}.items():
@@ -164,3 +190,15 @@ def write_inputs(folder: Path) -> None:
             for number in range(count)
         ]
         (chats / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+
+
+def get_bytes_per_value(
+    strategy: str, precision: str | None, checkpointing: str | bool, architecture: dict[str, Any]
+) -> float:
+    """Of activations, per token, hidden value and layer, by the formulas of ``configs/README.md``."""
+    is_bfloat16 = precision == "bf16-mixed"
+    if checkpointing == "full":
+        return 2 if is_bfloat16 and strategy == "FSDP2Strategy" else 4  # autocast leaves what layers hand on in float32
+    kv = architecture["num_key_value_heads"] / architecture["num_attention_heads"]
+    intermediate = architecture["intermediate_size"] / architecture["hidden_size"]
+    return 30 + 4 * kv + 8 * intermediate if is_bfloat16 else 32 + 8 * kv + 16 * intermediate
