@@ -24,17 +24,16 @@ from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
+from lightning_fsdp2.strategies.names import STRATEGIES
 
 __version__ = "0.1.0"
 
 register_cli_types()
-for _name, _strategy, _config in (
-    ("fsdp2", FSDP2Strategy, FSDP2Config()),
-    ("fsdp2_offload", FSDP2Strategy, FSDP2Config(offload_policy=True)),
-    ("lightning_fsdp2_ddp", DDPStrategy, DDPConfig()),
-    ("megatron_fsdp", MegatronFSDPStrategy, MegatronFSDPConfig()),
-):
+_configs = {FSDP2Strategy: FSDP2Config, DDPStrategy: DDPConfig, MegatronFSDPStrategy: MegatronFSDPConfig}
+for _name, _spelt in STRATEGIES.items():
+    _strategy = globals()[_spelt["class_path"].rpartition(".")[2]]
     if _name not in StrategyRegistry:
+        _config = _configs[_strategy](**_spelt.get("init_args", {}).get("config", {}))
         StrategyRegistry.register(_name, _strategy, description=_strategy.__doc__ or "", config=_config)
 
 __all__ = [
