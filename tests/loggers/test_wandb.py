@@ -86,9 +86,7 @@ def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) 
     assert run.step_metrics == {STEP: "", TOKENS: "", "*": STEP}
 
     own = [row for row in run.rows if "own" not in row]
-    assert [(row[STEP], row[TOKENS]) for row in own] == [
-        (step, 2 * sum(LENGTHS[: 2 * (step + 1)])) for step in (1, 3)
-    ]
+    assert [(row[STEP], row[TOKENS]) for row in own] == [(step, 2 * sum(LENGTHS[: 2 * (step + 1)])) for step in (1, 3)]
     assert all({"throughput/tokens_per_second", "train/loss"} <= row.keys() for row in own)
 
     best = {}

@@ -218,7 +218,11 @@ def test_rows_of_batches_without_tokens_have_no_such_axis_and_loggers_are_left_a
         trainer = make_trainer(logger=recorder, log_every_n_steps=1)
         loader = make_loader(make_regression_batches(4))
         trainer.fit(Regressor(), loader, loader)
-        return recorder.rows, {"log_metrics", "finalize"} & vars(recorder).keys(), [type(each).__name__ for each in trainer.callbacks]
+        return (
+            recorder.rows,
+            {"log_metrics", "finalize"} & vars(recorder).keys(),
+            [type(each).__name__ for each in trainer.callbacks],
+        )
 
     for rows, is_wrapped, callbacks in STRATEGIES["fsdp2"].run(run, 2):
         assert rows
