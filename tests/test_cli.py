@@ -409,6 +409,11 @@ class MissingPackageModel(BoringModel):
             build_lora_config({})
 
 
+def test_a_misspelt_choice_beside_other_types_is_named(tmp_path, capsys):
+    flags = strategy({"activation_checkpointing": "fulll"})
+    assert error_of(["fit", write_yaml(tmp_path, strategy=flags)], capsys).endswith("fulll; did you mean 'full'?")
+
+
 def test_causes_of_other_kinds_are_one_line(tmp_path, capsys):
     line = error_of(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.MissingPackageModel"})], capsys)
     assert line.startswith("error: CausalLM(lora=...) needs peft; ")
