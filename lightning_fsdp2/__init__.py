@@ -1,7 +1,5 @@
 """FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the gradients of one process."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_fsdp2._cli_types import register_cli_types
 from lightning_fsdp2.checkpoint import (
     consolidate_checkpoint,
@@ -24,18 +22,12 @@ from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
+from lightning_fsdp2.strategies.names import register_strategies
 
 __version__ = "0.1.0"
 
 register_cli_types()
-for _name, _strategy, _config in (
-    ("fsdp2", FSDP2Strategy, FSDP2Config()),
-    ("fsdp2_offload", FSDP2Strategy, FSDP2Config(offload_policy=True)),
-    ("lightning_fsdp2_ddp", DDPStrategy, DDPConfig()),
-    ("megatron_fsdp", MegatronFSDPStrategy, MegatronFSDPConfig()),
-):
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, _strategy, description=_strategy.__doc__ or "", config=_config)
+register_strategies()
 
 __all__ = [
     "CausalLM",

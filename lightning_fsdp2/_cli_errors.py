@@ -7,6 +7,9 @@ import re
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
+REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
+"""What this package raises where a run cannot be as it was asked for."""
+
 _HEADINGS = (
     "Does not validate against",
     "Subtypes: ",
@@ -23,6 +26,12 @@ _NO_PATH = "Expected a dot import path string: "
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )
+# what torch raises anew of an error in a process of a DataLoader: its text, which ends with a `raise` of this package
+_WORKERS_REFUSAL = re.compile(
+    r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
+    r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',
+    re.DOTALL,
+)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -31,13 +40,19 @@ def is_refusal(error: BaseException) -> bool:
     Any other error, be it of the same class, comes from code that did not expect it: a bug.
     """
     traceback = error.__traceback__
-    if isinstance(error, MisconfigurationException) or traceback is None:
+    if isinstance(error, MisconfigurationException) or traceback is None or _WORKERS_REFUSAL.match(str(error)):
         return True
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     frame = traceback.tb_frame
     is_raised = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return is_raised and str(frame.f_globals.get("__name__")).startswith("lightning_fsdp2.")
+
+
+def get_message(error: BaseException) -> str:
+    """What ``error`` says, without the traceback of the worker process that it comes from."""
+    found = _WORKERS_REFUSAL.match(str(error))
+    return found[1] if found else str(error)
 
 
 def wants_traceback() -> bool:
@@ -50,11 +65,15 @@ def is_first_of_node() -> bool:
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
 
 
-def get_root_cause(error: BaseException) -> BaseException:
-    """Return what ``error`` was raised from at first."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def has_refusal(error: BaseException) -> bool:
+    """Whether what ``error`` was raised from, jsonargparse's own causes aside, is for a user to put right.
+
+    jsonargparse turns whatever an ``__init__`` raises into a ValueError; a user's own class may raise a plain one.
+    """
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    return isinstance(causes[-1], USER_ERRORS) or any(map(is_refusal, causes))
 
 
 def summarize(message: str) -> str:

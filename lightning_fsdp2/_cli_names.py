@@ -16,16 +16,7 @@ import yaml
 from jsonargparse import get_loader
 from lightning.pytorch.strategies import StrategyRegistry
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"class_path": "lightning_fsdp2.FSDP2Strategy"},
-    "fsdp2_offload": {
-        "class_path": "lightning_fsdp2.FSDP2Strategy",
-        "init_args": {"config": {"offload_policy": True}},
-    },
-    "lightning_fsdp2_ddp": {"class_path": "lightning_fsdp2.DDPStrategy"},
-    "megatron_fsdp": {"class_path": "lightning_fsdp2.MegatronFSDPStrategy"},
-}
-"""Short names of the strategies. Written out, they take options; Lightning's registry knows the same names."""
+from lightning_fsdp2.strategies.names import STRATEGIES
 
 _FLAG = "--trainer.strategy"
 
@@ -116,7 +107,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
         return found[1], _get_options(found[2])
-    if found := re.search(r"typing\.Literal\[([^]]*)\]\. Got value: (\w+)", message):
+    if found := re.search(r"typing\.Literal\[([^]]*)\]\.?\s[^[]*?(?:Got|Given) value: '?(\w+)", message):
         return found[2], {name: name for name in re.findall(r"\w+", found[1])}
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         names = [name for name in dir(importlib.import_module(found[1])) if not name.startswith("_")]

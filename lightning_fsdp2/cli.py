@@ -27,17 +27,19 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_fsdp2._cli_errors import (
-    USER_ERRORS,
-    get_root_cause,
+    REFUSALS,
+    get_message,
+    has_refusal,
     is_first_of_node,
     is_refusal,
     summarize,
     wants_traceback,
 )
-from lightning_fsdp2._cli_names import STRATEGIES, expand_arguments, expand_yaml, get_hint
+from lightning_fsdp2._cli_names import expand_arguments, expand_yaml, get_hint
 from lightning_fsdp2.commands import COMMANDS
 from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
+from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI", "main"]
@@ -245,9 +247,8 @@ class FSDP2CLI(LightningCLI):
                 self._instantiate_to_describe()
             else:
                 super().instantiate_classes()
-        except USER_ERRORS as error:
-            # jsonargparse turns whatever a model's __init__ raises into a ValueError; a bug keeps its traceback
-            if not isinstance(get_root_cause(error), USER_ERRORS):
+        except REFUSALS as error:
+            if not has_refusal(error):  # a bug keeps its traceback
                 raise
             self._parser(self.subcommand).error(str(error), error)
 
@@ -276,10 +277,10 @@ class FSDP2CLI(LightningCLI):
         """Train or evaluate; what is refused on the way ends in one line, too, and a bug with its traceback."""
         try:
             super()._run_subcommand(subcommand)
-        except (*USER_ERRORS, TypeError) as error:
+        except REFUSALS as error:
             if wants_traceback() or not is_refusal(error):
                 raise
-            self._parser(subcommand).error(str(error), error)
+            self._parser(subcommand).error(get_message(error), error)
 
 
 def _get_world_size(trainer: Namespace) -> int:

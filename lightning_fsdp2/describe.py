@@ -59,7 +59,7 @@ class UnitDescription:
     parameters: list[ParameterDescription]
     reshard_after_forward: bool | int
     gathered_bytes: int
-    """Of all parameters while the unit computes, in the dtype it computes in."""
+    """Of all parameters while the unit computes, in the dtype it computes in; 0 where ranks hold them whole."""
 
     shard_bytes: int
     """What rank 0 holds of it."""
@@ -242,9 +242,9 @@ def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> Param
 
 
 def _get_gathered_numel(parameter: Tensor) -> int:
-    """Of the part that computes on a rank: tensor parallel ranks gather their own."""
+    """Of the part that computes on a rank: tensor parallel ranks gather their own, and of what is whole nothing."""
     if not isinstance(parameter, DTensor):
-        return parameter.numel()
+        return 0
     axes: Any = zip(cast(Any, parameter.device_mesh).mesh_dim_names, parameter.placements, strict=True)
     is_split = any(axis == TENSOR_PARALLEL and not placement.is_replicate() for axis, placement in axes)
     ranks = parameter.device_mesh[TENSOR_PARALLEL].size() if is_split else 1

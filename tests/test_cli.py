@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from lightning_fsdp2._cli_errors import is_refusal
 from lightning_fsdp2._cli_names import expand_arguments
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.models.lora import build_lora_config
 
 
 class Strategy(SingleDeviceStrategy):
@@ -399,6 +401,57 @@ def test_missing_files_are_one_line(tmp_path, capsys):
     model = {"class_path": f"{__name__}.MissingFileModel"}
     line = error_of(["fit", write_yaml(tmp_path, model=model)], capsys)
     assert line == "error: pretrained='absent' does not exist; give a folder with a config.json."
+
+
+class MissingPackageModel(BoringModel):
+    def __init__(self) -> None:
+        with patch.dict(sys.modules, peft=None):
+            build_lora_config({})
+
+
+def test_a_misspelt_choice_beside_other_types_is_named(tmp_path, capsys):
+    flags = strategy({"activation_checkpointing": "fulll"})
+    assert error_of(["fit", write_yaml(tmp_path, strategy=flags)], capsys).endswith("fulll; did you mean 'full'?")
+
+
+def test_causes_of_other_kinds_are_one_line(tmp_path, capsys):
+    line = error_of(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.MissingPackageModel"})], capsys)
+    assert line.startswith("error: CausalLM(lora=...) needs peft; ")
+
+
+class BrokenRows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        FSDP2Config(fsdp2_forward_prefetch_depth=-index - 1)
+        return torch.zeros(32)
+
+
+class BrokenData(BoringDataModule):
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(BrokenRows(), num_workers=1)
+
+
+def test_what_a_worker_process_refuses_is_one_line(tmp_path, capsys):
+    line = error_of(["fit", write_yaml(tmp_path), f"--data={__name__}.BrokenData"], capsys)
+    assert "fsdp2_forward_prefetch_depth=-1" in line
+    assert "Traceback" not in line
+
+
+def test_a_bug_in_a_worker_process_keeps_its_traceback():
+    text = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "/a/lightning_fsdp2/data/sources.py", line 7, in read\n    count = int(text)\n            ^^^^^^^^^\n'
+        "ValueError: invalid literal for int()"
+    )
+    assert not is_refusal(catch(lambda: raise_(ValueError(text))))
+    refused = text.replace("count = int(text)", "raise ValueError(")
+    assert is_refusal(catch(lambda: raise_(ValueError(refused))))
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def test_debug_keeps_the_traceback(tmp_path, monkeypatch):

@@ -135,6 +135,7 @@ def test_ddp_holds_the_whole_model_on_every_rank() -> None:
     assert {
         placement for unit in description.units for p in unit.parameters for placement in p.placements.values()
     } == {"whole"}
+    assert description.totals["largest_gathered_bytes"] == 0
     assert not any("Gathered" in line for line in get_table(description))
 
 

@@ -16,12 +16,12 @@ class LearningRates(Callback):
     """
 
     def __init__(self) -> None:
-        self._used: dict[int, list[Any]] = {}
+        self._used: dict[int, list[float]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # schedules go on before `on_train_batch_end`
         if is_logging_step(trainer):
-            self._used[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+            self._used[id(optimizer)] = [float(group["lr"]) for group in optimizer.param_groups]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -34,5 +34,5 @@ class LearningRates(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             prefix = f"learning_rate/optimizer_{number}" if several else "learning_rate"
             for group, rate in enumerate(used.get(id(optimizer), ())):
-                metrics[f"{prefix}/group_{group}"] = float(rate)
+                metrics[f"{prefix}/group_{group}"] = rate
         log_metrics(trainer, metrics)

@@ -1,11 +1,12 @@
 """What callbacks share that measure: on which steps they may wait for the device, and where their numbers go."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from lightning_fsdp2._lightning_compat import get_logged_step, is_accumulating, logs_current_step
 
 
 def is_logging_step(trainer: Trainer) -> bool:
@@ -13,12 +14,12 @@ def is_logging_step(trainer: Trainer) -> bool:
 
     Callbacks communicate and wait for the device on these steps only.
     """
-    return is_of_logging_step(trainer) and not trainer.fit_loop._should_accumulate()
+    return is_of_logging_step(trainer) and not is_accumulating(trainer)
 
 
 def is_of_logging_step(trainer: Trainer) -> bool:
     """Whether the step of the current batch is one that the Trainer logs: for all micro-batches of that step."""
-    return bool(cast(Any, trainer)._logger_connector.should_update_logs)
+    return logs_current_step(trainer)
 
 
 def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tensor:
@@ -43,5 +44,5 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     ``self.log`` would keep them as tensors, which Lightning then reads again behind every batch.
     """
     for logger in trainer.loggers:
-        logger.log_metrics(dict(metrics), step=cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
+        logger.log_metrics(dict(metrics), step=get_logged_step(trainer))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

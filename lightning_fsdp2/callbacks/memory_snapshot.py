@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fsdp2._lightning_compat import is_accumulating
 from lightning_fsdp2._torch_compat import dump_memory_snapshot, record_memory_history
 
 
@@ -45,7 +46,7 @@ class MemorySnapshot(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self.at_step and not trainer.fit_loop._should_accumulate():
+        if trainer.global_step == self.at_step and not is_accumulating(trainer):
             self._write(trainer, f"step{trainer.global_step}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

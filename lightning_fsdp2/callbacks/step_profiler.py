@@ -6,17 +6,19 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from lightning_fsdp2._lightning_compat import is_accumulating
+
 
 class StepProfiler(Callback):
-    """Writes what every operation of a few batches took, as traces for https://ui.perfetto.dev: one file per rank.
+    """Writes what every operation of a few steps took, as traces for https://ui.perfetto.dev: one file per rank.
 
     Args:
         dirpath: Where to write ``step<n>-rank<r>.json.gz``. None for ``traces`` in the directory of the logger or,
             without one, the Trainer's ``default_root_dir``.
-        wait: Number of training batches that are left out first, such as those in which the model is compiled.
-        warmup: Number of batches behind these in which the profiler runs, and whose trace is thrown away.
-        active: Number of batches that are traced.
-        every_n_batches: Trace again after so many batches; 0 traces once.
+        wait: Number of steps that are left out first, such as those in which the model is compiled.
+        warmup: Number of steps behind these in which the profiler runs, and whose trace is thrown away.
+        active: Number of steps that are traced, each with all its micro-batches.
+        every_n_steps: Trace again after so many steps; 0 traces once.
         with_stack: Whether to keep where in the Python code an operation was called, which slows down the traced steps.
 
     Raises:
@@ -29,7 +31,7 @@ class StepProfiler(Callback):
         wait: int = 10,
         warmup: int = 2,
         active: int = 2,
-        every_n_batches: int = 0,
+        every_n_steps: int = 0,
         with_stack: bool = False,
     ) -> None:
         if wait < 0 or warmup < 0 or active < 1:
@@ -37,16 +39,16 @@ class StepProfiler(Callback):
                 f"StepProfiler(wait={wait}, warmup={warmup}, active={active}): `wait` and `warmup` must be 0 or more,"
                 " `active` 1 or more."
             )
-        if every_n_batches != 0 and every_n_batches < warmup + active:
+        if every_n_steps != 0 and every_n_steps < warmup + active:
             raise ValueError(
-                f"StepProfiler(every_n_batches={every_n_batches}) must be 0, or warmup + active = {warmup + active} or"
+                f"StepProfiler(every_n_steps={every_n_steps}) must be 0, or warmup + active = {warmup + active} or"
                 " more."
             )
         self.dirpath = dirpath
         self.wait = wait
         self.warmup = warmup
         self.active = active
-        self.every_n_batches = every_n_batches
+        self.every_n_steps = every_n_steps
         self.with_stack = with_stack
         self._profiler: Any = None
 
@@ -59,7 +61,7 @@ class StepProfiler(Callback):
             profiler.export_chrome_trace(str(path))
 
         on_device = trainer.strategy.root_device.type == "cuda"
-        between = max(0, self.every_n_batches - self.warmup - self.active)
+        between = max(0, self.every_n_steps - self.warmup - self.active)
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])],
             schedule=schedule(
@@ -68,7 +70,7 @@ class StepProfiler(Callback):
                 wait=between,
                 warmup=self.warmup,
                 active=self.active,
-                repeat=0 if self.every_n_batches else 1,
+                repeat=0 if self.every_n_steps else 1,
             ),
             on_trace_ready=write,
             with_stack=self.with_stack,
@@ -78,7 +80,8 @@ class StepProfiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._profiler.step()
+        if not is_accumulating(trainer):
+            self._profiler.step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()

@@ -1,15 +1,15 @@
 """Tokens per second, the share of the devices' peak that they amount to, and how long steps wait for data."""
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_fsdp2._lightning_compat import ignore_fetches, is_accumulating, watch_fetches
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
 
@@ -59,15 +59,10 @@ class Throughput(Callback):
         self._readers = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
         self._fit_tokens = self._fit_seconds = 0.0
         self._restart()
-        # the Trainer's own marks around `next(dataloader)`; what else lies between two batches includes its waiting for
-        # the device (the broadcast of SIGTERM), logging and checkpoints
-        loop = cast(Any, trainer).fit_loop.epoch_loop
-        loop._on_before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), self._begin_fetch)
-        loop._on_after_fetch = _call_both(self._end_fetch, partial(type(loop)._on_after_fetch, loop))
+        watch_fetches(trainer, self._begin_fetch, self._end_fetch)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for name in ("_on_before_fetch", "_on_after_fetch"):
-            cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
+        ignore_fetches(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.monotonic()
@@ -96,7 +91,7 @@ class Throughput(Callback):
         elif self._has_tokens:
             self._has_tokens = False
             rank_zero_info('Throughput: batches have no tensor "input_ids", so tokens are not counted.')
-        self._steps += not cast(Any, trainer).fit_loop._should_accumulate()
+        self._steps += not is_accumulating(trainer)
         if is_logging_step(trainer):
             self._report(trainer, pl_module, input_ids.size(-1) if isinstance(input_ids, Tensor) else 0)
 
@@ -144,14 +139,6 @@ class Throughput(Callback):
                 rank_zero_info(f"Throughput: no MFU, because {error}. {remedy}")
             self._has_said_why = True
         return metrics
-
-
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
 
 
 def _get_compute_dtype(trainer: Trainer) -> torch.dtype:

@@ -13,13 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
+from lightning_fsdp2._lightning_compat import get_last_saved
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, get_path, is_local
+from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 
 if TYPE_CHECKING:
     from wandb import Artifact, Run
-
-TOTAL_TOKENS = "train/total_tokens"
-"""The axis in tokens: all that a run has read, padding included, also before it was resumed."""
 
 _STEP = "trainer/global_step"
 
@@ -89,7 +88,7 @@ class WandbLogger(loggers.WandbLogger):
             )
         details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
-        del self._wandb_init["anonymous"]  # which W&B has given up
+        self._wandb_init.pop("anonymous", None)  # which W&B has given up
         self.offline = offline
         self.checkpoints = checkpoints
         self._is_id_given = id is not None
@@ -116,9 +115,10 @@ class WandbLogger(loggers.WandbLogger):
     def get_optional_problem(self) -> str | None:
         """Why W&B would ask for an API key, which nobody answers in a job; None where it has one or needs none."""
         import wandb
-        from requests.utils import get_netrc_auth
 
         try:
+            from requests.utils import get_netrc_auth  # as W&B itself
+
             settings = wandb.setup().settings
             if self._experiment is not None or wandb.run is not None or self._get_mode() in ("offline", "disabled"):
                 return None
@@ -232,11 +232,13 @@ class WandbLogger(loggers.WandbLogger):
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         if self.checkpoints is None:
             return
-        path, step = checkpoint_callback._last_checkpoint_saved, checkpoint_callback._last_global_step_saved
+        path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        if checkpoint_callback.monitor is not None and checkpoint_callback.current_score is not None:
-            metadata[checkpoint_callback.monitor] = float(checkpoint_callback.current_score)
+        # of those that keep the newest by its number, every one would be the best
+        monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
+        if monitor not in (None, "step", "epoch") and score is not None:
+            metadata[monitor] = float(score)
             aliases += ["best"] if checkpoint_callback.best_model_path == path else []
         self._when_complete(partial(self._log_checkpoint, path, aliases, metadata))
 
@@ -325,7 +327,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    if found.is_dir():
-        artifact.add_dir(str(found))
-    else:
-        artifact.add_file(str(found))
+    # W&B would copy all of it first, twice: it may change, and it may be wanted again
+    add = artifact.add_dir if found.is_dir() else artifact.add_file
+    add(str(found), policy="immutable", skip_cache=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.models.hugging_face import (
     build_config,
     build_model,
@@ -131,6 +132,7 @@ class CausalLM(LightningModule):
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._gradient_norm: Tensor | None = None
+        self._learning_rate = 0.0
         self._token_mean: TokenMean | None = None
 
     # ------------------------------------------------------------------ model
@@ -286,6 +288,8 @@ class CausalLM(LightningModule):
         # our strategies have done it already; under any other one it is done here
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
+        if is_logging_step(self.trainer):
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # behind the step it is the next one's
 
     def configure_gradient_clipping(
         self,
@@ -293,7 +297,7 @@ class CausalLM(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        is_logged = self._is_logging_step(self.global_step + 1)
+        is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
         # our strategies tell by which norm they have clipped
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
@@ -306,25 +310,19 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ logging
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if self._token_mean is None or self._gradient_norm is None or not self._is_logging_step(self.global_step):
-            self._token_mean = None
+        mean, self._token_mean = self._token_mean, None
+        norm, self._gradient_norm = self._gradient_norm, None
+        if mean is None or norm is None or not is_logging_step(self.trainer):
             return
         names = ("train/loss", "train/tokens", "train/gradient_norm")
-        values = (self._token_mean.loss, self._token_mean.tokens, self._gradient_norm)
+        values = (mean.loss, mean.tokens, norm)
         # one wait for the device, on logging steps only; host tensors, so that the progress bar need not wait again
         numbers = torch.stack([value.double() for value in values]).cpu()
         metrics = dict(zip(names, numbers, strict=True))
         metrics["train/perplexity"] = metrics["train/loss"].exp()
-        metrics["train/learning_rate"] = torch.tensor(
-            self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float64
-        )
+        metrics["train/learning_rate"] = torch.tensor(self._learning_rate, dtype=torch.float64)
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
-        self._token_mean = None
-
-    def _is_logging_step(self, step: int) -> bool:
-        interval = cast(Any, self.trainer).log_every_n_steps
-        return interval > 0 and step % interval == 0
 
 
 def _get_world_group() -> Any:

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2._lightning_compat import is_accumulating
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
@@ -336,7 +337,7 @@ class CheckpointingStrategy(WorldStrategy):
 
 def _is_accumulating(trainer: "Trainer") -> bool:
     """Whether gradients of micro-batches wait for an optimizer step."""
-    return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+    return trainer.lightning_module.automatic_optimization and is_accumulating(trainer)
 
 
 def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:

@@ -1,22 +1,28 @@
 """What the loggers of a run are told beside its metrics: what it is, how much it has read, which one it resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
+from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 from lightning_fsdp2.loggers.run_identity import describe_run
-from lightning_fsdp2.loggers.wandb import TOTAL_TOKENS, MissingKeyError, WandbLogger
+from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 
 
 class Tracking(Callback):
-    """Adds the tokens read so far to every row of every logger, and logs once what the run is.
+    """Makes one row of a step in every logger, adds the tokens read so far, and logs once what the run is.
+
+    Lightning's row of ``self.log`` and those of callbacks come one by one; they are held until the step is over.
 
     Tokens are the elements of ``batch["input_ids"]``, padding included, once for ranks that read the same batch. Steps
     that are not logged count on the host and do nothing else.
@@ -31,6 +37,7 @@ class Tracking(Callback):
         self._when_complete = when_complete
         self._total_tokens = 0
         self._own_tokens = 0  # of this rank, not in the total yet
+        self._rows: list[_Row] = []  # of the loggers
         self._runs: list[dict[str, Any]] = []  # of the checkpoint
 
     def attach(self, trainer: Trainer) -> None:
@@ -46,7 +53,10 @@ class Tracking(Callback):
         self.detach(trainer)  # from a stage that was aborted
         cast(Any, trainer).callbacks.insert(0, self)
         for logger in trainer.loggers:
-            logger.__dict__["log_metrics"] = partial(self._log_metrics, type(logger).log_metrics, logger)
+            row = _Row(logger)
+            self._rows.append(row)
+            logger.__dict__["log_metrics"] = partial(self._log_metrics, row)
+            logger.__dict__["finalize"] = row.finalize
         if trainer.state.fn == TrainerFn.FITTING:
             for wandb_logger in _get_wandb_loggers(loggers):
                 others = [_name(other) for other in loggers if other is not wandb_logger]
@@ -56,8 +66,11 @@ class Tracking(Callback):
         """End the stage."""
         if self in cast(Any, trainer).callbacks:
             cast(Any, trainer).callbacks.remove(self)
+        self._write_rows()
+        self._rows.clear()
         for logger in trainer.loggers:
-            logger.__dict__.pop("log_metrics", None)
+            for name in ("log_metrics", "finalize"):
+                logger.__dict__.pop(name, None)
 
     def get_state(self, trainer: Trainer) -> dict[str, Any]:
         """What a checkpoint holds; all ranks must call it."""
@@ -89,6 +102,10 @@ class Tracking(Callback):
                 any_logger.log_hyperparams({"run": identity})
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._write_rows()  # here at the latest: whoever is killed loses the step it is in
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -100,19 +117,65 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_rows()  # which may take long
         self._count()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_rows()
         self._count()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_rows()
 
     def _count(self) -> None:
         self._total_tokens += self._add_up(self._own_tokens)
         self._own_tokens = 0
 
-    def _log_metrics(self, log: Callable[..., None], logger: Logger, metrics: Any, *args: Any, **kwargs: Any) -> None:
+    def _write_rows(self) -> None:
+        for row in self._rows:
+            row.write()
+
+    def _log_metrics(self, row: "_Row", metrics: Any, step: int | None = None, **options: Any) -> None:
         axis = {TOTAL_TOKENS: float(self._total_tokens)} if self._total_tokens else {}
-        log(logger, {**axis, **metrics}, *args, **kwargs)
+        row.log({**axis, **metrics}, step, **options)
+
+
+@dataclass
+class _Row:
+    """What a logger was given for the current step, of which it would make a row per call."""
+
+    logger: Logger
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
+        # other ranks' loggers keep nothing, and would read tensors; of what is no number a logger may think anything
+        is_held = step is not None and not options and rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        if not is_held or not all(_is_number(name, value) for name, value in metrics.items()):
+            type(self.logger).log_metrics(self.logger, metrics, step=step, **options)
+            return
+        if step != self.step:
+            self.write()
+        self.step = step
+        # a tensor may change until the step is over
+        self.metrics |= {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+
+    def write(self) -> None:
+        metrics, self.metrics = self.metrics, {}
+        if metrics:
+            type(self.logger).log_metrics(self.logger, metrics, step=self.step)
+            self.logger.save()
+
+    def finalize(self, status: str) -> None:
+        """Of the logger, at the end of a stage, behind an error and before a job is queued again."""
+        self.write()
+        type(self.logger).finalize(self.logger, status)
+
+
+def _is_number(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real))
 
 
 def _get_wandb_loggers(loggers: list[Logger]) -> Iterator[WandbLogger]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +16,7 @@ from helpers.oracle import token_sum_loss
 from helpers.ranks import run_ranks
 from helpers.recorder import Recorder, record
 from helpers.strategies import STRATEGIES, Kind
+from helpers.tracked_jobs import finished_runs
 from helpers.user_modules import (
     Batch,
     Regressor,
@@ -24,12 +26,14 @@ from helpers.user_modules import (
     make_optimizer,
     make_trainer,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import FSDP2Strategy, callbacks
 from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, NaNGuard
+from lightning_fsdp2.loggers import WandbLogger
+from lightning_fsdp2.strategies.tracking import Tracking
 
 WORLD = 2
 
@@ -124,8 +128,11 @@ ON_GPUS_ONLY = {"MemorySnapshot"}
 @each_strategy
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
-    kind: Kind, clip: float | None, tmp_path: Path
+    kind: Kind, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
     def run(names: list[str], loggers: list[Logger]) -> StepCounter:
         counts = CountsStep(2)  # behind a logging step, whose numbers are still there
         trainer = kind.make_trainer(
@@ -139,17 +146,22 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
         )
         module = make_language_model()
         module.model = make_causal_lm(DEEP_LLAMA)
-        trainer.fit(module, make_loader(make_token_batches(8)))
+        with finished_runs():
+            trainer.fit(module, make_loader(make_token_batches(8)))
         return counts.counter
 
     def compare() -> None:
         everything = [name for name in callbacks.__all__ if name not in ON_GPUS_ONLY]
-        without, with_all = run([], []), run(everything, [CSVLogger(tmp_path)])
+        with patch.object(Tracking, "attach", lambda *_: None):  # nothing that the strategies add, either
+            without = run([], [])
+        wandb_logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+        with_all = run(everything, [CSVLogger(tmp_path), TensorBoardLogger(tmp_path), wandb_logger])
         assert sum(without.operations.values()) > 1000, "no step was counted"
         assert with_all.collectives == without.collectives
         assert with_all.host_syncs == without.host_syncs
         added = sum(with_all.operations.values()) - sum(without.operations.values())
         assert 0 < added <= 0.01 * sum(without.operations.values()), with_all.operations - without.operations
+        assert added <= 6, "docs/callbacks.md says four to six"
 
     kind.run(compare, WORLD)
 

@@ -73,8 +73,10 @@ class Scores(pl.Callback):
 
 def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) -> None:
     def make_callbacks() -> list[pl.Callback]:
-        best = ModelCheckpoint(tmp_path / "best", "{step}", monitor="score", every_n_train_steps=2, save_top_k=-1)
-        return [TouchesEverywhere(), Scores(), best]
+        options = {"every_n_train_steps": 2, "save_top_k": -1}
+        best = ModelCheckpoint(tmp_path / "best", "{step}", monitor="score", **options)
+        newest = ModelCheckpoint(tmp_path / "newest", "{step}", monitor="step", mode="max", **options)
+        return [TouchesEverywhere(), Scores(), best, newest]
 
     run = run_offline(tmp_path, logger={"tags": ["a", "b"]}, callbacks=make_callbacks, checkpoint={"async_save": True})
     assert (run.project, run.tags) == ("tests", ["a", "b"])
@@ -84,16 +86,15 @@ def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) 
     assert run.step_metrics == {STEP: "", TOKENS: "", "*": STEP}
 
     own = [row for row in run.rows if "own" not in row]
-    assert [(row[STEP], row[TOKENS]) for row in own] == [
-        (step, 2 * sum(LENGTHS[: 2 * (step + 1)])) for step in (1, 3) for _ in range(2)
-    ]
-    assert all("throughput/tokens_per_second" in row for row in own[::2])
-    assert all("train/loss" in row for row in own[1::2])
+    assert [(row[STEP], row[TOKENS]) for row in own] == [(step, 2 * sum(LENGTHS[: 2 * (step + 1)])) for step in (1, 3)]
+    assert all({"throughput/tokens_per_second", "train/loss"} <= row.keys() for row in own)
 
     best = {}
     for artifact in run.artifacts:
         metadata = json.loads(artifact.metadata)
         folder, step = Path(metadata["path"]), metadata["step"]
+        if folder.parent.name == "newest":
+            assert "best" not in artifact.aliases
         if "score" in metadata:
             best[step] = (metadata["score"], "best" in artifact.aliases)
         assert set(artifact.aliases) - {"best"} == {"latest", f"step-{step}"}
@@ -103,7 +104,7 @@ def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) 
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
         assert {path: entry.size for path, entry in contents.items()} == sizes
         assert contents["meta.pt"].ref == (folder / "meta.pt").as_uri()
-    assert len(run.artifacts) == 4
+    assert len(run.artifacts) == 6
     assert best == {2: (2.0, True), 4: (4.0, False)}
 
 
@@ -115,7 +116,9 @@ def test_checkpoints_are_uploaded_in_the_background(tmp_path: Path) -> None:
         contents = {entry.path: entry for entry in artifact.manifest.contents}
         folder = Path(json.loads(artifact.metadata)["path"])
         assert contents.keys() == {file.name for file in folder.iterdir()}
-        assert all(not entry.ref and Path(entry.local_path).exists() for entry in contents.values())
+        # from where they are: W&B has made no copy
+        assert all(not entry.ref for entry in contents.values())
+        assert {Path(entry.local_path).resolve() for entry in contents.values()} == {*folder.resolve().iterdir()}
 
 
 @pytest.mark.slow
@@ -135,12 +138,12 @@ def test_a_resumed_job_goes_on_with_its_run(tmp_path: Path) -> None:
         checkpoint={"async_save": True},
     )
     assert resumed.id == first.id
-    assert [row[STEP] for row in (*first.rows, *resumed.rows)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [row[STEP] for row in (*first.rows, *resumed.rows)] == [0, 1, 2, 3]
     numbers = [row["_step"] for row in (*first.rows, *resumed.rows)]
     assert numbers == sorted(set(numbers))
     steps = [2 * sum(LENGTHS[:2]), 2 * sum(LENGTHS[2:4])]
     read = list(accumulate(2 * steps))  # a plain loader begins anew
-    assert [row[TOKENS] for row in (*first.rows, *resumed.rows)[::2]] == read
+    assert [row[TOKENS] for row in (*first.rows, *resumed.rows)] == read
 
 
 @pytest.mark.slow
@@ -193,7 +196,7 @@ def test_training_goes_on_when_the_service_dies(tmp_path: Path) -> None:
     assert f"metrics still go to CSVLogger ({tmp_path / 'csv' / '0'})" in message
     assert others == []
     assert (tmp_path / "checkpoints" / "step=4.ckpt").exists()
-    assert (tmp_path / "csv" / "0" / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
+    assert (tmp_path / "csv" / "0" / "metrics.csv").read_text().count("\n") == 1 + 4
 
 
 @pytest.mark.slow

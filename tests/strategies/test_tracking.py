@@ -1,11 +1,13 @@
 """Every row of every logger has its tokens, counted exactly, and every logger knows what the run is."""
 
 import csv
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 from helpers.collectives import CountsStep, StepCounter
 from helpers.models import make_token_batches
@@ -19,6 +21,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
+from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, MemoryUsage
 from lightning_fsdp2.loggers import WandbLogger
 from lightning_fsdp2.strategies.tracking import Tracking
 
@@ -118,13 +121,108 @@ def test_tokens_are_exact_with_accumulation_and_validation_between_logging_steps
         assert totals == {step: 2.0 * sum(LENGTHS[: 2 * (step + 1) * readers]) for step in (0, 1)}
 
 
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    """Rows of CSV, each with what it has."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+class LogsToo(Callback):
+    """Logs a number of its own, and then fails or not."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        number = torch.tensor(1.0)
+        for logger in trainer.loggers:
+            logger.log_metrics({"own": number}, trainer.global_step - 1)
+        number += 1
+        if trainer.global_step == self.fails_at:
+            raise RuntimeError("as asked for")
+
+
+@pytest.mark.parametrize("fails_at", [None, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_step_is_one_row(fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    measuring = {"gradients/norm", "loss/mean", "learning_rate/group_0", "memory/process_gib"}
+
+    def make_callbacks() -> list[Any]:
+        return [GradientNorm(), LossOverRanks(), LearningRates(), MemoryUsage(), LogsToo(fails_at)]
+
+    def run() -> None:
+        run_job(
+            tmp_path,
+            lambda: [CSVLogger(tmp_path, "csv", ""), WandbLogger(save_dir=str(tmp_path), offline=True)],
+            callbacks=make_callbacks,
+            log_every_n_steps=1,
+        )
+
+    with nullcontext() if fails_at is None else pytest.raises(AssertionError, match="as asked for"):
+        run()
+    rows = read_rows(tmp_path / "csv")
+    (wandb_run,) = read_runs(tmp_path)
+    assert [row["step"] for row in rows] == list(range(fails_at or 4))
+    assert [row["trainer/global_step"] for row in wandb_run.rows] == list(range(fails_at or 4))
+    for row, other in zip(rows, wandb_run.rows, strict=True):
+        assert row.keys() - other.keys() == {"step"}
+        assert row["own"] == other["own"] == 1.0, "what was logged has changed since"
+    whole = rows[: None if fails_at is None else -1]  # the step that failed has no row of `self.log`
+    assert all({"train/loss", "throughput/step_seconds", "epoch", *measuring} <= row.keys() for row in whole)
+    assert measuring <= rows[-1].keys()
+
+
+@pytest.mark.slow
+def test_a_row_is_written_before_the_next_batch_and_before_a_validation() -> None:
+    class Looks(Callback):
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def look(self, trainer: Any, *args: Any) -> None:
+            self.seen.append(list(trainer.logger.rows))
+
+        on_train_batch_start = on_validation_start = on_train_end = look
+
+    def run() -> list[list[int]]:
+        looks = Looks()
+        options = {"log_every_n_steps": 1, "max_steps": 2, "val_check_interval": 2, "num_sanity_val_steps": 0}
+        trainer = make_trainer(logger=Recorder(), callbacks=[looks], **options)
+        loader = make_loader(make_token_batches(4))
+        trainer.fit(make_language_model(), loader, loader)
+        return looks.seen
+
+    assert STRATEGIES["fsdp2"].run(run, 2)[0] == [[], [0], [0, 1], [0, 1]]
+
+
+def test_what_is_no_number_and_what_has_no_step_goes_its_own_way() -> None:
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.logger.log_metrics({"text": "a"}, 0)
+            trainer.logger.log_metrics({"stepless": 1.0}, None)
+
+    def run() -> dict[int, dict[str, float]]:
+        recorder = Recorder()
+        options = {"log_every_n_steps": 1, "max_steps": 1, "callbacks": [Logs()]}
+        make_trainer(logger=recorder, **options).fit(make_language_model(), make_loader(make_token_batches(2)))
+        return recorder.rows
+
+    rows = STRATEGIES["fsdp2"].run(run, 1)[0]
+    assert rows[0]["text"] == "a"
+    assert rows[0]["train/loss"] > 0
+    assert rows[None]["stepless"] == 1.0
+
+
 def test_rows_of_batches_without_tokens_have_no_such_axis_and_loggers_are_left_as_they_were() -> None:
     def run() -> Any:
         recorder = Recorder()
         trainer = make_trainer(logger=recorder, log_every_n_steps=1)
         loader = make_loader(make_regression_batches(4))
         trainer.fit(Regressor(), loader, loader)
-        return recorder.rows, "log_metrics" in vars(recorder), [type(each).__name__ for each in trainer.callbacks]
+        return (
+            recorder.rows,
+            {"log_metrics", "finalize"} & vars(recorder).keys(),
+            [type(each).__name__ for each in trainer.callbacks],
+        )
 
     for rows, is_wrapped, callbacks in STRATEGIES["fsdp2"].run(run, 2):
         assert rows

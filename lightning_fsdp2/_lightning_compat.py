@@ -1,0 +1,53 @@
+"""Every private Lightning name that callbacks, loggers and what strategies tell them touch, with the reason."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether no optimizer step follows the current micro-batch; the Trainer does not say how it has decided."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def logs_current_step(trainer: Trainer) -> bool:
+    """Whether the Trainer logs the current step: ``log_every_n_steps``, or the last one of a run that shall stop."""
+    return bool(cast(Any, trainer)._logger_connector.should_update_logs)
+
+
+def get_logged_step(trainer: Trainer) -> int:
+    """The number under which ``self.log`` writes now; ``global_step`` counts every optimizer, and is one ahead."""
+    return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
+
+
+def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` and ``after`` around each ``next(dataloader)`` of the training.
+
+    These are the Trainer's own marks for its profiler. What else lies between two batches includes its waiting for the
+    device (the broadcast of SIGTERM), logging and checkpoints.
+    """
+    loop = cast(Any, trainer).fit_loop.epoch_loop
+    loop._on_before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), before)
+    loop._on_after_fetch = _call_both(after, partial(type(loop)._on_after_fetch, loop))
+
+
+def ignore_fetches(trainer: Trainer) -> None:
+    """End what :func:`watch_fetches` began."""
+    for name in ("_on_before_fetch", "_on_after_fetch"):
+        cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
+
+
+def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
+    """Path and step of the checkpoint just saved; ``last_model_path`` and ``best_model_path`` may be others."""
+    return callback._last_checkpoint_saved, callback._last_global_step_saved
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
