@@ -13,6 +13,7 @@ import pytest
 import yaml
 from helpers.ranks import run_ranks
 from helpers.recipes import CONFIGS, RECIPES, get_bytes_per_value, get_callback, make_toy, read, write_inputs
+from helpers.tracked_jobs import finished_runs
 from helpers.wandb_reader import read_runs
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -24,7 +25,7 @@ OTHERS = [name for name in (*RECIPES, "quickstart") if name != "pretrain_llama3_
 def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str) -> dict[str, Any]:
     """Train on this rank; what the strategy was given, and how far it came."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
-    with context:
+    with context, finished_runs():
         trainer = FSDP2CLI(["fit", "--config=run.yaml", *args]).trainer
     strategy = trainer.strategy
     sizes = strategy.get_sizes(world_size=strategy.world_size, num_nodes=1)

@@ -87,7 +87,8 @@ def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int
         return WarmupCosine(optimizer, warmup_steps=3)
 
     (folder / "text.txt").write_text("a" * (24 * 8 - 1))
-    data = TextDataModule(path=str(folder / "text.txt"), sequence_length=8, batch_size=2, global_batch_size=4)
+    sizes = {"sequence_length": 8, "batch_size": 2, "global_batch_size": 4}
+    data = TextDataModule(path=str(folder / "text.txt"), validation_fraction=0.0, **sizes)
     module = CausalLM(config={**LLAMA, "vocab_size": 257}, lr_scheduler=make_scheduler)
     rates, checkpoints = _Rates(), ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
     trainer = pl.Trainer(
