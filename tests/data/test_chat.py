@@ -390,11 +390,11 @@ def test_resumed_fit_on_another_number_of_ranks_takes_the_same_steps(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_fit_resumed_behind_an_epoch_takes_the_next_one(corpus, cache, tmp_path, ranks, streaming):
-    settings = {"streaming": streaming, "validation_fraction": 0, "every": 8}  # 30 sequences are 8 steps
+    settings = {"streaming": streaming, "validation_fraction": 0, "every": 7}  # 30 sequences are 7 steps of 4
     steps = fit(corpus, cache, tmp_path, ranks, **settings)
-    assert len(steps) == 16
-    assert steps[:8] != steps[8:]
-    assert fit(corpus, cache, tmp_path, ranks, tmp_path / "step=8.ckpt", **settings) == steps[8:]
+    assert len(steps) == 14
+    assert steps[:7] != steps[7:]
+    assert fit(corpus, cache, tmp_path, ranks, tmp_path / "step=7.ckpt", **settings) == steps[7:]
 
 
 YAML = """
