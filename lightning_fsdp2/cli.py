@@ -100,9 +100,8 @@ class _Trainer(Trainer):
             world_size: Number of ranks, also more than this machine has. None for trainer.devices x num_nodes.
             format: Of the output: tables to read, or JSON with every parameter.
         """
-        if world_size is None:
-            world_size = self.num_nodes * self.num_devices
-        description = describe(self, model, world_size=world_size)
+        # by now the command line has put a number in place of None
+        description = describe(self, model, world_size=cast(int, world_size))
         if format == "json":
             sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
         else:

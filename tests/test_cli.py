@@ -155,7 +155,8 @@ def test_fit_resumes_from_a_single_file_with_the_models_arguments_of_the_config(
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_subcommands(subcommand, tmp_path):
-    FSDP2CLI([subcommand, write_yaml(tmp_path)])
+    state = FSDP2CLI([subcommand, write_yaml(tmp_path)]).trainer.state
+    assert (state.fn, state.finished) == (subcommand, True)
 
 
 def test_config_is_saved_again_over_the_last(tmp_path):

@@ -37,8 +37,8 @@ _PEAKS = {
 """By words of the name that CUDA gives a device, the first that fits: 10^12 operations per second, without sparsity, in
 bfloat16 or float16 with sums in float32, in TensorFloat-32, and in float32 outside of the tensor cores.
 
-From NVIDIA's data sheets, most of which print the numbers with sparsity, which are twice these. Lightning's table has
-some of those, finds an L40S to be an L4, and has no tensor cores for GeForce.
+As public tables have them after NVIDIA's data sheets, most of which print the numbers with sparsity, twice these.
+Lightning's table has some of those, finds an L40S to be an L4, and has no tensor cores for GeForce.
 """
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -241,7 +241,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     def _warn_of_gradients(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.lightning_module.trainer
-        if "loops" in checkpoint and trainer.state.fn == TrainerFn.FITTING and _is_accumulating(trainer):
+        if "loops" in checkpoint and trainer.state.fn == TrainerFn.FITTING and is_accumulating(trainer):
             rank_zero_warn(
                 "A checkpoint is saved amid accumulation"
                 f" (accumulate_grad_batches={cast(Any, trainer).accumulate_grad_batches}): a run that resumes from it"
@@ -335,18 +335,13 @@ class CheckpointingStrategy(WorldStrategy):
         }
 
 
-def _is_accumulating(trainer: "Trainer") -> bool:
-    """Whether gradients of micro-batches wait for an optimizer step."""
-    return trainer.lightning_module.automatic_optimization and is_accumulating(trainer)
-
-
 def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
     """Lightning's hook, but for micro-batches that no optimizer step followed.
 
     It asks for the number of steps alone, which is still that of a save in the micro-batches after it: those of a run
     that has been resumed, and those behind an epoch's end, where it puts off a save until the next validation.
     """
-    if not _is_accumulating(trainer):
+    if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
 
 
