@@ -25,7 +25,7 @@ RUN, PARSED = "run here", "parsed here"
 
 QUICKSTART = "tests/test_quickstart.py::test_the_loss_before_training_is_that_of_one_process"
 FROM_YAML = "tests/test_documented_commands.py::test_the_readme_trains_goes_on_verifies_and_exports"
-WHEEL = "tests/test_cli.py::test_the_wheel_works_in_an_empty_directory"
+WHEEL = "tests/cli/test_cli.py::test_the_wheel_works_in_an_empty_directory"
 
 COMMANDS = {
     "make quickstart": QUICKSTART,
@@ -37,7 +37,7 @@ COMMANDS = {
     "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
     "lightning-fsdp2 quickstart": WHEEL,
     "lightning-fsdp2 --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
-        "tests/test_cli.py::test_shell_completion"
+        "tests/cli/test_cli.py::test_shell_completion"
     ),
     "lightning-fsdp2 fit --config configs/quickstart.yaml": QUICKSTART,
     "lightning-fsdp2 fit --config configs/quickstart.yaml --ckpt_path=last": PARSED,
@@ -46,7 +46,7 @@ COMMANDS = {
     "lightning-fsdp2 verify outputs/quickstart/last.ckpt": WHEEL,
     "lightning-fsdp2 export outputs/quickstart/last.ckpt outputs/quickstart/model": WHEEL,
     "lightning-fsdp2 export outputs/sft_llama3_8b/checkpoints/last.ckpt outputs/sft_llama3_8b/last": (
-        "tests/test_commands.py::test_export_writes_a_model_of_hugging_face"
+        "tests/cli/test_commands.py::test_export_writes_a_model_of_hugging_face"
     ),
 }
 """Commands without their comments; `describe` of a recipe is run by tests/test_configs.py."""

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy, export_hf, save_checkpoint
 from lightning_fsdp2.callbacks import HuggingFaceExport
-from lightning_fsdp2.commands import export
+from lightning_fsdp2.cli.commands import export
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kept-head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),

@@ -22,9 +22,9 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fsdp2
-from lightning_fsdp2._cli_errors import is_refusal
-from lightning_fsdp2._cli_names import expand_arguments
 from lightning_fsdp2.cli import FSDP2CLI, main
+from lightning_fsdp2.cli.errors import is_refusal
+from lightning_fsdp2.cli.names import expand_arguments
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.models.lora import build_lora_config
 
@@ -536,7 +536,7 @@ def test_numbers_of_a_config_with_a_short_name_stay_numbers(tmp_path, capsys):
 
 def test_quickstart_is_fit_with_the_config_in_the_package(capsys):
     printed = print_config(["quickstart", "--trainer.max_steps=3"], capsys)
-    config = yaml.safe_load((Path(lightning_fsdp2.__file__).parent / "quickstart.yaml").read_text())
+    config = yaml.safe_load((Path(lightning_fsdp2.__file__).parent / "cli" / "quickstart.yaml").read_text())
     assert printed["model"]["init_args"]["config"] == config["model"]["init_args"]["config"]
     assert printed["trainer"]["max_steps"] == 3
 
@@ -634,7 +634,7 @@ def test_shell_completion():
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_directory(tmp_path):
     pytest.importorskip("hatchling", reason="needs the build backend")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*pip, str(root)], check=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
@@ -656,7 +656,7 @@ def test_the_wheel_works_in_an_empty_directory(tmp_path):
         return result.stdout
 
     run("quickstart", *short, "--trainer.max_steps=2")
-    config = yaml.safe_load((unpacked / "lightning_fsdp2" / "quickstart.yaml").read_text())
+    config = yaml.safe_load((unpacked / "lightning_fsdp2" / "cli" / "quickstart.yaml").read_text())
     config["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 2
     (empty / "run.yaml").write_text(yaml.safe_dump(config))
     run("fit", "--config=run.yaml", *short, "--trainer.max_steps=4", f"--ckpt_path={last}")

@@ -1,13 +1,4 @@
-"""The command line: LightningCLI for every model and data module, and what is done with checkpoints.
-
-::
-
-    lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
-    lightning-fsdp2 fit --trainer.strategy.help lightning_fsdp2.FSDP2Strategy --trainer.strategy.config.help
-    torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
-    lightning-fsdp2 describe --config run.yaml --world_size 512
-    lightning-fsdp2 verify checkpoints/last.ckpt
-"""
+"""``lightning-fsdp2``: what it offers, how it parses it, and how it runs."""
 
 import json
 import logging
@@ -26,7 +17,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_fsdp2._cli_errors import (
+from lightning_fsdp2.cli.commands import COMMANDS
+from lightning_fsdp2.cli.errors import (
     REFUSALS,
     get_message,
     has_refusal,
@@ -35,8 +27,7 @@ from lightning_fsdp2._cli_errors import (
     summarize,
     wants_traceback,
 )
-from lightning_fsdp2._cli_names import expand_arguments, expand_yaml, get_hint
-from lightning_fsdp2.commands import COMMANDS
+from lightning_fsdp2.cli.names import expand_arguments, expand_yaml, get_hint
 from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
 from lightning_fsdp2.strategies.names import STRATEGIES

@@ -1,0 +1,14 @@
+"""The command line: LightningCLI for every model and data module, and what is done with checkpoints.
+
+::
+
+    lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
+    lightning-fsdp2 fit --trainer.strategy.help lightning_fsdp2.FSDP2Strategy --trainer.strategy.config.help
+    torchrun --nproc-per-node 8 -m lightning_fsdp2 fit --config run.yaml
+    lightning-fsdp2 describe --config run.yaml --world_size 512
+    lightning-fsdp2 verify checkpoints/last.ckpt
+"""
+
+from lightning_fsdp2.cli.app import FSDP2CLI, main
+
+__all__ = ["FSDP2CLI", "main"]
