@@ -40,6 +40,49 @@ def ignore_fetches(trainer: Trainer) -> None:
         cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
 
 
+def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
+    """Let ``note`` have SIGTERM and SLURM's signal in the place of Lightning's handlers, which it registers later.
+
+    Those communicate, at whatever place the rank is. Without them the broadcast in every micro-batch, for which the
+    host waits for the device, says nothing, and is left out.
+    """
+    connector = cast(Any, trainer)._signal_connector
+    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = note
+    cast(Any, trainer).fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def give_signals_back(trainer: Trainer) -> None:
+    """End what :func:`take_signals` began."""
+    connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
+    for owner, name in (
+        (connector, "_sigterm_notifier_fn"),
+        (connector, "_slurm_sigusr_handler_fn"),
+        (loop, "_broadcast_sigterm_tensor"),
+    ):
+        owner.__dict__.pop(name, None)
+
+
+def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
+    """The callback whose last checkpoint a run goes on from: the first one that keeps it, or the first one."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
+
+
+def save_last(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """Save as ``callback`` names its last checkpoint, unless it has just done so, and return the path."""
+    if not (callback.save_last and callback._last_global_step_saved == trainer.global_step):
+        choice, callback.save_last = callback.save_last, True  # where it makes links, there is nothing yet to link
+        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+        callback.save_last = choice
+    return callback.last_model_path
+
+
+def get_slurm_checkpoint_path(trainer: Trainer) -> str:
+    """Where Lightning looks for a checkpoint on SLURM if it is given no ``ckpt_path``."""
+    connector = cast(Any, trainer)._checkpoint_connector
+    return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
+
+
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
     """Path and step of the checkpoint just saved; ``last_model_path`` and ``best_model_path`` may be others."""
     return callback._last_checkpoint_saved, callback._last_global_step_saved

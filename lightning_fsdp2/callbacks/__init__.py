@@ -10,6 +10,7 @@ from lightning_fsdp2.callbacks.loss_over_ranks import LossOverRanks
 from lightning_fsdp2.callbacks.memory_snapshot import MemorySnapshot
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.nan_guard import NaNGuard
+from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.callbacks.run_report import RunReport
@@ -27,6 +28,7 @@ __all__ = [
     "MemorySnapshot",
     "MemoryUsage",
     "NaNGuard",
+    "Preemption",
     "ProcessGroupTimeout",
     "RunReport",
     "StepProfiler",

@@ -43,7 +43,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names: list[re.Pattern[str]] = []
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # what Lightning looks for on SLURM
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._lightning_compat import is_accumulating
+from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
@@ -31,7 +31,6 @@ from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
-from lightning_fsdp2.strategies.requeue import Requeue
 from lightning_fsdp2.strategies.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
 
@@ -55,7 +54,7 @@ class CheckpointingStrategy(WorldStrategy):
     _begins_epoch_anew = False
     _left_out: Sequence[LeftOut] = ()
     _checkpoint_io: MeshCheckpointIO | None
-    _requeue: Requeue | None = None
+    _preemption: Preemption | None = None
     _tracking: Tracking | None = None
 
     @abstractmethod
@@ -115,9 +114,10 @@ class CheckpointingStrategy(WorldStrategy):
                 if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
                     callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
                 self._warn_of_second_save(callback)
-        if isinstance(self.cluster_environment, SLURMEnvironment) and self.cluster_environment.auto_requeue:
-            self._requeue = Requeue(trainer, partial(self.reduce_boolean_decision, all=False))
-            cast(Any, trainer).callbacks.append(self._requeue)
+        callbacks = cast(Any, trainer).callbacks
+        if not any(isinstance(callback, Preemption) for callback in callbacks):
+            self._preemption = Preemption()
+            callbacks.append(self._preemption)
 
     def finish_checkpoints(self) -> None:
         """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
@@ -127,10 +127,9 @@ class CheckpointingStrategy(WorldStrategy):
         for callback in trainer.checkpoint_callbacks:
             for name in ("_link_checkpoint", "file_exists", "on_train_batch_end"):
                 callback.__dict__.pop(name, None)
-        if self._requeue is not None:
-            self._requeue.disconnect()
-            cast(Any, trainer).callbacks.remove(self._requeue)
-            self._requeue = None
+        if self._preemption is not None:
+            cast(Any, trainer).callbacks.remove(self._preemption)
+            self._preemption = None
         if trainer.interrupted:
             self.checkpoint_io.settle()
         else:
@@ -183,10 +182,9 @@ class CheckpointingStrategy(WorldStrategy):
         if not self.checkpoint_config.frozen_parameters:
             state = checkpoint["state_dict"]
             checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, state, self._control_group)
-        # outside of a fit there is no step that would learn of a failure, and a job that is queued again ends at once
-        is_requeued = self._requeue is not None and self._requeue.is_saving
+        # outside of a fit there is no step that would learn of a failure
         state = self.lightning_module.trainer.state
-        wait = is_requeued or state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
+        wait = state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
         self.checkpoint_io.save_checkpoint(
             checkpoint, self.broadcast(filepath), storage_options, summary=self._get_summary(), wait=wait
         )

@@ -189,6 +189,17 @@ class WorldStrategy(ParallelStrategy):
         dist.all_reduce(result, op=op, group=self._control_group)
         return bool(result)
 
+    def start_maximum(self, number: int) -> Callable[[], int]:
+        """Begin to find the largest ``number`` of all ranks, on the host, and return what waits for it."""
+        largest = torch.tensor(number)
+        work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(largest)
+
+        return wait
+
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return distributed.all_gather(tensor, group or dist.group.WORLD, sync_grads)

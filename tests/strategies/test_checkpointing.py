@@ -1,9 +1,7 @@
 """Checkpoints through the Trainer: written beside training, by Lightning's own callbacks, on all ranks or explained."""
 
 import os
-import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -21,7 +19,6 @@ from fsspec.implementations.local import LocalFileSystem
 from helpers.oracle import QUIET, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -677,52 +674,6 @@ def test_a_save_meets_a_call_of_the_model(tmp_path: Path) -> None:
             fit(make_trainer(callbacks=[AtSteps({1: save_or_call})]))
 
     run_ranks(run, WORLD)
-
-
-# ---------------------------------------------------------------------- SLURM
-
-
-def test_a_signal_saves_and_requeues_at_the_end_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queued = tmp_path / "queued"
-    command = tmp_path / "bin" / "scontrol"
-    command.parent.mkdir()
-    # what is on the disk when the job is queued again is what it will find
-    command.write_text(f'#!/bin/sh\nls {tmp_path}/run > {queued}\necho "$@" >> {queued}\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-
-    class Slurm(SLURMEnvironment):
-        """The ranks are those of the test."""
-
-        global_rank = lambda self: int(os.environ["RANK"])  # noqa: E731
-        local_rank = node_rank = lambda self: int(os.environ["RANK"])
-        world_size = lambda self: WORLD  # noqa: E731
-        validate_settings = lambda self, *args, **options: None  # noqa: E731
-        main_address = property(lambda self: os.environ["MASTER_ADDR"])
-        main_port = property(lambda self: int(os.environ["MASTER_PORT"]))
-
-    class SignalsAmidStep(Regressor):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if batch_idx == 2 and self.global_rank == 1 and self.global_step == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                time.sleep(0)  # Python handles it here
-            return super().training_step(batch, batch_idx)
-
-    def run() -> None:
-        options: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path / "run"}
-        trainer = make_trainer(ASYNC, plugins=[Slurm(auto_requeue=True)], **options)
-        trainer.fit(module := SignalsAmidStep(), make_loader())
-        expected = whole(module.state_dict())
-        again = make_trainer(ASYNC, plugins=[Slurm(auto_requeue=True)], **options)
-        again.fit(resumed := Regressor(), make_loader())
-        assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
-        assert again.global_step == 4
-
-    (tmp_path / "run").mkdir()
-    run_ranks(run, WORLD)
-    assert queued.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "77"]
-    assert load_checkpoint(tmp_path / "run" / "hpc_ckpt_1.ckpt", Regressor()) is None
 
 
 # ---------------------------------------------------------------------- positions of data loaders

@@ -1,0 +1,182 @@
+"""Saves a run and ends it when the scheduler announces that its time is over."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_fsdp2._lightning_compat import (
+    get_optional_model_checkpoint,
+    get_slurm_checkpoint_path,
+    give_signals_back,
+    save_last,
+    take_signals,
+)
+from lightning_fsdp2.checkpoint.folder import get_path, is_local
+
+
+class Preemption(Callback):
+    """Saves ``last.ckpt`` behind an optimizer step once any rank got a signal, SIGTERM for one, and ends all ranks.
+
+    Schedulers announce the end of a job by a signal: SLURM as ``sbatch --signal`` says, Kubernetes and torchrun by
+    SIGTERM. Some processes get it, at any moment. Here it is only noted; the ranks tell each other in the next
+    optimizer step, save behind it where ``ModelCheckpoint`` has its ``last.ckpt``, and exit once that is on the disk.
+    The same command goes on from there with ``--ckpt_path last``. A validation is left behind its next batch, and the
+    run that goes on trains on. In a fit that has made no step nothing is saved.
+
+    The strategies of this package add one with the defaults to every fit that has none. What the ranks tell each other
+    is one number per step, on the host and while the optimizer runs. In return Lightning's own broadcast is left out,
+    for which the host waits for the device in every micro-batch, and which hangs where one rank alone gets the signal
+    (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
+
+    With Lightning's SLURM environment and its ``auto_requeue``, ``requeue_signal`` is one of the signals, rank 0 queues
+    the job again when it came, and a run without ``ckpt_path`` finds the checkpoint, too.
+
+    Args:
+        signals: Names of those besides SIGTERM; one that the program handles itself stays with it.
+        exit_code: Of all ranks; None for 128 + the number of the signal, as of a process that died of it.
+
+    Raises:
+        ValueError: For unknown signals and codes, and under strategies of other packages.
+    """
+
+    def __init__(self, signals: Sequence[str] = ("SIGUSR1",), exit_code: int | None = None) -> None:
+        names = {member.name for member in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+        if isinstance(signals, str) or not set(signals) <= names:
+            raise ValueError(
+                f"Preemption(signals={signals!r}) must be a list of names of signals that a process can handle, such as"
+                " ['SIGUSR1', 'SIGUSR2']."
+            )
+        if exit_code is not None and not 0 <= exit_code < 256:
+            raise ValueError(
+                f"Preemption(exit_code={exit_code}) must be 0 to 255; leave it out for 128 + the signal's."
+            )
+        self.signals = tuple(signals)
+        self.exit_code = exit_code
+        self._received = 0
+        self._get_agreed: Callable[[], int] | None = None
+        self._step = 0
+
+    # ------------------------------------------------------------------ when
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not hasattr(trainer.strategy, "start_maximum"):
+            raise ValueError(
+                f"Preemption needs a strategy of lightning_fsdp2, not {type(trainer.strategy).__name__}; remove it."
+            )
+        self._received, self._get_agreed, self._pid = 0, None, os.getpid()
+        take_signals(trainer, self._note)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._listen()
+        self._step = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._ask(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step != self._step:  # else amid accumulation: its gradients are in no checkpoint
+            self._step = trainer.global_step
+            self._leave_if_told(trainer)
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._ask(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._leave_if_told(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        give_signals_back(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        give_signals_back(trainer)
+
+    def _ask(self, trainer: Trainer) -> None:
+        """Begin to tell each other; the optimizer, or the model, runs meanwhile."""
+        if self._get_agreed is None:
+            self._get_agreed = cast(Any, trainer.strategy).start_maximum(self._received)
+
+    def _leave_if_told(self, trainer: Trainer) -> None:
+        if self._get_agreed is None:
+            return
+        agreed, self._get_agreed = self._get_agreed(), None
+        if agreed:
+            _save(trainer, signal.Signals(agreed))
+            raise SystemExit(self._get_exit_code(trainer, agreed))
+
+    def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
+        environment = cast(Any, trainer.strategy).cluster_environment
+        if trainer.local_rank > 0 and not environment.creates_processes_externally:
+            return 0  # Lightning's launcher, in rank 0, would take it for a crash and kill all the others
+        return 128 + signum if self.exit_code is None else self.exit_code
+
+    # ------------------------------------------------------------------ signals
+
+    def _listen(self) -> None:
+        """Handle those that neither the program nor Lightning does; Lightning puts all handlers back after the fit."""
+        if threading.current_thread() is threading.main_thread():  # Python has handlers there alone
+            for name in self.signals:
+                if signal.getsignal(signal.Signals[name]) in (None, signal.SIG_DFL):
+                    signal.signal(signal.Signals[name], self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._received = number
+        else:  # a process that was forked from this one shall die of it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _save(trainer: Trainer, number: signal.Signals) -> None:
+    """Save behind a step, wait until that is on the disk, and let SLURM queue the job again; every rank calls it."""
+    strategy = cast(Any, trainer.strategy)
+    environment = strategy.cluster_environment
+    is_slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    if trainer.sanity_checking:
+        rank_zero_info(f"{number.name}: ended before the first step.")
+    elif (callback := get_optional_model_checkpoint(trainer)) is not None:
+        path = save_last(callback, trainer)
+        if is_slurm:
+            _link_for_slurm(trainer, path)
+        rank_zero_info(f"{number.name}: saved {path!r} behind step {trainer.global_step}; go on with --ckpt_path last.")
+    elif is_slurm:
+        trainer.save_checkpoint(get_slurm_checkpoint_path(trainer))
+    else:
+        rank_zero_warn(
+            f"{number.name}: ended behind step {trainer.global_step}, and nothing was saved, because the Trainer has no"
+            " ModelCheckpoint."
+        )
+    strategy.checkpoint_io.wait()
+    if is_slurm and number == environment.requeue_signal and trainer.is_global_zero:
+        _requeue()
+
+
+def _link_for_slurm(trainer: Trainer, path: str) -> None:
+    """Let Lightning find the last checkpoint, also a later one, where it is given no ``ckpt_path`` on SLURM."""
+    place = get_slurm_checkpoint_path(trainer)
+    if is_local(get_path(path)) and is_local(get_path(place)):
+        cast(Any, trainer.strategy).checkpoint_io.link(path, place)
+    else:
+        trainer.save_checkpoint(place)
+
+
+def _requeue() -> None:
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        rank_zero_warn(f"The job {job} is not queued again: {error}. Queue it yourself: `scontrol requeue {job}`.")

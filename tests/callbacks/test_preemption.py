@@ -1,0 +1,376 @@
+"""A signal on any rank: all ranks save behind a step, exit, and the same command goes on as if nothing had been."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.oracle import whole
+from helpers.ranks import run_ranks
+from helpers.user_modules import WORLD, Gan, Regressor, make_batches, make_loader, make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
+from lightning_fsdp2.callbacks import Preemption
+
+BATCHES = make_batches(32)
+
+
+class Signal(pl.Callback):
+    """Sends itself a signal amid a step or validation of one rank."""
+
+    def __init__(self, rank: int = 1, name: str = "SIGTERM", step: int = 2, hook: str = "on_before_backward") -> None:
+        self.rank, self.number, self.step = rank, signal.Signals[name], step
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: pl.Trainer, *args: Any, **options: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            self.step = -1
+            os.kill(os.getpid(), self.number)
+            time.sleep(0)  # Python handles it here
+
+
+def make_stateful_loader() -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(BATCHES[dist.get_rank() :: dist.get_world_size()], batch_size=None)
+
+
+def get_step(path: Path) -> int:
+    return torch.load(path / "meta.pt", weights_only=False)["global_step"]
+
+
+def make_checkpoints(folder: Path, **options: Any) -> ModelCheckpoint:
+    defaults = {"every_n_train_steps": 100, "save_last": "link", "enable_version_counter": False}
+    return ModelCheckpoint(folder, **{**defaults, **options})
+
+
+ASYNC = CheckpointConfig(async_save=True)
+
+
+def train(folder: Path, *callbacks: pl.Callback, module: pl.LightningModule | None = None, **options: Any) -> Any:
+    """Fit for six steps from the last checkpoint, as the command line does; the exit code where it ended early."""
+    strategy = options.pop("strategy", None) or FSDP2Strategy()
+    checkpoints, ckpt_path = options.pop("checkpoints", {}), options.pop("ckpt_path", "last")
+    trainer = make_trainer(
+        strategy,
+        max_steps=6,
+        callbacks=[*callbacks, make_checkpoints(folder, **checkpoints)],
+        **{"enable_checkpointing": True, "default_root_dir": folder, **options},
+    )
+    module = module or Regressor()
+    code = None
+    try:
+        trainer.fit(module, make_stateful_loader(), make_loader(BATCHES[:8]), ckpt_path=ckpt_path)
+    except SystemExit as end:
+        code = end.code
+    return code, trainer, whole(dict(module.named_parameters()))
+
+
+def assert_goes_on_as_if_nothing_had_been(
+    folder: Path, *, saved: int, code: int, signals: Signal, **options: Any
+) -> None:
+    def run() -> None:
+        _, _, expected = train(folder / "whole", **options)
+        ended, trainer, _ = train(folder / "run", signals, **options)
+        assert (ended, trainer.global_step) == (code, saved)
+        assert (folder / "run" / "last.ckpt").is_dir()
+        ended, trainer, weights = train(folder / "run", **options)
+        assert (ended, trainer.global_step) == (None, 6)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+    run_ranks(run, WORLD)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_amid_accumulation_saves_behind_the_step(tmp_path: Path, rank: int) -> None:
+    assert_goes_on_as_if_nothing_had_been(
+        tmp_path, saved=3, code=143, signals=Signal(rank), accumulate_grad_batches=2, limit_val_batches=0
+    )
+
+
+def test_one_that_comes_behind_the_backward_saves_behind_the_next_step(tmp_path: Path) -> None:
+    signals = Signal(name="SIGUSR1", hook="on_before_zero_grad")
+    assert_goes_on_as_if_nothing_had_been(tmp_path, saved=3, code=138, signals=signals, limit_val_batches=0)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_start", "on_validation_start"])
+def test_a_validation_is_left_and_training_goes_on(tmp_path: Path, hook: str) -> None:
+    validated: list[list[int]] = []
+
+    class Validates(Regressor):
+        def on_validation_start(self) -> None:
+            validated.append([self.trainer.global_step])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated[-1].append(batch_idx)
+
+    def run() -> list[list[int]]:
+        options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+        _, _, expected = train(tmp_path / "whole", module=Validates(), **options)
+        validated.clear()
+        ended, trainer, _ = train(tmp_path / "run", Signal(hook=hook), module=Validates(), **options)
+        assert (ended, trainer.global_step) == (143, 2)
+        ended, trainer, weights = train(tmp_path / "run", module=Validates(), **options)
+        assert (ended, trainer.global_step) == (None, 6)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+        return validated
+
+    first, *others = run_ranks(run, WORLD)[0]
+    assert first in ([2, 0], [2, 0, 1])
+    assert others == [[4, 0, 1, 2, 3], [6, 0, 1, 2, 3]]
+
+
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    def run() -> None:
+        ended, trainer, _ = train(tmp_path, Signal(step=0, hook="on_sanity_check_start"))
+        assert (ended, trainer.global_step) == (143, 0)
+        assert not (tmp_path / "last.ckpt").exists()
+
+    run_ranks(run, WORLD)
+
+
+def test_two_optimizers_by_hand(tmp_path: Path) -> None:
+    def run() -> None:
+        modules = [Gan(1, "generator, discriminator") for _ in range(3)]
+        _, _, expected = train(tmp_path / "whole", module=modules[0])
+        ended, trainer, _ = train(tmp_path / "run", Signal(), module=modules[1])
+        assert (ended, trainer.global_step) == (143, 4)
+        _, _, weights = train(tmp_path / "run", module=modules[2])
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+    run_ranks(run, WORLD)
+
+
+LAST = [
+    {"save_last": "link", "every_n_train_steps": 1},
+    {"save_last": "link", "every_n_train_steps": 2, "save_top_k": 2, "monitor": "step", "mode": "max"},
+    {"save_last": True, "every_n_train_steps": 2},
+    {"save_last": None, "every_n_train_steps": 2},
+    {"save_last": "link", "every_n_train_steps": 2, "enable_version_counter": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "async_save"),
+    [
+        (LAST[0], True),
+        (LAST[1], True),
+        *(pytest.param(options, False, marks=pytest.mark.slow) for options in LAST),
+    ],
+)
+def test_last_is_the_newest_whatever_model_checkpoint_keeps(tmp_path: Path, checkpoints: Any, async_save: bool) -> None:
+    def run() -> None:
+        config = CheckpointConfig(async_save=async_save)
+        options = {"checkpoints": checkpoints, "limit_val_batches": 0}
+        for start, step in enumerate((1, 2, 3)):  # the signal comes in the next step
+            signals = Signal(step=step)
+            code, trainer, _ = train(tmp_path, signals, strategy=FSDP2Strategy(checkpoint=config), **options)
+            assert (code, trainer.global_step) == (143, step + 1), start
+            assert trainer.checkpoint_callback.last_model_path
+            assert get_step(Path(trainer.checkpoint_callback.last_model_path)) == step + 1
+        code, trainer, _ = train(tmp_path, strategy=FSDP2Strategy(checkpoint=config), **options)
+        assert (code, trainer.global_step) == (None, 6)
+        last = tmp_path / "last.ckpt"
+        assert last.is_symlink() == (checkpoints["save_last"] == "link")
+        if checkpoints["save_last"]:
+            assert get_step(last) == 6
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- SLURM
+
+
+class Slurm(SLURMEnvironment):
+    """The ranks are those of the test."""
+
+    global_rank = lambda self: int(os.environ["RANK"])  # noqa: E731
+    local_rank = node_rank = lambda self: int(os.environ["RANK"])
+    world_size = lambda self: WORLD  # noqa: E731
+    validate_settings = lambda self, *args, **options: None  # noqa: E731
+    main_address = property(lambda self: os.environ["MASTER_ADDR"])
+    main_port = property(lambda self: int(os.environ["MASTER_PORT"]))
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in; what is on the disk when the job is queued again is what it will find."""
+    calls, command = tmp_path / "calls", tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nls {tmp_path}/run > {calls}\necho "$@" >> {calls}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_NTASKS", str(WORLD))  # Lightning looks for a checkpoint of its own where SLURM is
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", str(WORLD))
+    (tmp_path / "run").mkdir()
+    return calls
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+def test_slurm_queues_the_job_again_and_finds_the_checkpoint(
+    tmp_path: Path, scontrol: Path, ckpt_path: str | None
+) -> None:
+    def run() -> None:
+        _, _, expected = train(tmp_path / "whole")
+        options = {"plugins": [Slurm()], "ckpt_path": ckpt_path}
+        ended, trainer, _ = train(tmp_path / "run", Signal(name="SIGUSR1"), **options)
+        assert (ended, trainer.global_step) == (138, 3)
+        ended, trainer, weights = train(tmp_path / "run", checkpoints={"every_n_train_steps": 5}, **options)
+        assert (ended, trainer.global_step) == (None, 6)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+    run_ranks(run, WORLD)
+    assert scontrol.read_text().split() == ["hpc_ckpt_1.ckpt", "last.ckpt", "requeue", "77"]
+    assert get_step(tmp_path / "run" / "hpc_ckpt_1.ckpt") == 5  # not that of the signal
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, scontrol: Path) -> None:
+    def run() -> None:
+        assert train(tmp_path / "run", Signal(name="SIGTERM"), plugins=[Slurm()])[0] == 143
+
+    run_ranks(run, WORLD)
+    assert not scontrol.exists()
+    assert get_step(tmp_path / "run" / "last.ckpt") == 3
+
+
+def test_an_array_without_checkpoints_is_queued_again(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+
+    def run() -> None:
+        trainer = make_trainer(max_steps=6, callbacks=[Signal(name="SIGUSR1")], default_root_dir=tmp_path / "run")
+        trainer.strategy.cluster_environment = Slurm()
+        with pytest.raises(SystemExit):
+            trainer.fit(Regressor(), make_loader(BATCHES))
+
+    run_ranks(run, WORLD)
+    assert scontrol.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "70_7"]
+
+
+def test_a_job_that_cannot_be_queued_again_says_so(tmp_path: Path, scontrol: Path) -> None:
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+
+    says = pytest.warns(UserWarning, match="job 77 is not queued again.*`scontrol requeue 77`")
+
+    def run() -> None:
+        with says if os.environ["RANK"] == "0" else nullcontext():
+            assert train(tmp_path / "run", Signal(name="SIGUSR1"), plugins=[Slurm()])[0] == 138
+
+    run_ranks(run, WORLD)
+
+
+# ---------------------------------------------------------------------- what is said, and what is left alone
+
+
+def test_without_model_checkpoint_it_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer(callbacks=[Signal(rank=0, step=1)], max_steps=6, default_root_dir=tmp_path)
+        with (
+            pytest.raises(SystemExit),
+            pytest.warns(UserWarning, match="ended behind step 2, and nothing was"),
+        ):
+            trainer.fit(Regressor(), make_loader(BATCHES))
+
+    run_ranks(run, 1)
+
+
+def test_exit_code_and_signals_are_options(tmp_path: Path) -> None:
+    def run() -> None:
+        options = Preemption(signals=["SIGUSR2"], exit_code=85)
+        assert train(tmp_path, options, Signal(rank=0, name="SIGUSR2"))[0] == 85
+        assert train(tmp_path, options, Signal(rank=0, step=4))[0] == 85
+
+    run_ranks(run, 1)
+
+
+def test_handlers_of_the_program(tmp_path: Path) -> None:
+    """SIGTERM reaches both, others reach the program alone, and all are back behind the fit."""
+
+    def run() -> None:
+        received = []
+        for name in ("SIGTERM", "SIGUSR1"):
+            signal.signal(signal.Signals[name], lambda number, frame: received.append(number))
+        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+        assert train(tmp_path / "user", Preemption(["SIGUSR1", "SIGUSR2"]), Signal(0, "SIGUSR1"))[0] is None
+        assert train(tmp_path / "term", Signal(0, "SIGTERM"))[0] == 143
+        assert received == [signal.SIGUSR1, signal.SIGTERM]
+        assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+
+    run_ranks(run, 1)
+
+
+def test_a_forked_process_dies_of_the_signal(tmp_path: Path) -> None:
+    class Forks(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            is_there, says = os.pipe()
+            if (child := os.fork()) == 0:
+                os.write(says, b"!")  # Python forgets signals that come before
+                time.sleep(60)
+                os._exit(0)
+            os.read(is_there, 1)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitpid(child, 0)[1] == signal.SIGTERM
+
+    def run() -> None:
+        train(tmp_path, Forks(), limit_val_batches=0)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"signals": "SIGUSR1"}, r"Preemption\(signals='SIGUSR1'\) must be a list"),
+        ({"signals": ["USR1"]}, r"Preemption\(signals=\['USR1'\]\) must be a list of names"),
+        ({"signals": ["SIGKILL"]}, "that a process can handle"),
+        ({"exit_code": 256}, r"Preemption\(exit_code=256\) must be 0 to 255"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Preemption(**options)
+
+
+def test_other_strategies_are_refused() -> None:
+    trainer = make_trainer(SingleDeviceStrategy(torch.device("cpu")), devices=1, callbacks=[Preemption()])
+    with pytest.raises(ValueError, match="Preemption needs a strategy of lightning_fsdp2, not SingleDeviceStrategy"):
+        trainer.fit(Regressor(), make_batches(2))
+
+
+def test_one_number_per_step_on_the_host() -> None:
+    """And Lightning's own broadcast in every micro-batch is gone."""
+    counts: list[Counter[str]] = []
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            counts.append(Counter())
+
+    def run() -> list[Counter[str]]:
+        originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "barrier")}
+        for name, original in originals.items():
+            setattr(dist, name, partial(count, name, original))
+        trainer = make_trainer(callbacks=[Counts()], max_steps=3, accumulate_grad_batches=2)
+        trainer.fit(Regressor(), make_loader(BATCHES))
+        return counts
+
+    def count(name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if counts:
+            counts[-1][name] += 1
+        return original(*args, **options)
+
+    *steps, _ = run_ranks(run, WORLD)[0]
+    assert steps == [Counter(), Counter(all_reduce=1)] * 2 + [Counter()]
