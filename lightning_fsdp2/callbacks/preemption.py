@@ -159,6 +159,9 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
             " ModelCheckpoint."
         )
     strategy.checkpoint_io.wait()
+    for logger in trainer.loggers:
+        logger.save()
+    strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
     if is_slurm and number == environment.requeue_signal and trainer.is_global_zero:
         _requeue()
 

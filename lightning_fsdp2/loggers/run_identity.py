@@ -63,9 +63,14 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
         "parameters": _count_parameters(module),
         "model": _describe_model(module),
         "data": _describe_data(trainer),
-        "versions": _get_versions(),
+        "versions": get_versions(),
         "git": _get_optional_revision(),
     }
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name may hold what nobody else should read."""
+    return _SECRET_NAME.search(name) is not None
 
 
 def _count_parameters(module: nn.Module) -> dict[str, int]:
@@ -109,7 +114,8 @@ def _describe_data(trainer: Any) -> dict[str, Any]:
     return data
 
 
-def _get_versions() -> dict[str, Any]:
+def get_versions() -> dict[str, Any]:
+    """Of Python, and of the packages that decide what a step computes and how ranks communicate."""
     import lightning_fsdp2
 
     return {
@@ -155,7 +161,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping | list | tuple | set) and len(value) > _MOST_ITEMS:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items() if not _SECRET_NAME.search(str(key))}
+        return {str(key): _to_plain(item) for key, item in value.items() if not is_secret(str(key))}
     if isinstance(value, list | tuple | set):
         return [_to_plain(item) for item in value]
     return getattr(value, "name_or_path", None) or getattr(value, "__name__", None) or type(value).__name__

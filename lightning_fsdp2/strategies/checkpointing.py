@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._lightning_compat import is_accumulating
-from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
@@ -30,6 +29,7 @@ from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
 from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
+from lightning_fsdp2.strategies.agreement import check_shared_folders
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
@@ -54,7 +54,6 @@ class CheckpointingStrategy(WorldStrategy):
     _begins_epoch_anew = False
     _left_out: Sequence[LeftOut] = ()
     _checkpoint_io: MeshCheckpointIO | None
-    _preemption: Preemption | None = None
     _tracking: Tracking | None = None
 
     @abstractmethod
@@ -104,6 +103,7 @@ class CheckpointingStrategy(WorldStrategy):
         self.checkpoint_io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        check_shared_folders(trainer, self.hosts, self._control_group)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self.checkpoint_io.clean(callback.dirpath or trainer.default_root_dir, callback.CHECKPOINT_NAME_LAST)
@@ -114,10 +114,6 @@ class CheckpointingStrategy(WorldStrategy):
                 if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
                     callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
                 self._warn_of_second_save(callback)
-        callbacks = cast(Any, trainer).callbacks
-        if not any(isinstance(callback, Preemption) for callback in callbacks):
-            self._preemption = Preemption()
-            callbacks.append(self._preemption)
 
     def finish_checkpoints(self) -> None:
         """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
@@ -127,9 +123,6 @@ class CheckpointingStrategy(WorldStrategy):
         for callback in trainer.checkpoint_callbacks:
             for name in ("_link_checkpoint", "file_exists", "on_train_batch_end"):
                 callback.__dict__.pop(name, None)
-        if self._preemption is not None:
-            cast(Any, trainer).callbacks.remove(self._preemption)
-            self._preemption = None
         if trainer.interrupted:
             self.checkpoint_io.settle()
         else:

@@ -40,7 +40,11 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     Args:
         config: The flags of DDP.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error.
+        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
+            saves.
+        rendezvous_timeout: How long ranks wait for the others to start.
+        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+            :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
         TypeError: When an argument is of another type, such as a mapping for a config.
@@ -61,9 +65,16 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         config: DDPConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        rendezvous_timeout: timedelta = timedelta(minutes=10),
+        steady_timeout: timedelta | None = None,
     ) -> None:
-        self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, timeout=timeout)
-        super().__init__(get_sizes=get_mesh_sizes, config=config or DDPConfig(), checkpoint=checkpoint, timeout=timeout)
+        timeouts = {
+            "timeout": timeout,
+            "rendezvous_timeout": rendezvous_timeout,
+            "steady_timeout": steady_timeout,
+        }
+        self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(get_sizes=get_mesh_sizes, config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
         self._forward_redirection = _DDPForwardRedirection()
         self._replica: Replica | None = None
         self._has_stepped = self._has_backward = False

@@ -16,10 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
 from lightning_fsdp2.parallel.uneven_shards import gather
+from lightning_fsdp2.strategies.peers import meet
 
 
 def init_process_group(
-    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
+    environment: ClusterEnvironment,
+    backend: str | None,
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    rendezvous_timeout: timedelta,
 ) -> None:
     """Start the default process group, unless the user did; it ends with the interpreter.
 
@@ -30,8 +36,10 @@ def init_process_group(
         backend: None chooses by ``device``, or takes what the group has.
         device: This rank's.
         timeout: Of its collectives.
+        rendezvous_timeout: How long to wait for the other ranks.
 
     Raises:
+        TimeoutError: When some rank does not come.
         ValueError: When there is a group of another size or backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
@@ -51,9 +59,10 @@ def init_process_group(
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     else:
-        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+        store = meet(environment.main_address, environment.main_port, rank, world_size, rendezvous_timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(_destroy_process_group)
 
 

@@ -49,7 +49,11 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         cp_size: Context parallel ranks, which compute a part of each sequence.
         config: The flags of FSDP2.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error.
+        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
+            saves.
+        rendezvous_timeout: How long ranks wait for the others to start.
+        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+            :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
         TypeError: When an argument is of another type, such as a mapping for a config.
@@ -73,13 +77,20 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         config: FSDP2Config | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        rendezvous_timeout: timedelta = timedelta(minutes=10),
+        steady_timeout: timedelta | None = None,
     ) -> None:
-        self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, timeout=timeout)
+        timeouts = {
+            "timeout": timeout,
+            "rendezvous_timeout": rendezvous_timeout,
+            "steady_timeout": steady_timeout,
+        }
+        self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
-        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
+        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, **timeouts)
         self._patches = ExitStack()
 
     @override

@@ -42,7 +42,11 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         cp_size: Context parallel ranks, which compute a part of each sequence.
         config: The flags of Megatron-FSDP.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error.
+        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
+            saves.
+        rendezvous_timeout: How long ranks wait for the others to start.
+        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+            :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
@@ -73,15 +77,22 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         config: MegatronFSDPConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        rendezvous_timeout: timedelta = timedelta(minutes=10),
+        steady_timeout: timedelta | None = None,
     ) -> None:
-        self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, timeout=timeout)
+        timeouts = {
+            "timeout": timeout,
+            "rendezvous_timeout": rendezvous_timeout,
+            "steady_timeout": steady_timeout,
+        }
+        self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
         get_sizes = partial(
             get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
         )
         config = config or MegatronFSDPConfig()
-        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, timeout=timeout)
+        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
 
     @property

@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_fsdp2.callbacks.preemption import Preemption
+from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
@@ -39,6 +41,7 @@ from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.structure import get_modules, is_metric
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies import distributed
+from lightning_fsdp2.strategies.agreement import check_same_run
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
@@ -90,23 +93,31 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         config: DistributedConfig,
         checkpoint: CheckpointConfig | None,
         timeout: timedelta,
+        rendezvous_timeout: timedelta,
+        steady_timeout: timedelta | None,
     ) -> None:
-        super().__init__(get_sizes=get_sizes, config=config, timeout=timeout)
+        super().__init__(get_sizes=get_sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
+        self._steady_timeout = steady_timeout
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.token_mean: TokenMean | None = None
         self._manager: ManagerT | None = None
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
+        self._added_callbacks: list[Callback] = []
         self._checked_batches: set[tuple[str, int]] = set()
         self._buffer_owners: list[tuple[nn.Module, str]] = []
 
     def _check_arguments(self, config_class: type[DistributedConfig], **arguments: Any) -> None:
         """Refuse what is of another type, such as a mapping for a config."""
-        kinds = {"config": config_class, "checkpoint": CheckpointConfig, "timeout": timedelta}
+        kinds = {"config": config_class, "checkpoint": CheckpointConfig}
         for name, value in arguments.items():
-            if not isinstance(value, kinds[name]) and (value is not None or name == "timeout"):
-                kind = kinds[name].__name__
-                raise TypeError(f"{type(self).__name__}({name}={value!r}) must be a {kind}; pass {kind}(...).")
+            kind = kinds.get(name, timedelta)
+            if not isinstance(value, kind) and (value is not None or name in ("timeout", "rendezvous_timeout")):
+                raise TypeError(
+                    f"{type(self).__name__}({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...)."
+                )
+            if isinstance(value, timedelta) and value <= timedelta(0):
+                raise ValueError(f"{type(self).__name__}({name}={str(value)!r}) must be more than nothing.")
 
     @property
     def manager(self) -> ManagerT:
@@ -141,9 +152,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self.lightning_module._device_mesh = self.device_mesh
 
     @override
+    def check_ranks(self) -> None:
+        check_same_run(self.lightning_module.trainer, self.hosts, self._control_group)
+
+    @override
     def teardown(self) -> None:
         if self.lightning_module is not None and self._control_group is not None:
             self.finish_checkpoints()
+            self._remove_callbacks(self.lightning_module.trainer)
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
         if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
             del self.lightning_module.log
@@ -158,7 +174,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         ):
             # Lightning's sampler for predict fails on the ranks without samples only: the others wait in `keep_in_step`
             keep_in_step((), self._control_group, may_drop=False)
-        remedy = get_optional_remedy(exception)
+        remedy = get_optional_remedy(exception, self.hosts)
         if remedy is not None:
             exception.args = (f"{exception}\n{remedy}",)
 
@@ -198,6 +214,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             # weights first gathered in inference mode could not be trained afterwards
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
+        self._add_callbacks(trainer)
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -219,6 +236,27 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             for kind, reason in self.refused_callbacks.items():
                 if isinstance(callback, kind):
                     raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
+
+    def _add_callbacks(self, trainer: "Trainer") -> None:
+        """Those that belong to every fit; the Trainer gets its own list back at its end."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        callbacks = cast(Any, trainer).callbacks
+        if not any(isinstance(callback, Preemption) for callback in callbacks):
+            self._added_callbacks.append(Preemption())
+        if self._steady_timeout is not None:
+            if any(isinstance(callback, ProcessGroupTimeout) for callback in callbacks):
+                raise ValueError(
+                    f"{type(self).__name__}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and"
+                    " the Trainer has one already; remove one of them."
+                )
+            self._added_callbacks.append(ProcessGroupTimeout(self._steady_timeout))
+        callbacks += self._added_callbacks
+
+    def _remove_callbacks(self, trainer: "Trainer") -> None:
+        for callback in self._added_callbacks:
+            cast(Any, trainer).callbacks.remove(callback)
+        self._added_callbacks.clear()
 
     def _validate_together(self, trainer: "Trainer") -> None:
         """``Trainer(val_check_interval="00:30:00")``: each rank has its own clock, and some would validate alone."""

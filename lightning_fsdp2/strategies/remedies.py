@@ -1,9 +1,12 @@
 """What to do about errors of torch and Lightning that do not say why they come."""
 
+from collections.abc import Sequence
 from traceback import walk_tb
 from types import CodeType
 
 from lightning.pytorch.utilities import grad_norm
+
+from lightning_fsdp2.strategies.peers import say_who_answers
 
 _PEER_IS_GONE = (
     "Connection closed by peer",
@@ -13,9 +16,17 @@ _PEER_IS_GONE = (
 )
 """What gloo, the store and nccl say where another rank is no longer there."""
 
+_PEER_IS_SILENT = ("Timed out waiting", "timed out", "Operation timed out", "No route to host", "Broken pipe")
+"""What they say where it may be there, but does not answer within the timeout."""
 
-def get_optional_remedy(exception: BaseException) -> str | None:
-    """What to do where torch and Lightning fail on sharded parameters without saying why."""
+
+def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
+    """What to do where torch and Lightning fail without saying why.
+
+    Args:
+        exception: What a stage failed with.
+        hosts: Of all ranks; empty before they have met.
+    """
     if "mixed torch.Tensor and DTensor" in str(exception):
         return (
             "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
@@ -32,8 +43,8 @@ def get_optional_remedy(exception: BaseException) -> str | None:
             " it: under MegatronFSDPStrategy name the class that holds both in `megatron_fsdp_unit_modules`, or use"
             " `zero_dp_strategy=2`."
         )
-    if any(text in str(exception) for text in _PEER_IS_GONE):
-        return "Another rank ended before this one: its own error, further up or in its log, is the reason."
+    if len(hosts) > 1 and any(text in str(exception) for text in (*_PEER_IS_GONE, *_PEER_IS_SILENT)):
+        return f"Another rank ended before this one or answers no longer. {say_who_answers(hosts)}"
     if is_raised_in(grad_norm.__code__, exception):
         return (
             "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"

@@ -1,5 +1,7 @@
 """The processes of a run: who they are, the mesh they form, and collectives between them."""
 
+import os
+import platform
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,15 +10,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_fsdp2._torch_compat import set_group_timeout
-from lightning_fsdp2.checkpoint.coordination import get_group
+from lightning_fsdp2.checkpoint.coordination import all_gather, get_group
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -39,14 +42,27 @@ class WorldStrategy(ParallelStrategy):
         get_sizes: Called with ``world_size`` and ``num_nodes``, before any process group exists.
         config: Its ``backend`` is read here.
         timeout: Of collectives.
+        rendezvous_timeout: How long to wait for the other ranks at the start.
+
+    Attributes:
+        hosts: Of all ranks, in their order.
     """
 
-    def __init__(self, *, get_sizes: Callable[..., MeshSizes], config: DistributedConfig, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        *,
+        get_sizes: Callable[..., MeshSizes],
+        config: DistributedConfig,
+        timeout: timedelta,
+        rendezvous_timeout: timedelta,
+    ) -> None:
         super().__init__()
         self.config = config
         self.num_nodes = 1
         self.get_sizes = get_sizes
+        self.hosts: list[str] = []
         self._timeout = timeout
+        self._rendezvous_timeout = rendezvous_timeout
         self.group_timeout = timeout
         """After which time a collective of a step fails now; :meth:`set_group_timeout` changes it."""
         self._full_device_mesh: DeviceMesh | None = None
@@ -111,6 +127,7 @@ class WorldStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self.cluster_environment.creates_processes_externally:
+            self._take_nodes_of_torchrun()
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             return
         if hasattr(sys, "ps1"):  # a notebook or an interactive shell
@@ -123,17 +140,46 @@ class WorldStrategy(ParallelStrategy):
             return
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def _take_nodes_of_torchrun(self) -> None:
+        """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""
+        if not isinstance(self.cluster_environment, TorchElasticEnvironment):
+            return
+        nodes = self.cluster_environment.world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+        if nodes != self.num_nodes:
+            rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={self.num_nodes}).")
+            self.num_nodes = nodes
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Of the mesh.
+
+        Raises:
+            ValueError: When they do not fit the number of ranks.
+        """
+        return self.get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
+
     @override
     def setup_environment(self) -> None:
-        sizes = self.get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
+        sizes = self.sizes  # an error before there are groups
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        distributed.init_process_group(self.cluster_environment, self.config.backend, self.root_device, self._timeout)
+        distributed.init_process_group(
+            self.cluster_environment,
+            self.config.backend,
+            self.root_device,
+            timeout=self._timeout,
+            rendezvous_timeout=self._rendezvous_timeout,
+        )
         # for what must not touch the accelerator or mix with the step's collectives
         self._control_group = get_group("control", self._timeout)
         get_group("rendezvous", self._timeout)
+        self.hosts = all_gather(platform.node(), self._control_group)
+        self.check_ranks()
         self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
+
+    def check_ranks(self) -> None:
+        """Refuse ranks that would not train the same; they communicate already, and have no mesh yet."""
 
     def _set_device_mesh(self, mesh: DeviceMesh) -> None:
         self._full_device_mesh = mesh

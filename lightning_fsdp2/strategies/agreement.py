@@ -1,0 +1,150 @@
+"""Nodes that differ: other versions, another config, a folder of their own; refused before they train."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
+
+from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
+from lightning_fsdp2.checkpoint.folder import get_path, is_local
+from lightning_fsdp2.loggers.run_identity import get_versions, is_secret
+from lightning_fsdp2.strategies.peers import describe_ranks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_OPTIONS_OF_TRAINER = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "num_sanity_val_steps",
+    "precision",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
+)
+
+_MOST_NAMED = 5
+_SECONDS_FOR_A_FILE_TO_APPEAR = 10
+
+
+def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse ranks with other versions of packages or another config; every rank calls it.
+
+    The config is that of the command line, all of it; without one, what Trainer, strategy and hyperparameters say.
+
+    Args:
+        trainer: Its strategy has its sizes, and its module is connected.
+        hosts: Of all ranks.
+        group: Of all ranks, on the host.
+
+    Raises:
+        ValueError: On every rank, with what differs and where.
+    """
+    ranks = all_gather(_describe(trainer), group)
+    names = dict.fromkeys(name for description in ranks for name in description)
+    differences = [name for name in names if len({description.get(name) for description in ranks}) > 1]
+    if not differences:
+        return
+    told = "; ".join(_tell_difference(name, ranks, hosts) for name in differences[:_MOST_NAMED])
+    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+    raise ValueError(
+        f"The ranks of a run must be the same, and differ: {told}{more}. Install the same versions on all nodes, and"
+        " start them with the same config."
+    )
+
+
+def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse a folder of ``ModelCheckpoint`` that hosts do not share; every rank calls it.
+
+    Args:
+        trainer: Its callbacks are set up.
+        hosts: Of all ranks.
+        group: Of all ranks, on the host.
+
+    Raises:
+        ValueError: On every rank, with the folder and the ranks that do not see it.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_local(get_path(callback.dirpath)):
+            _check_shared(Path(callback.dirpath), hosts, group)
+
+
+def _describe(trainer: Any) -> dict[str, str]:
+    """What must be the same everywhere, by name."""
+    strategy = trainer.strategy
+    versions = {f"the version of {name}": version for name, version in get_versions().items() if name != "python"}
+    config: dict[str, Any] = {"strategy": type(strategy).__name__, "mesh": strategy.sizes}
+    for owner in (strategy.config, strategy.checkpoint_config):
+        config |= {f"{type(owner).__name__}.{name}": value for name, value in vars(owner).items()}
+    config |= {f"trainer.{name}": getattr(trainer, name) for name in _OPTIONS_OF_TRAINER}
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        config |= {f"{type(owner).__name__}.{name}": v for name, v in getattr(owner, "hparams_initial", {}).items()}
+    for callback in trainer.callbacks:
+        if isinstance(callback, SaveConfigCallback):
+            config |= dict(callback.config.items())
+    return versions | {name: _write(name, value) for name, value in config.items()}
+
+
+def _write(name: str, value: Any) -> str:
+    """The value where it says what it is; of an object, which says where it is, the class."""
+    if is_secret(name.rpartition(".")[2]):
+        return "hidden"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple | set):
+        return "[" + ", ".join(_write(name, item) for item in value) + "]"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _tell_difference(name: str, ranks: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    places: dict[str, list[int]] = {}
+    for rank, description in enumerate(ranks):
+        places.setdefault(description.get(name, "missing"), []).append(rank)
+    return f"{name} is " + " and ".join(
+        f"{value} on {'rank' if len(of_value) == 1 else 'ranks'} {describe_ranks(of_value, hosts)}"
+        for value, of_value in places.items()
+    )
+
+
+def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    if len(set(hosts)) == 1:
+        return
+    # a name that no host has asked for before, and so none remembers as absent
+    probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
+    sees = all_gather(_appears(probe), group)
+    on_first_rank(lambda: probe.unlink(missing_ok=True), group)
+    if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
+        raise ValueError(
+            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the folder of checkpoints, and what rank"
+            f" {describe_ranks([0], hosts)} writes there does not appear on {describe_ranks(blind, hosts)}. Choose one"
+            " on a shared file system, or in an object store."
+        )
+
+
+def _make_file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _SECONDS_FOR_A_FILE_TO_APPEAR
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
