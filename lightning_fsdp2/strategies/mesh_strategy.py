@@ -241,17 +241,17 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         """Those that belong to every fit; the Trainer gets its own list back at its end."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        callbacks = cast(Any, trainer).callbacks
-        if not any(isinstance(callback, Preemption) for callback in callbacks):
+        kinds = {type(callback) for callback in cast(Any, trainer).callbacks}
+        if ProcessGroupTimeout in kinds and self._steady_timeout is not None:
+            raise ValueError(
+                f"{type(self).__name__}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
+                " Trainer has one already; remove one of them."
+            )
+        if Preemption not in kinds:
             self._added_callbacks.append(Preemption())
         if self._steady_timeout is not None:
-            if any(isinstance(callback, ProcessGroupTimeout) for callback in callbacks):
-                raise ValueError(
-                    f"{type(self).__name__}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and"
-                    " the Trainer has one already; remove one of them."
-                )
             self._added_callbacks.append(ProcessGroupTimeout(self._steady_timeout))
-        callbacks += self._added_callbacks
+        cast(Any, trainer).callbacks += self._added_callbacks
 
     def _remove_callbacks(self, trainer: "Trainer") -> None:
         for callback in self._added_callbacks:

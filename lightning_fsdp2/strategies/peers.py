@@ -14,6 +14,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 _PROBE_TIMEOUT = timedelta(seconds=5)
 """How long ranks that lost contact wait for the others to say the same: all were in one collective."""
 
+_LISTED_HOSTS = 16
+
 _ARRIVED, _ALL_ARRIVED, _HOST, _LOST = "arrived", "all arrived", "host of rank", "lost contact, rank"
 
 
@@ -76,7 +78,8 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(of_host), key=lambda pair: pair[1] - pair[0])]
         numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         parts.append(f"{numbers} ({host})" if host else numbers)
-    return ", ".join(parts)
+    more = f" and {len(parts) - _LISTED_HOSTS} more hosts" if len(parts) > _LISTED_HOSTS else ""
+    return ", ".join(parts[:_LISTED_HOSTS]) + more
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
@@ -100,11 +103,12 @@ def say_who_answers(hosts: Sequence[str]) -> str:
             f"Rank {own} reaches neither the other ranks nor the store at {address}: its own host has lost the network,"
             f" or that of the store is gone. The ranks were {describe_ranks(range(len(hosts)), hosts)}."
         )
+    there = describe_ranks(sorted(answered), hosts)
     silent = [rank for rank in range(len(hosts)) if rank not in answered]
     if not silent:
-        return f"All ranks answer ({describe_ranks(answered, hosts)}): one of them was too slow, or at another place."
+        return f"All ranks answer ({there}): one of them was too slow, or at another place."
     return (
-        f"These ranks answer: {describe_ranks(sorted(answered), hosts)}. These do not, any longer:"
+        f"These ranks answer: {there}. These do not, any longer:"
         f" {describe_ranks(silent, hosts)}; see their logs, and whether their hosts live."
     )
 
