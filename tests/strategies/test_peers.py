@@ -23,6 +23,8 @@ from lightning_fsdp2.strategies.peers import describe_ranks
 
 HOSTS = ["a", "a", "b", "b"]
 
+FIRST_16 = ", ".join(f"{rank} ({rank})" for rank in range(16))
+
 
 @pytest.fixture(autouse=True)
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
