@@ -50,7 +50,7 @@ class Job:
                     *("--nnodes", nodes, "--nproc-per-node", "2", "--max-restarts", str(self.max_restarts)),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store.address}:{PORT}"),
                     *("--rdzv-id", self.folder.name, "--local-addr", host.address),
-                    *("--rdzv-conf", "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1"),
+                    *("--rdzv-conf", "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1,read_timeout=5"),
                     *("-m", "lightning_fsdp2", "fit", "--config", str(self.config), "--ckpt_path", "last"),
                 ],
                 self.folder / f"{host.name}.log",
