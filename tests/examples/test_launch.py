@@ -284,7 +284,7 @@ def test_the_command_of_a_pod_trains(name: str, cluster: Cluster) -> None:
 # ---------------------------------------------------------------------- pre-emption
 
 needs_preemption = pytest.mark.skipif(not hasattr(callbacks, "Preemption"), reason="the callback is not there yet")
-ENDLESS = ["--trainer.max_steps=1000000", "--trainer.enable_progress_bar=false"]
+ENDLESS = ["--trainer.max_steps=1000000"]
 
 
 def has_saved(cluster: Cluster) -> bool:
@@ -316,7 +316,7 @@ def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> No
 def test_a_signal_to_one_pod_ends_all_with_the_code_of_the_manifest(cluster: Cluster) -> None:
     _, container = read_manifest("jobset.yaml")
     arguments = [f"--config={QUICKSTART}" if "--config=" in word else word for word in container["args"]]
-    arguments += [*TOY, *ENDLESS, "--trainer.devices=1", TWO_NODES]
+    arguments += [*TOY, *ENDLESS, "--trainer.devices=2", TWO_NODES]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     pods = [cluster.start(arguments, **here, NODE_RANK=str(pod)) for pod in range(2)]
     pods[0].wait_for(lambda: has_saved(cluster))
