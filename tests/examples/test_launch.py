@@ -144,22 +144,35 @@ def test_the_nodes_of_compose_are_told_apart_and_share_what_they_write() -> None
 
 # ---------------------------------------------------------------------- what they do at a signal, without training
 
-WAITS = "trap 'exit {}' USR1; echo waits; for ((i = 0; i < 300; i++)); do sleep 0.1; done; exit 9"
+WAITS = "trap 'exit {}' USR1 TERM; echo waits; for ((i = 0; i < 300; i++)); do sleep 0.1; done; exit 9"
 
 
 def count(job: Job, text: str) -> int:
     return job.text.splitlines().count(text)
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["one_node.sbatch", "nodes.sbatch"])
-def test_tasks_that_saved_are_queued_again(name: str, cluster: Cluster) -> None:
-    cluster.put("lightning-fsdp2", WAITS.format(138))
+def test_tasks_that_saved_are_queued_again(name: str, number: int, cluster: Cluster) -> None:
+    cluster.put("lightning-fsdp2", WAITS.format(128 + number))
     job = cluster.submit(name, QUICKSTART, nodes=2, tasks=1)
     job.wait_for(lambda: count(job, "waits") == 2)
     for pid in get_tasks(job):
-        os.kill(pid, signal.SIGUSR1)
-    assert job.wait() == 138
+        os.kill(pid, number)
+    assert job.wait() == 128 + number
     assert cluster.requeued == [JOB]
+
+
+@pytest.mark.parametrize("name", ["one_node.sbatch", "nodes.sbatch"])
+def test_a_job_that_is_cancelled_is_not_queued_again(name: str, cluster: Cluster) -> None:
+    """`scancel` sends SIGTERM to the tasks and to the script."""
+    cluster.put("lightning-fsdp2", WAITS.format(143))
+    job = cluster.submit(name, QUICKSTART, nodes=2, tasks=1)
+    job.wait_for(lambda: count(job, "waits") == 2)
+    for pid in [job.process.pid, *get_tasks(job)]:
+        os.kill(pid, signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM
+    assert cluster.requeued == []
 
 
 def get_tasks(job: Job) -> list[int]:
