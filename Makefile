@@ -59,10 +59,12 @@ test-megatron-%: venv ## Run what stands on megatron-fsdp with another version o
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*
 	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not slow" -k megatron tests/strategies tests/managers $(ARGS)
 
-lint: venv ## Check style, format and types
+lint: venv ## Check style, format and types, launch scripts and images
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck --severity=warning examples/slurm/*.sbatch examples/torchrun/*.sh
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean: ## Remove caches, builds and the test-all ledger, but not the environments
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist *.egg-info
