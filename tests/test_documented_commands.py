@@ -207,7 +207,6 @@ def test_a_page_trains_goes_on_and_exports(page: str, expected: list[str]) -> No
         Path("run.yaml").write_text(yaml.safe_dump(config))
         result = run_command(command)
         assert ("Restored all states" in result.stderr) == ("--ckpt_path" in command)
-        assert any(Path("checkpoints").glob("*.ckpt")) == (steps > 0)
         if steps:
             target = Path("checkpoints/last.ckpt").resolve().name
             assert re.search(r"step=(\d+)", target)[1] == str(steps)
@@ -242,7 +241,7 @@ def test_every_line_is_a_command_that_is_known(block: Block) -> None:
     assert block.language == "bash" or block.page == "README.md"
     text = re.sub(r"\\\n", " ", block.text)
     lines = [line for line in text.splitlines() if line.strip()]
-    others = [line for line in lines if re.sub(r"^(pip install|python -c) .*", "", line)]
+    others = [line for line in lines if re.sub(r"^(pip install |python examples/).*", "", line)]
     assert len(read_commands(block.text)) == len(others)
 
 

@@ -1,8 +1,8 @@
 """A hook of mkdocs: files of the repository that pages link to are pages of the site.
 
-The pages are read in the repository too, where ``[recipes](../configs/README.md)`` leads to a file, or to a folder. Here
-each of these is a page under its own path, and the links lead to it: Markdown as it is, any other file in a block, a
-folder as its README or as all of its files.
+The pages are read in the repository too, where ``[recipes](../configs/README.md)`` leads to a file, or to a folder.
+Here each of these is a page under its own path, and the links lead to it: Markdown as it is, any other file in a block,
+a folder as its README or as all of its files.
 """
 
 import os
@@ -54,7 +54,7 @@ def get_targets(path: Path) -> list[Path]:
     if path.suffix != ".md":
         return []
     targets = (resolve(path, match["path"]) for match in _LINK.finditer(path.read_text()))
-    return [target for target in targets if target is not None and not (target.parent == DOCS / "drawings")]
+    return [target for target in targets if target is not None and target.parent != DOCS / "drawings"]
 
 
 def resolve(path: Path, link: str) -> Path | None:
