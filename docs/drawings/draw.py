@@ -183,9 +183,7 @@ def draw_tensor_parallel() -> Drawing:
 
 def draw_context_parallel() -> Drawing:
     """A sequence on two context parallel ranks, and the pairs of positions that each computes."""
-    drawing = Drawing(
-        760, 340, "One rank has the first and last chunk of a sequence, the other the two in the middle"
-    )
+    drawing = Drawing(760, 340, "One rank has the first and last chunk of a sequence, the other the two in the middle")
     owners = (0, 1, 1, 0)
     drawing.text(20, 34, "one sequence, in 2 x cp_size chunks", ink=FAINT)
     for chunk, owner in enumerate(owners):

@@ -44,6 +44,6 @@ def test_the_table_is_read() -> None:
 
 @pytest.mark.slow
 def test_the_output_that_is_quoted() -> None:
-    [quoted] = [block.text for block in read_blocks(PAGE) if block.language == "text"]
+    [quoted] = [block.text for block in read_blocks(PAGE) if block.language == "console"]
     printed = {line.strip() for line in describe("pretrain_llama3_8b_fsdp2").splitlines()}
     assert {line.strip() for line in quoted.splitlines()} <= printed

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from helpers.documents import ROOT
+from helpers.documents import PAGES, ROOT
 
 import lightning_fsdp2
 from lightning_fsdp2 import callbacks, loggers
@@ -107,6 +107,20 @@ def test_drawings_are_those_of_the_script() -> None:
     assert {path.stem for path in DRAWINGS.glob("*.svg")} == set(drawings)
     for name, draw in drawings.items():
         assert (DRAWINGS / f"{name}.svg").read_text() == draw().render(), "run docs/drawings/draw.py"
+
+
+def test_links_to_elsewhere_are_addresses() -> None:
+    """Whether they answer is not asked: tests have no network."""
+    links = [link for page in PAGES.values() for link in re.findall(r"\]\((https?:[^)]*)\)", page.read_text())]
+    assert len(links) > 5
+    assert [link for link in links if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w./#?=%~-]*)?", link)] == []
+
+
+def test_extras_that_are_named_exist() -> None:
+    named = {extra for page in PAGES.values() for extra in re.findall(r"lightning-fsdp2\[(\w+)\]", page.read_text())}
+    assert named >= {"lora", "megatron"}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in named)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "configs/README.md"])
