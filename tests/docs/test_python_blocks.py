@@ -269,6 +269,6 @@ def test_every_scene_has_a_block() -> None:
 
 
 def test_every_language_is_looked_at() -> None:
-    """Blocks in these are run, parsed, or compared with what they quote; most of ``console`` is read by people alone."""
+    """Blocks in these are run, parsed, or compared with what they quote; ``console`` is for people."""
     languages = {block.language for page in PAGES for block in read_blocks(page)}
     assert languages == {"python", "yaml", "json", "bash", "text", "console", ""}

@@ -112,7 +112,7 @@ def test_drawings_are_those_of_the_script() -> None:
 def test_links_to_elsewhere_are_addresses() -> None:
     """Whether they answer is not asked: tests have no network."""
     links = [link for page in PAGES.values() for link in re.findall(r"\]\((https?:[^)]*)\)", page.read_text())]
-    assert len(links) > 5
+    assert links
     assert [link for link in links if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w./#?=%~-]*)?", link)] == []
 
 
