@@ -1,6 +1,7 @@
 """The documentation is built, complete, and leads nowhere that is not there; `make lint` builds it too."""
 
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -65,18 +66,14 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_typeset(site: Path) -> None:
-    """Arguments are tables, references are links or code, examples are blocks."""
+    """Arguments are lists with types, references are links or code, examples are blocks."""
     pages = {path.parent.name: path.read_text() for path in (site / "api").rglob("index.html")}
     markup = [(name, found) for name, text in pages.items() for found in re.findall(r":\w+:`[^`]*|::\n|``\w+", text)]
     assert markup == []
-    table = re.search(r'id="lightning_fsdp2.FSDP2Strategy".*?<table>(.*?)</table>', pages["strategies"], re.DOTALL)[1]
-    assert [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<th>.*?</th>", table)] == [
-        "Name",
-        "Type",
-        "Description",
-        "Default",
-    ]
-    assert 'href="../configs/#lightning_fsdp2.FSDP2Config"' in table
+    arguments = re.search(r'id="lightning_fsdp2.FSDP2Strategy".*?<ul>(.*?)</ul>', pages["strategies"], re.DOTALL)[1]
+    names = re.findall(r"<b><code>(\w+)</code></b>\s*\(<code>", arguments)  # and their types
+    assert names == list(inspect.signature(lightning_fsdp2.FSDP2Strategy).parameters)
+    assert 'href="../configs/#lightning_fsdp2.FSDP2Config"' in arguments
 
 
 def test_what_docstrings_refer_to_is_there() -> None:
