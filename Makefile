@@ -6,7 +6,7 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all parity parity-oldest compatibility lint clean
+.PHONY: help venv quickstart test test-all parity parity-oldest compatibility docs lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -17,7 +17,7 @@ venv: $(INSTALLED) ## Make .venv with the package, its tools and the pinned vers
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
 		{ $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install pip; }
-	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev,docs]' -c constraints.txt
 	touch $@
 
 quickstart: venv ## Train a small model on this machine
@@ -59,7 +59,10 @@ test-megatron-%: venv ## Run what stands on megatron-fsdp with another version o
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*
 	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not slow" -k megatron tests/strategies tests/managers $(ARGS)
 
-lint: venv ## Check style, format and types, launch scripts and images
+docs: venv ## Build the documentation into site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+lint: docs ## Check style, format, types, launch scripts and images, and that the documentation is whole
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -67,5 +70,5 @@ lint: venv ## Check style, format and types, launch scripts and images
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean: ## Remove caches, builds and the test-all ledger, but not the environments
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist site *.egg-info
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Every shell command of the README, of ``configs/README.md`` and of the recipes' headers is run, or parsed.
+"""Every shell command of the documentation, of ``configs/README.md`` and of the recipes' headers is run, or parsed.
 
 A command that trains on GPUs is marked in the text, "needs GPUs", and its options are parsed here; ``COMMANDS`` says of
 each other one which test runs it.
@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from helpers.models import LLAMA
+from helpers.documents import PAGES, Block, get_blocks, read_blocks
+from helpers.models import LLAMA, make_causal_lm
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2.cli import FSDP2CLI
@@ -24,7 +27,8 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 RUN, PARSED = "run here", "parsed here"
 
 QUICKSTART = "tests/test_quickstart.py::test_the_loss_before_training_is_that_of_one_process"
-FROM_YAML = "tests/test_documented_commands.py::test_the_readme_trains_goes_on_verifies_and_exports"
+FROM_YAML = "tests/test_documented_commands.py::test_a_page_trains_goes_on_and_exports"
+LORA = "tests/test_documented_commands.py::test_an_adapter_is_exported_and_merged"
 WHEEL = "tests/cli/test_cli.py::test_the_wheel_works_in_an_empty_directory"
 
 COMMANDS = {
@@ -43,6 +47,19 @@ COMMANDS = {
     "lightning-fsdp2 fit --config configs/quickstart.yaml --ckpt_path=last": PARSED,
     "lightning-fsdp2 fit --config configs/quickstart.yaml --trainer.accelerator=gpu --trainer.devices=auto": PARSED,
     "lightning-fsdp2 fit --config configs/quickstart.yaml --trainer.fast_dev_run 2": RUN,
+    "lightning-fsdp2 quickstart --trainer.strategy.tp_size=2": PARSED,
+    "lightning-fsdp2 quickstart --trainer.devices=4 --trainer.strategy.dp_replicate_size=2": PARSED,
+    "lightning-fsdp2 quickstart --ckpt_path=last --trainer.max_steps=600": PARSED,
+    "lightning-fsdp2 describe --config run.yaml --world_size 8": FROM_YAML,
+    "lightning-fsdp2 fit --config run.yaml --trainer.fast_dev_run 2": FROM_YAML,
+    "lightning-fsdp2 consolidate checkpoints/step=100.ckpt step=100-whole.ckpt": (
+        "tests/cli/test_commands.py::test_consolidate_writes_a_file"
+    ),
+    "lightning-fsdp2 export checkpoints/last.ckpt my-model --dtype=bfloat16": (
+        "tests/cli/test_commands.py::test_export_writes_a_model_of_hugging_face"
+    ),
+    "lightning-fsdp2 export checkpoints/last.ckpt my-adapter": LORA,
+    "lightning-fsdp2 export checkpoints/last.ckpt my-model --merge=true": LORA,
     "lightning-fsdp2 verify outputs/quickstart/last.ckpt": WHEEL,
     "lightning-fsdp2 export outputs/quickstart/last.ckpt outputs/quickstart/model": WHEEL,
     "lightning-fsdp2 export outputs/sft_llama3_8b/checkpoints/last.ckpt outputs/sft_llama3_8b/last": (
@@ -61,11 +78,11 @@ def read_commands(text: str) -> list[tuple[str, str]]:
 
 
 def get_texts() -> dict[str, str]:
-    """What to look for commands in: fenced blocks of the READMEs, headers of the recipes."""
-    texts = {}
-    for name in ("README.md", "configs/README.md"):
-        blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
-        texts[name] = "\n".join(block for language, block in blocks if language in ("", "bash"))
+    """What to look for commands in: fenced blocks of the pages, headers of the recipes."""
+    texts = {
+        page: "\n".join(block.text for block in read_blocks(page) if block.language in ("", "bash"))
+        for page in (*PAGES, "configs/README.md")
+    }
     return texts | {path.name: path.read_text().partition("\nseed_everything")[0] for path in RECIPES}
 
 
@@ -99,21 +116,22 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-fsdp2"])
 
 
-@pytest.fixture
-def _run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's own `run.yaml` with a model and data that are here."""
-    [text] = re.findall(
-        r"^## From YAML\n\n```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    config = yaml.safe_load(text)
+def read_run_yaml(page: str) -> dict[str, Any]:
+    """A page's own `run.yaml` with a model and data that are here."""
+    config = next(config for block in get_blocks("yaml", page=page) if "data" in (config := yaml.safe_load(block.text)))
     arguments = config["model"]["init_args"]
     del arguments["pretrained"]
     arguments["config"] = LLAMA
-    (tmp_path / "text.txt").write_text("text")
     config["data"]["init_args"].update(path="text.txt", tokenizer=None)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return config
+
+
+@pytest.fixture
+def _run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a few words of it\n" * 40)
+    Path("run.yaml").write_text(yaml.safe_dump(read_run_yaml("README.md")))
+    Path("configs").symlink_to(ROOT / "configs")
 
 
 def get_arguments(command: str) -> list[str]:
@@ -132,7 +150,8 @@ def test_options_are_parsed(command: str, capsys: pytest.CaptureFixture[str]) ->
         FSDP2CLI([*arguments, "--print_config"])
     assert exit_.value.code == 0
     printed: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
-    config = yaml.safe_load(Path(arguments[arguments.index("--config") + 1]).read_text())
+    path = "configs/quickstart.yaml" if "quickstart" in arguments else arguments[arguments.index("--config") + 1]
+    config = yaml.safe_load(Path(path).read_text())
     assert printed["trainer"]["strategy"]["class_path"] == config["trainer"]["strategy"]["class_path"]
     if "--nproc-per-node" in command:
         assert str(printed["trainer"]["devices"]) == re.search(r"--nproc-per-node (\d+)", command)[1]
@@ -166,25 +185,64 @@ def run_command(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_run_yaml")
-def test_the_readme_trains_goes_on_verifies_and_exports() -> None:
-    """Two steps and two more, by the README's file and its commands in their order."""
-    config = yaml.safe_load(Path("run.yaml").read_text())
-    Path("text.txt").write_text("a few words of it\n" * 40)
-    [checkpoints] = [callback["init_args"] for callback in config["trainer"]["callbacks"]]
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [("README.md", ["fit", "fit", "verify", "export"]), ("docs/quickstart.md", ["describe", *3 * ["fit"], "export"])],
+)
+def test_a_page_trains_goes_on_and_exports(page: str, expected: list[str]) -> None:
+    """Two steps and two more, by the page's file and its commands in their order."""
+    config = read_run_yaml(page)
+    checkpoints = config["trainer"]["callbacks"][-1]["init_args"]
     config["model"]["init_args"]["config"] = {**LLAMA, "vocab_size": 257}
     config["data"]["init_args"]["sequence_length"] = 16
-    config["trainer"] |= {"accelerator": "cpu", "devices": config["trainer"]["strategy"]["init_args"]["tp_size"]}
+    config["trainer"] |= {"accelerator": "cpu", "devices": config["trainer"]["strategy"]["init_args"].get("tp_size", 2)}
     checkpoints["every_n_train_steps"] = 2
-    commands = [command for _, command, _ in DOCUMENTED if COMMANDS.get(command) == FROM_YAML]
-    assert [get_arguments(command)[0] for command in commands] == ["fit", "fit", "verify", "export"]
-    for command, steps in zip(commands, (2, 4, 4, 4), strict=True):
+    commands = [command for name, command, _ in DOCUMENTED if name == page and COMMANDS.get(command) == FROM_YAML]
+    assert [get_arguments(command)[0] for command in commands] == expected
+    steps = 0
+    for command in commands:
+        is_training = get_arguments(command)[0] == "fit" and "fast_dev_run" not in command
+        steps += 2 * is_training
         config["trainer"]["max_steps"] = steps
         Path("run.yaml").write_text(yaml.safe_dump(config))
         result = run_command(command)
         assert ("Restored all states" in result.stderr) == ("--ckpt_path" in command)
-        target = Path("checkpoints/last.ckpt").resolve().name
-        assert re.search(r"step=(\d+)", target)[1] == str(steps)
+        if steps:
+            target = Path("checkpoints/last.ckpt").resolve().name
+            assert re.search(r"step=(\d+)", target)[1] == str(steps)
     assert AutoModelForCausalLM.from_pretrained("my-model").num_parameters() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_run_yaml")
+def test_an_adapter_is_exported_and_merged() -> None:
+    """The commands of the page on LoRA, on what its adapter is after two steps."""
+    make_causal_lm({**LLAMA, "vocab_size": 257}).save_pretrained("base")
+    config = read_run_yaml("README.md")
+    config["model"]["init_args"] = {"pretrained": "base", "lora": {"r": 2}}
+    config["data"]["init_args"]["sequence_length"] = 16
+    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 2}
+    config["trainer"]["callbacks"][-1]["init_args"]["every_n_train_steps"] = 2
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    commands = [command for command, test in COMMANDS.items() if test == LORA]
+    for command in ("lightning-fsdp2 fit --config run.yaml", *commands):
+        run_command(command)
+    base = AutoModelForCausalLM.from_pretrained("base")
+    adapter = PeftModel.from_pretrained(base, "my-adapter").merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained("my-model").state_dict()
+    assert adapter.keys() == merged.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, adapter[name])
+
+
+@pytest.mark.parametrize("block", get_blocks("", "bash"), ids=str)
+def test_every_line_is_a_command_that_is_known(block: Block) -> None:
+    """No block is passed over since nobody has looked for what is in it."""
+    assert block.language == "bash" or block.page == "README.md"
+    text = re.sub(r"\\\n", " ", block.text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    others = [line for line in lines if re.sub(r"^(pip install |python examples/).*", "", line)]
+    assert len(read_commands(block.text)) == len(others)
 
 
 def test_targets_of_make_exist() -> None:
