@@ -39,5 +39,7 @@ if __name__ == "__main__":
     with unshard_fsdp2_model(model), torch.no_grad():
         for prompt in arguments.prompts[dist.get_rank() :: dist.get_world_size()]:
             inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-            tokens = model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False)
+            # synced_gpus: transformers makes ranks of FSDP wait for each other's last token, which they need not here
+            options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "synced_gpus": False}
+            tokens = model.generate(**inputs, **options)
             print(f"rank {dist.get_rank()}: {tokenizer.decode(tokens[0])!r}")
