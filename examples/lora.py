@@ -3,7 +3,7 @@
 python examples/lora.py                                                     # 2 processes, or all GPUs of the machine
 python examples/lora.py --pretrained outputs/own_module/model               # the same, after examples/own_module.py
 torchrun --nproc-per-node 8 examples/lora.py --pretrained /models/llama-3-8b \
-  --learning-rate 1e-4 --tp-size 2 --steps 1000                                                         # needs GPUs
+  --text "/data/*.txt" --precision bf16-mixed --learning-rate 1e-4 --tp-size 2                          # needs GPUs
 """
 
 import argparse
@@ -32,6 +32,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=torch.accelerator.device_count() or 2)
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share every layer")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
 
@@ -48,10 +49,15 @@ if __name__ == "__main__":
     )
     logger = CSVLogger("outputs", name="lora")
     trainer = pl.Trainer(
-        devices=arguments.devices, strategy=strategy, max_steps=arguments.steps, logger=logger, log_every_n_steps=10
+        devices=arguments.devices,
+        strategy=strategy,
+        precision=arguments.precision,
+        max_steps=arguments.steps,
+        logger=logger,
+        log_every_n_steps=10,
     )
     data = TextDataModule(
-        path=arguments.text, tokenizer=arguments.pretrained, sequence_length=128, batch_size=2, global_batch_size=8
+        path=arguments.text, tokenizer=arguments.pretrained, sequence_length=128, batch_size=1, global_batch_size=8
     )
     trainer.fit(module, data)
     options = {"tokenizer": data.tokenizer, "overwrite": True}

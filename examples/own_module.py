@@ -2,7 +2,7 @@
 
 python examples/own_module.py                                               # 2 processes, or all GPUs of the machine
 torchrun --nproc-per-node 8 examples/own_module.py --pretrained /models/llama-3-8b \
-  --learning-rate 1e-5 --tp-size 2 --steps 1000                                                         # needs GPUs
+  --text "/data/*.txt" --precision bf16-mixed --learning-rate 1e-5 --tp-size 2                          # needs GPUs
 """
 
 import argparse
@@ -53,6 +53,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=torch.accelerator.device_count() or 2)
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share every layer")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
 
@@ -60,10 +61,15 @@ if __name__ == "__main__":
     strategy = FSDP2Strategy(tp_size=arguments.tp_size)
     logger = CSVLogger("outputs", name="own_module")
     trainer = pl.Trainer(
-        devices=arguments.devices, strategy=strategy, max_steps=arguments.steps, logger=logger, log_every_n_steps=10
+        devices=arguments.devices,
+        strategy=strategy,
+        precision=arguments.precision,
+        max_steps=arguments.steps,
+        logger=logger,
+        log_every_n_steps=10,
     )
     data = TextDataModule(
-        path=arguments.text, tokenizer=arguments.pretrained, sequence_length=128, batch_size=2, global_batch_size=8
+        path=arguments.text, tokenizer=arguments.pretrained, sequence_length=128, batch_size=1, global_batch_size=8
     )
     module = LanguageModel(arguments.pretrained, arguments.learning_rate)
     trainer.fit(module, data)

@@ -76,4 +76,4 @@ if __name__ == "__main__":
         devices=arguments.devices, strategy=strategy, max_steps=arguments.steps, logger=logger, log_every_n_steps=10
     )
     text = str(Path(__file__).parent / "*.py")
-    trainer.fit(OwnModel(), TextDataModule(path=text, sequence_length=128, batch_size=2, global_batch_size=8))
+    trainer.fit(OwnModel(), TextDataModule(path=text, sequence_length=128, batch_size=1, global_batch_size=8))
