@@ -1,0 +1,61 @@
+"""Before: Lightning's ModelParallelStrategy (Lightning 2.6), with sharding code in the module.
+
+torchrun --nproc-per-node 2 examples/migrating/model_parallel_before.py            # on a laptop; also with --tp-size 2
+"""
+
+import argparse
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COLWISE = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+ROWWISE = ["self_attn.o_proj", "mlp.down_proj"]
+
+
+class LanguageModel(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=257, **SMALL))
+        plan = dict.fromkeys(COLWISE, ColwiseParallel()) | dict.fromkeys(ROWWISE, RowwiseParallel())
+        for layer in self.model.model.layers:
+            parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, sequences: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=sequences, labels=sequences, use_cache=False).loss
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ckpt-path", help="checkpoint to go on from")
+    arguments = parser.parse_args()
+
+    pl.seed_everything(1)
+    strategy = ModelParallelStrategy(data_parallel_size=2 // arguments.tp_size, tensor_parallel_size=arguments.tp_size)
+    logger = CSVLogger("outputs", name="model_parallel_before")
+    trainer = pl.Trainer(devices=2, strategy=strategy, max_steps=arguments.steps, logger=logger, log_every_n_steps=1)
+    tokens = torch.tensor(list(Path(__file__).with_name("model_parallel_before.py").read_bytes()))
+    data = DataLoader(tokens[: len(tokens) // 64 * 64].view(-1, 64), batch_size=4 // (2 // arguments.tp_size))
+    trainer.fit(LanguageModel(), data, ckpt_path=arguments.ckpt_path)

@@ -1,0 +1,252 @@
+"""The scripts of ``examples/`` do what their headers promise, with the numbers of one process."""
+
+import csv
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from helpers.ranks import run_ranks
+from helpers.recipes import write_inputs
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_fsdp2.cli import main
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("**/*.py"))
+
+UNTRAINED = pytest.approx(5.55, abs=0.2)
+"""The loss of a model that knows nothing: log 257."""
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script in an empty folder on ranks as torchrun starts them; returns what each has printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run_example(script: str, *arguments: object, ranks: int = 2) -> list[str]:
+        def run_rank() -> str:
+            sys.argv = [script, *map(str, arguments)]
+            with redirect_stdout(StringIO()) as output:
+                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+            return output.getvalue()
+
+        return run_ranks(run_rank, ranks, group=False)
+
+    return run_example
+
+
+def read_metric(name: str, version: int, metric: str = "train/loss") -> list[float]:
+    """What the Trainer of a script has logged, its runs counted from 0."""
+    with open(f"outputs/{name}/version_{version}/metrics.csv") as file:
+        return [float(row[metric]) for row in csv.DictReader(file) if row[metric]]
+
+
+def read_losses(output: str) -> list[float]:
+    """What a script with its own loop has printed."""
+    return [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+
+
+# ---------------------------------------------------------------------- what each does
+
+
+def test_the_plain_loop_goes_on_where_it_was_saved(run: Run) -> None:
+    whole = run("plain_loop.py", "--steps", 6)
+    assert whole[1] == ""  # one rank prints
+    losses = read_losses(whole[0])
+    assert losses[0] == UNTRAINED
+    assert losses[-1] < losses[0] - 0.5
+    Path("outputs/plain_loop.ckpt").rename("outputs/other.ckpt")
+    first, second = run("plain_loop.py", "--steps", 4)[0], run("plain_loop.py", "--steps", 6)[0]
+    assert first + second == whole[0]
+
+
+def test_the_own_module_becomes_the_model_of_one_process(run: Run) -> None:
+    models = []
+    for ranks in (1, 2):
+        run("own_module.py", "--devices", ranks, "--steps", 20, ranks=ranks)
+        models.append(AutoModelForCausalLM.from_pretrained("outputs/own_module/model"))
+    tokens = AutoTokenizer.from_pretrained("outputs/own_module/model")("import torch\n" * 10, return_tensors="pt")
+    losses = [model(**tokens, labels=tokens["input_ids"]).loss.item() for model in models]
+    assert losses[0] < 4.0
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_own_tp_plan_trains_as_one_process_does(run: Run) -> None:
+    for ranks in (1, 2):
+        run("own_tp_plan.py", "--devices", ranks, "--tp-size", ranks, "--steps", 30, ranks=ranks)
+    losses = read_metric("own_tp_plan", 0)
+    assert read_metric("own_tp_plan", 1) == pytest.approx(losses, abs=1e-3)
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.slow
+def test_lora_trains_a_model_on_and_leaves_it_out_of_checkpoints(run: Run) -> None:
+    run("own_module.py", "--steps", 60)
+    for number, base in enumerate([(), ("--pretrained", "outputs/own_module/model")]):
+        run("lora.py", *base, "--steps", 80)
+        losses = read_metric("lora", number, "val/loss")
+        assert losses[-1] < losses[0] - 0.02
+        assert losses[0] > 5.0 if base == () else losses[0] < 3.5
+    sizes = [
+        sum(file.stat().st_size for file in Path(f"outputs/lora/version_{number}/checkpoints").rglob("*.distcp"))
+        for number in range(2)
+    ]
+    assert sizes[1] < 0.6 * sizes[0]  # no file has the base of the first
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained("outputs/own_module/model"), "outputs/lora/adapter"
+    )
+    tokens = torch.arange(32, 64)[None]
+    merged = AutoModelForCausalLM.from_pretrained("outputs/lora/model")
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_optimizers_draw_the_circle_as_one_process_does(run: Run) -> None:
+    for ranks in (1, 2):
+        run("two_optimizers.py", "--devices", ranks, "--epochs", 2, ranks=ranks)
+    for metric in ("train/discriminator_loss", "train/generator_loss", "train/distance"):
+        alone = read_metric("two_optimizers", 0, metric)
+        assert read_metric("two_optimizers", 1, metric) == pytest.approx(alone, abs=1e-3)
+    run("two_optimizers.py")
+    distances = read_metric("two_optimizers", 2, "train/distance")
+    assert distances[0] > 0.3
+    assert sum(distances[-5:]) / 5 < 0.15
+
+
+@pytest.mark.slow
+def test_generation_is_that_of_one_process(run: Run) -> None:
+    run("own_module.py", "--steps", 60)
+    prompts = ["def main", "import torch", "a prompt of another length"]
+    outputs = run("generate.py", *prompts, "--pretrained", "outputs/own_module/model")
+    tokenizer = AutoTokenizer.from_pretrained("outputs/own_module/model")
+    model = AutoModelForCausalLM.from_pretrained("outputs/own_module/model", dtype=torch.bfloat16)
+    texts = [
+        tokenizer.decode(
+            model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=40, do_sample=False)[0]
+        )
+        for prompt in prompts
+    ]
+    assert outputs[0].splitlines() == [f"rank 0: {text!r}" for text in texts[0::2]]
+    assert outputs[1].splitlines() == [f"rank 1: {text!r}" for text in texts[1::2]]
+
+
+# ---------------------------------------------------------------------- migrating
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_migrated_run_has_the_losses_of_the_old_one_and_takes_its_checkpoints(run: Run, tp_size: int) -> None:
+    for script in ("before", "after"):
+        run(f"migrating/model_parallel_{script}.py", "--tp-size", tp_size)
+    before, after = (read_metric(f"model_parallel_{script}", 0) for script in ("before", "after"))
+    assert after == pytest.approx(before, abs=1e-5)
+    assert after[-1] < after[0] - 1.0
+    run("migrating/model_parallel_before.py", "--tp-size", tp_size, "--steps", 8)
+    [checkpoint] = Path("outputs/model_parallel_before/version_1/checkpoints").iterdir()
+    for script in ("before", "after"):
+        run(f"migrating/model_parallel_{script}.py", "--tp-size", tp_size, "--ckpt-path", checkpoint)
+    resumed = read_metric("model_parallel_after", 1)
+    assert len(resumed) == 12
+    assert resumed == pytest.approx(read_metric("model_parallel_before", 2), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_loop_that_comes_from_automodel_trains(run: Run) -> None:
+    run("own_module.py", "--steps", 60)
+    outputs = run("migrating/automodel_after.py", "outputs/own_module/model", "--dp-replicate-size", 2)
+    assert [len(read_losses(output)) for output in outputs] == [10, 10]
+
+
+@pytest.mark.slow
+def test_the_yaml_that_comes_from_automodel_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    config = yaml.safe_load((EXAMPLES / "migrating/automodel_after.yaml").read_text())
+    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 2}
+    config["model"]["init_args"]["pretrained"] = config["data"]["init_args"]["tokenizer"] = "model"
+    config["model"]["init_args"]["lr_scheduler"]["init_args"] = {"warmup_steps": 1}
+    config["data"]["init_args"] |= {"path": "chats/train", "sequence_length": 96, "global_batch_size": 4}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+
+    def train() -> None:
+        sys.argv = ["lightning-fsdp2"]
+        main(["fit", "--config", "run.yaml"])
+
+    run_ranks(train, 2, group=False)
+    assert AutoModelForCausalLM.from_pretrained("checkpoints/model").num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    "before", ["model_parallel_before.py", "automodel_before.yaml", "automodel_before.py"], ids=lambda name: name
+)
+def test_what_the_page_on_migrating_shows_stands_in_the_files(before: str) -> None:
+    sections = (ROOT / "docs/migrating.md").read_text().split("\n## ")
+    [section] = [section for section in sections if f"/{before})" in section]
+    rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\|$", section.replace(r"\|", "&"), re.MULTILINE)[1:]
+    assert len(rows) >= 7
+    for file, cells in zip((before, before.replace("before", "after")), zip(*rows, strict=True), strict=True):
+        text = (EXAMPLES / "migrating" / file).read_text().replace("|", "&")
+        assert [line for cell in cells for line in re.findall(r"`(.+?)`", cell) if line not in text] == []
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def read_commands(script: str) -> list[tuple[str, bool]]:
+    """The commands in a script's header, continued lines in one, and whether they need GPUs."""
+    header = (EXAMPLES / script).read_text().split('"""')[1].replace("\\\n", " ")
+    lines = re.findall(r"^((?:python|torchrun) .*)$", header, re.MULTILINE)
+    return [(re.split(r" +# ", line)[0], "needs GPUs" in line) for line in lines]
+
+
+COMMANDS = [(script, *command) for script in SCRIPTS for command in read_commands(script)]
+
+
+def test_headers_name_commands_whose_options_exist() -> None:
+    assert {script for script, _, _ in COMMANDS} == set(SCRIPTS)
+    for script, command, _ in COMMANDS:
+        words = shlex.split(command)
+        assert f"examples/{script}" in words, command
+        options = [word for word in words[words.index(f"examples/{script}") :] if word.startswith("--")]
+        assert all(f'"{option}"' in (EXAMPLES / script).read_text() for option in options), command
+
+
+def test_the_readme_lists_every_script() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    assert [script for script in SCRIPTS if f"({script})" not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for _, command, needs_gpus in COMMANDS if not needs_gpus])
+def test_commands_run(run: Run, tmp_path: Path, command: str) -> None:
+    """As a user starts them, in an empty folder; those that read what another has written get it."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    if "outputs/" in command:
+        run("own_module.py", "--steps", 10)
+        run("lora.py", "--steps", 10)
+    launcher, *words = shlex.split(command)
+    module = ["-m", "torch.distributed.run"] if launcher == "torchrun" else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [sys.executable, *module, *words], env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
