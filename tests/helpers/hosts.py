@@ -72,6 +72,8 @@ def make_hosts(names: Sequence[str], switch: str = "lf-switch") -> Iterator[list
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _ip("-n", host.name, "link", "set", host.interface, "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
+            # torchrun waits in a read of its store until TCP gives up: 15 minutes by default
+            _ip("netns", "exec", host.name, "sysctl", "-w", "net.ipv4.tcp_retries2=6")
         yield hosts
     finally:
         for host in hosts:

@@ -50,7 +50,7 @@ class Job:
                     *("--nnodes", nodes, "--nproc-per-node", "2", "--max-restarts", str(self.max_restarts)),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store.address}:{PORT}"),
                     *("--rdzv-id", self.folder.name, "--local-addr", host.address),
-                    *("--rdzv-conf", "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1,read_timeout=5"),
+                    *("--rdzv-conf", "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1"),
                     *("-m", "lightning_fsdp2", "fit", "--config", str(self.config), "--ckpt_path", "last"),
                 ],
                 self.folder / f"{host.name}.log",
@@ -152,12 +152,9 @@ def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, host
     job = Job(tmp_path / "run", hosts, max_restarts=0)
     job.start(nodes="2")
     job.wait_for(lambda steps: any(step.step >= 6 for step in steps))
-    start = time.monotonic()
     job.hosts[1].unplug()
     assert job.wait_for_end(job.hosts[0], seconds=60) != [0]
-    # torchrun itself asks the store of the rendezvous some more times, for a minute each
-    assert job.wait_for_end(job.hosts[1], seconds=400) != [0]
-    print(time.monotonic() - start)
+    assert job.wait_for_end(job.hosts[1]) != [0]
     there, cut = ((job.folder / f"{host.name}.log").read_text() for host in job.hosts)
     assert "These ranks answer: 0-1 (lf-a). These do not, any longer: 2-3 (lf-b)" in there
     assert "reaches neither the other ranks nor the store" in cut
