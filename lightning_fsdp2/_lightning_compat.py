@@ -64,6 +64,8 @@ def give_signals_back(trainer: Trainer) -> None:
 
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     """The callback whose last checkpoint a run goes on from: the first one that keeps it, or the first one."""
+    if cast(Any, trainer).fast_dev_run:  # saves nothing
+        return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 

@@ -22,12 +22,19 @@ _FLAG = "--trainer.strategy"
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Write out the short name of a strategy in ``--trainer.strategy NAME``."""
+    """Write out the short name of a strategy in ``--trainer.strategy NAME``, and say of a class path that it is one.
+
+    Lightning takes a strategy without options for a name, whatever it looks like
+    (https://github.com/Lightning-AI/pytorch-lightning/issues/19682).
+    """
     expanded: list[str] = []
     for argument in args:
         if expanded[-1:] == [_FLAG]:
             argument = f"{expanded.pop()}={argument}"
         flag, _, name = argument.partition("=")
+        if flag == _FLAG and _is_class_path(name):
+            flag = f"{_FLAG}.class_path"
+            argument = f"{flag}={name}"
         if flag not in (_FLAG, f"{_FLAG}.class_path") or name not in STRATEGIES:
             expanded.append(argument)
             continue
@@ -77,7 +84,13 @@ def get_hint(message: str, options: Iterable[str]) -> str:
     return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
 
 
+def _is_class_path(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name) is not None
+
+
 def _expand_strategy(strategy: Any) -> dict[str, Any] | None:
+    if _is_class_path(strategy):
+        return {"class_path": strategy}
     name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
     if not isinstance(name, str) or name not in STRATEGIES:
         return None

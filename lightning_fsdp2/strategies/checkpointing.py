@@ -113,6 +113,9 @@ class CheckpointingStrategy(WorldStrategy):
                 callback.__dict__["file_exists"] = self._file_exists
                 if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
                     callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
+                if cast(Any, trainer).fast_dev_run:
+                    # saves a last checkpoint all the same, maybe in the place of that of a long run
+                    callback.__dict__["on_train_end"] = lambda *args: None
                 self._warn_of_second_save(callback)
 
     def finish_checkpoints(self) -> None:
@@ -121,7 +124,7 @@ class CheckpointingStrategy(WorldStrategy):
         if self._tracking is not None:
             self._tracking.detach(trainer)
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end"):
+            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end", "on_train_end"):
                 callback.__dict__.pop(name, None)
         if trainer.interrupted:
             self.checkpoint_io.settle()

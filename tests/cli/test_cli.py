@@ -525,6 +525,21 @@ def test_short_names_of_strategies(name, source, tmp_path, capsys):
         assert printed["activation_checkpointing"] == config["activation_checkpointing"]
 
 
+@pytest.mark.parametrize("source", ["yaml", "one-word", "two-words"])
+def test_a_class_path_without_options_is_no_short_name(source, tmp_path, capsys):
+    path = "lightning_fsdp2.DDPStrategy"
+    args = {
+        "yaml": lambda: [write_yaml(tmp_path, strategy=path)],
+        "one-word": lambda: [write_yaml(tmp_path), f"--trainer.strategy={path}"],
+        "two-words": lambda: [write_yaml(tmp_path), "--trainer.strategy", path],
+    }[source]()
+    printed = print_config(["fit", *args], capsys)["trainer"]["strategy"]
+    assert printed["class_path"] == path
+    with pytest.raises(SystemExit):
+        main(["fit", *args[:1], "--trainer.strategy=lightning_fsdp2.DPStrategy"])
+    assert "did you mean 'lightning_fsdp2.DDPStrategy'?" in capsys.readouterr().err
+
+
 def test_numbers_of_a_config_with_a_short_name_stay_numbers(tmp_path, capsys):
     path = Path(write_yaml(tmp_path, strategy="fsdp2").removeprefix("--config="))
     path.write_text(path.read_text() + "seed_everything: 7\n")

@@ -676,6 +676,19 @@ def test_a_save_meets_a_call_of_the_model(tmp_path: Path) -> None:
     run_ranks(run, WORLD)
 
 
+def test_fast_dev_run_leaves_the_checkpoints_of_other_runs_alone(tmp_path: Path) -> None:
+    def run() -> None:
+        for number, options in enumerate(({}, {"fast_dev_run": 2})):
+            saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True, enable_version_counter=False)
+            trainer = make_trainer(callbacks=[saver], **{"enable_checkpointing": True, "max_steps": 4, **options})
+            fit(trainer)
+            assert trainer.global_step == (4, 2)[number]
+        assert load_checkpoint(tmp_path / "last.ckpt", Regressor()) is None
+        assert torch.load(tmp_path / "last.ckpt" / "meta.pt", weights_only=False)["global_step"] == 4
+
+    run_ranks(run, WORLD)
+
+
 # ---------------------------------------------------------------------- positions of data loaders
 
 SAMPLES = 24
