@@ -161,9 +161,9 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
     strategy.checkpoint_io.wait()
     for logger in trainer.loggers:
         logger.save()
-    strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
     if is_slurm and number == environment.requeue_signal and trainer.is_global_zero:
         _requeue()
+    strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:

@@ -16,7 +16,6 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from torch.distributed.run import get_args_parser
 
 import lightning_fsdp2
-from lightning_fsdp2 import callbacks
 from lightning_fsdp2.cli import FSDP2CLI
 
 from .cluster import JOB, ROOT, TOY, Cluster, Job, get_sbatch_options, read_manifest
@@ -296,7 +295,6 @@ def test_the_command_of_a_pod_trains(name: str, cluster: Cluster) -> None:
 
 # ---------------------------------------------------------------------- pre-emption
 
-needs_preemption = pytest.mark.skipif(not hasattr(callbacks, "Preemption"), reason="the callback is not there yet")
 ENDLESS = ["--trainer.max_steps=1000000"]
 
 
@@ -304,7 +302,6 @@ def has_saved(cluster: Cluster) -> bool:
     return (cluster.folder / "outputs" / "quickstart" / "last.ckpt").is_dir()
 
 
-@needs_preemption
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SBATCH)
 def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> None:
@@ -324,7 +321,6 @@ def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> No
     assert "Restored all states" in again.text
 
 
-@needs_preemption
 @pytest.mark.slow
 def test_a_signal_to_one_pod_ends_all_with_the_code_of_the_manifest(cluster: Cluster) -> None:
     _, container = read_manifest("jobset.yaml")
