@@ -258,6 +258,22 @@ def test_errors_in_flags_are_one_line(flag, line, tmp_path, capsys, monkeypatch)
     assert error_of(["fit", write_yaml(tmp_path), flag], capsys).startswith(f"error: {line}")
 
 
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "line"),
+    [
+        (4, 1, "`devices=2` in Lightning, but the number of tasks per node configured in SLURM `--ntasks-per-node=4`"),
+        (2, 2, "`num_nodes=1` in Lightning, but the number of nodes configured in SLURM `--nodes=2`"),
+    ],
+)
+def test_a_config_that_contradicts_slurm_is_one_line(tasks, nodes, line, tmp_path, capsys, monkeypatch):
+    variables = {"NTASKS": tasks * nodes, "NTASKS_PER_NODE": tasks, "NNODES": nodes, "JOB_ID": 7, "JOB_NAME": "run"}
+    variables |= {"PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    args = ["fit", write_yaml(tmp_path), "--trainer.strategy=fsdp2", "--trainer.devices=2"]
+    assert error_of(args, capsys).startswith(f"error: You set {line}")
+
+
 def test_a_misspelt_key_in_yaml_is_one_line(tmp_path, capsys):
     line = error_of(["fit", write_yaml(tmp_path, max_stepz=1)], capsys)
     assert (
