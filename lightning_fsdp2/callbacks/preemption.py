@@ -59,7 +59,7 @@ class Preemption(Callback):
             raise ValueError(
                 f"Preemption(exit_code={exit_code}) must be 0 to 255; leave it out for 128 + the signal's."
             )
-        self.signals = tuple(signals)
+        self.signals = signals
         self.exit_code = exit_code
         self._received = 0
         self._get_agreed: Callable[[], int] | None = None

@@ -22,6 +22,7 @@ CALLBACKS = {
     "ExponentialMovingAverage": {"decay": 0.9, "every_n_steps": 2},
     "TrainingProgressBar": {"refresh_rate": 4, "leave": False},
     "ProcessGroupTimeout": {"train": "0:02:00"},
+    "Preemption": {"signals": ["SIGUSR2"], "exit_code": 75},
     "FlightRecorder": {"dirpath": "records"},
     "StepProfiler": {"wait": 0, "warmup": 1, "active": 1},
     "MemorySnapshot": {"at_step": 2},

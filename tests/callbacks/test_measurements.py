@@ -120,6 +120,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "GarbageCollection": {"every_n_batches": 1},
     "HuggingFaceExport": {"overwrite": True},
     "ProcessGroupTimeout": {"train": timedelta(seconds=50)},
+    "Preemption": {"exit_code": 75},
 }
 
 ON_GPUS_ONLY = {"MemorySnapshot"}

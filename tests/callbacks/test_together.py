@@ -17,6 +17,7 @@ from lightning_fsdp2 import callbacks
 OPTIONS: dict[str, dict[str, Any]] = {
     "HuggingFaceExport": {"overwrite": True},
     "ProcessGroupTimeout": {"train": timedelta(seconds=50)},
+    "Preemption": {"exit_code": 75},
 }
 
 each_strategy = pytest.mark.parametrize("kind", STRATEGIES.values(), ids=STRATEGIES)
@@ -57,7 +58,8 @@ def test_stages_in_turn(kind: Kind, log_every_n_steps: int, logs: bool, tmp_path
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.filterwarnings("ignore")
 def test_under_strategies_of_lightning(strategy: str, tmp_path: Path) -> None:
-    others = {"MemorySnapshot", "ProcessGroupTimeout", "HuggingFaceExport"}  # a Regressor is none of Hugging Face's
+    # a Regressor is none of Hugging Face's
+    others = {"MemorySnapshot", "ProcessGroupTimeout", "Preemption", "HuggingFaceExport"}
 
     def run() -> set[str]:
         recorder = Recorder()
