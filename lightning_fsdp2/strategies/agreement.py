@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 
@@ -102,6 +103,8 @@ def _write(name: str, value: Any) -> str:
     """The value where it says what it is; of an object, which says where it is, the class."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
+    if isinstance(value, Namespace):
+        value = value.as_dict()
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | set):

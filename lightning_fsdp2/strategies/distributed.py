@@ -62,6 +62,7 @@ def init_process_group(
         os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(environment.main_address, environment.main_port, rank, world_size, rendezvous_timeout)
+        store.set_timeout(timeout)  # of what groups exchange through it later
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(_destroy_process_group)
 

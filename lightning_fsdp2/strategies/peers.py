@@ -83,7 +83,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
-    """Find out which ranks still answer, behind a collective that failed because one does not.
+    """Find out which ranks have lost contact, too, behind a collective that failed because one does not answer.
 
     Args:
         hosts: Of all ranks.
@@ -106,10 +106,10 @@ def say_who_answers(hosts: Sequence[str]) -> str:
     there = describe_ranks(sorted(answered), hosts)
     silent = [rank for rank in range(len(hosts)) if rank not in answered]
     if not silent:
-        return f"All ranks answer ({there}): one of them was too slow, or at another place."
+        return f"All ranks notice it ({there}): one of them was too slow, or at another place."
     return (
-        f"These ranks answer: {there}. These do not, any longer:"
-        f" {describe_ranks(silent, hosts)}; see their logs, and whether their hosts live."
+        f"The same is noticed by the ranks {there}. Nothing is heard of {describe_ranks(silent, hosts)}: see their logs,"
+        " and whether their hosts live."
     )
 
 

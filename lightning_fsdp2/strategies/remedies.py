@@ -8,16 +8,17 @@ from lightning.pytorch.utilities import grad_norm
 
 from lightning_fsdp2.strategies.peers import say_who_answers
 
-_PEER_IS_GONE = (
+_PEER_IS_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
+    "Broken pipe",
+    "No route to host",
     "remote server shutdown",
     "remote process exited",
+    "Timed out waiting",
+    "collective operation timeout",
 )
-"""What gloo, the store and nccl say where another rank is no longer there."""
-
-_PEER_IS_SILENT = ("Timed out waiting", "timed out", "Operation timed out", "No route to host", "Broken pipe")
-"""What they say where it may be there, but does not answer within the timeout."""
+"""What gloo, the store and nccl say where another rank is no longer there, or does not answer within the timeout."""
 
 
 def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
@@ -43,8 +44,9 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
             " it: under MegatronFSDPStrategy name the class that holds both in `megatron_fsdp_unit_modules`, or use"
             " `zero_dp_strategy=2`."
         )
-    if len(hosts) > 1 and any(text in str(exception) for text in (*_PEER_IS_GONE, *_PEER_IS_SILENT)):
-        return f"Another rank ended before this one or answers no longer. {say_who_answers(hosts)}"
+    is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
+    if is_lost and len(hosts) > 1:
+        return f"Another rank ended before this one, or answers no longer. {say_who_answers(hosts)}"
     if is_raised_in(grad_norm.__code__, exception):
         return (
             "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"

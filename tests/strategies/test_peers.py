@@ -106,8 +106,8 @@ def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path) -> N
     for message in kind.run(run, 3)[::2]:
         assert "Timed out waiting 1000ms" in message
         assert message.endswith(
-            "Another rank ended before this one or answers no longer. These ranks answer: 0 (a), 2 (b). These do not,"
-            " any longer: 1 (a); see their logs, and whether their hosts live."
+            "Another rank ended before this one, or answers no longer. The same is noticed by the ranks 0 (a), 2 (b)."
+            " Nothing is heard of 1 (a): see their logs, and whether their hosts live."
         )
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_was_only_slow_is_not_accused() -> None:
             trainer.fit(Regressor(), make_loader(make_batches(12)))
         return str(error.value)
 
-    assert "All ranks answer (0-1 (a), 2 (b)): one of them was too slow" in run_ranks(run, 3)[0]
+    assert "All ranks notice it (0-1 (a), 2 (b)): one of them was too slow" in run_ranks(run, 3)[0]
 
 
 def test_without_a_store_it_says_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
