@@ -108,8 +108,8 @@ def say_who_answers(hosts: Sequence[str]) -> str:
     if not silent:
         return f"All ranks notice it ({there}): one of them was too slow, or at another place."
     return (
-        f"The same is noticed by the ranks {there}. Nothing is heard of {describe_ranks(silent, hosts)}: see their logs,"
-        " and whether their hosts live."
+        f"The same is noticed by the ranks {there}. Nothing is heard of {describe_ranks(silent, hosts)}: see their"
+        " logs, and whether their hosts live."
     )
 
 
