@@ -37,6 +37,9 @@ _OPTIONS_OF_TRAINER = (
     "val_check_interval",
 )
 
+_NAMES_OF_FILES = ("config", "ckpt_path")
+"""What is in the one is compared, and rank 0's other one counts."""
+
 _MOST_NAMED = 5
 _SECONDS_FOR_A_FILE_TO_APPEAR = 10
 
@@ -90,12 +93,12 @@ def _describe(trainer: Any) -> dict[str, str]:
     config: dict[str, Any] = {"strategy": type(strategy).__name__, "mesh": strategy.sizes}
     for owner in (strategy.config, strategy.checkpoint_config):
         config |= {f"{type(owner).__name__}.{name}": value for name, value in vars(owner).items()}
-    config |= {f"trainer.{name}": getattr(trainer, name) for name in _OPTIONS_OF_TRAINER}
+    config |= {f"trainer.{name}": getattr(trainer, name, None) for name in _OPTIONS_OF_TRAINER}
     for owner in (trainer.lightning_module, trainer.datamodule):
         config |= {f"{type(owner).__name__}.{name}": v for name, v in getattr(owner, "hparams_initial", {}).items()}
     for callback in trainer.callbacks:
         if isinstance(callback, SaveConfigCallback):
-            config |= dict(callback.config.items())
+            config |= {name: value for name, value in callback.config.items() if name not in _NAMES_OF_FILES}
     return versions | {name: _write(name, value) for name, value in config.items()}
 
 
