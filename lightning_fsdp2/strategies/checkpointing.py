@@ -113,7 +113,7 @@ class CheckpointingStrategy(WorldStrategy):
                 callback.__dict__["file_exists"] = self._file_exists
                 if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
                     callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
-                if cast(Any, trainer).fast_dev_run:
+                if cast(Any, trainer).fast_dev_run and type(callback).on_train_end is ModelCheckpoint.on_train_end:
                     # saves a last checkpoint all the same, maybe in the place of that of a long run
                     callback.__dict__["on_train_end"] = lambda *args: None
                 self._warn_of_second_save(callback)

@@ -68,11 +68,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
     ) -> None:
-        timeouts = {
-            "timeout": timeout,
-            "rendezvous_timeout": rendezvous_timeout,
-            "steady_timeout": steady_timeout,
-        }
+        timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         super().__init__(get_sizes=get_mesh_sizes, config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
         self._forward_redirection = _DDPForwardRedirection()

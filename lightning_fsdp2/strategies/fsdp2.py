@@ -80,11 +80,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
     ) -> None:
-        timeouts = {
-            "timeout": timeout,
-            "rendezvous_timeout": rendezvous_timeout,
-            "steady_timeout": steady_timeout,
-        }
+        timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
         get_sizes = partial(

@@ -80,11 +80,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
     ) -> None:
-        timeouts = {
-            "timeout": timeout,
-            "rendezvous_timeout": rendezvous_timeout,
-            "steady_timeout": steady_timeout,
-        }
+        timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
