@@ -56,20 +56,24 @@ def test_every_strategy_has_a_row(runs: dict[str, dict[str, str]]) -> None:
         assert min(float(row[column]) for column in ("wall ms", "CPU ms", "save ms")) > 0
 
 
+TOLD = {FSDP2: 1, DDP: 1, MODEL_PARALLEL: 0, LIGHTNING_DDP: 0}
+"""On the host, whether the job must end; Lightning has a broadcast for it."""
+
+
 @pytest.mark.parametrize("strategy", [FSDP2, MODEL_PARALLEL])
 def test_sharding_gathers_each_unit_and_scatters_its_gradients(runs: dict[str, dict[str, str]], strategy: str) -> None:
     # the embedding is tied to the head; they and the last layer stay gathered for backward
     units = LAYERS + 1
     assert float(runs[strategy]["all-gathers"]) == units + LAYERS - 1
     assert float(runs[strategy]["reduce-scatters"]) == units
-    assert float(runs[strategy]["all-reduces"]) == 0
+    assert float(runs[strategy]["all-reduces"]) == TOLD[strategy]
 
 
 @pytest.mark.parametrize("strategy", [DDP, LIGHTNING_DDP])
 def test_replicas_reduce_each_bucket(runs: dict[str, dict[str, str]], strategy: str) -> None:
     # torch closes the first bucket at 1 MiB, the others at 25
     assert MIB < 4 * PARAMETERS < 25 * MIB
-    assert float(runs[strategy]["all-reduces"]) == 2
+    assert float(runs[strategy]["all-reduces"]) == 2 + TOLD[strategy]
     assert float(runs[strategy]["all-gathers"]) == float(runs[strategy]["reduce-scatters"]) == 0
 
 

@@ -236,7 +236,7 @@ def assert_trained(job: Job, cluster: Cluster, resumed: bool = False) -> None:
 @pytest.mark.parametrize("name", SBATCH)
 def test_slurm_trains_and_goes_on(name: str, cluster: Cluster) -> None:
     nodes, tasks = (1, 2) if name == "one_node.sbatch" else (2, 1)
-    options = [*TOY, *HYBRID, TWO_NODES] if "torchrun" in name else [*TOY, *HYBRID]
+    options = [*TOY, *HYBRID]
     for steps in (2, 4):
         arguments = [QUICKSTART, *options, f"--trainer.max_steps={steps}"]
         job = cluster.submit(name, *arguments, nodes=nodes, tasks=tasks)
@@ -255,7 +255,7 @@ def test_torchrun_trains_on_one_node_and_goes_on(cluster: Cluster) -> None:
 def test_torchrun_trains_on_two_nodes(is_apart: bool, cluster: Cluster) -> None:
     port = str(get_free_port())
     variables = {"STORE": f"127.0.0.1:{port}", "NODES": "2", "PROCESSES_PER_NODE": "1", "ADDRESS": "127.0.0.1"}
-    command = ["bash", "examples/torchrun/nodes.sh", QUICKSTART, *TOY, *HYBRID, TWO_NODES]
+    command = ["bash", "examples/torchrun/nodes.sh", QUICKSTART, *TOY, *HYBRID]
     store = cluster.start([sys.executable, "examples/torchrun/serve_store.py", port]) if is_apart else None
     jobs = [cluster.start(command, **variables, IS_HOST=str(node == 0 and not is_apart).lower()) for node in (0, 1)]
     for job in jobs:
@@ -272,7 +272,7 @@ def test_compose_trains_on_two_nodes(cluster: Cluster) -> None:
     jobs = []
     for service in services.values():
         here = {"STORE": f"127.0.0.1:{port}", "ADDRESS": "127.0.0.1", "NODES": "2"}
-        jobs.append(cluster.start([*service["command"], *TOY, TWO_NODES], **service["environment"] | here))
+        jobs.append(cluster.start([*service["command"], *TOY], **service["environment"] | here))
     for job in jobs:
         assert_trained(job, cluster)
 
@@ -306,17 +306,14 @@ def has_saved(cluster: Cluster) -> bool:
 @pytest.mark.parametrize("name", SBATCH)
 def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> None:
     nodes, tasks = (1, 2) if name == "one_node.sbatch" else (2, 1)
-    options = [*TOY, TWO_NODES] if "torchrun" in name else TOY
-    job = cluster.submit(name, QUICKSTART, *options, *ENDLESS, nodes=nodes, tasks=tasks)
+    job = cluster.submit(name, QUICKSTART, *TOY, *ENDLESS, nodes=nodes, tasks=tasks)
     job.wait_for(lambda: has_saved(cluster))
     receivers = [job.process.pid] if "torchrun" in name else get_tasks(job)
     for pid in receivers:
         os.kill(pid, signal.SIGUSR1)
     assert job.wait() == (1 if "torchrun" in name else 138), job.text[-6000:]
     assert JOB in cluster.requeued
-    again = cluster.submit(
-        name, QUICKSTART, *options, *ENDLESS, "--trainer.max_time=00:00:00:05", nodes=nodes, tasks=tasks
-    )
+    again = cluster.submit(name, QUICKSTART, *TOY, *ENDLESS, "--trainer.max_time=00:00:00:05", nodes=nodes, tasks=tasks)
     assert again.wait() == 0, again.text[-6000:]
     assert "Restored all states" in again.text
 
