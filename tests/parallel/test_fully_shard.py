@@ -304,7 +304,7 @@ def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> 
             ours = count_trainer_step(FSDP2Strategy(), TrainerModule(), micro_batches)
             theirs = count_trainer_step(ModelParallelStrategy(2, 1), HandShardedModule(), micro_batches)
             expected = {"all_gather": 7 * micro_batches, "reduce_scatter": 5}
-            # Lightning broadcasts one flag per micro-batch, and reads it; ours agree on one number per step, on the host
+            # Lightning broadcasts a flag per micro-batch, and reads it; ours agree on a number per step, on the host
             assert ours.collectives == {**expected, "all_reduce": 1}
             assert theirs.collectives == {**expected, "broadcast": micro_batches, "reduce_scatter": 5 * micro_batches}
             assert ours.host_syncs == 1 <= theirs.host_syncs == micro_batches
