@@ -67,15 +67,21 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     if cast(Any, trainer).fast_dev_run:  # saves nothing
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    callbacks.sort(key=lambda callback: callback.save_weights_only)  # from which no run goes on
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
 def save_last(callback: ModelCheckpoint, trainer: Trainer) -> str:
     """Save as ``callback`` names its last checkpoint, unless it has just done so, and return the path."""
-    if not (callback.save_last and callback._last_global_step_saved == trainer.global_step):
-        choice, callback.save_last = callback.save_last, True  # where it makes links, there is nothing yet to link
-        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-        callback.save_last = choice
+    is_saved = callback.save_last and not callback.save_weights_only
+    if not (is_saved and callback._last_global_step_saved == trainer.global_step):
+        choices = callback.save_last, callback.save_weights_only
+        # where it makes links, there is nothing yet to link
+        callback.save_last, callback.save_weights_only = True, False
+        try:
+            callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+        finally:
+            callback.save_last, callback.save_weights_only = choices
     return callback.last_model_path
 
 

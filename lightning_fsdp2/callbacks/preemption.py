@@ -117,8 +117,7 @@ class Preemption(Callback):
             raise SystemExit(self._get_exit_code(trainer, agreed))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
-        environment = cast(Any, trainer.strategy).cluster_environment
-        if trainer.local_rank > 0 and not environment.creates_processes_externally:
+        if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
             return 0  # Lightning's launcher, in rank 0, would take it for a crash and kill all the others
         return 128 + signum if self.exit_code is None else self.exit_code
 
@@ -133,7 +132,7 @@ class Preemption(Callback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self._received = number
+            self._received = self._received or number
         else:  # a process that was forked from this one shall die of it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

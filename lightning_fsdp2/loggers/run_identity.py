@@ -68,6 +68,11 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
     }
 
 
+def hide_secrets(text: str) -> str:
+    """Leave out what is secret in URLs."""
+    return _SECRET_IN_URL.sub("", text)
+
+
 def is_secret(name: str) -> bool:
     """Whether an option of this name may hold what nobody else should read."""
     return _SECRET_NAME.search(name) is not None
@@ -153,7 +158,7 @@ def _to_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
-        return _SECRET_IN_URL.sub("", value)
+        return hide_secrets(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,11 +1,14 @@
 """Nodes that differ: other versions, another config, a folder of their own; refused before they train."""
 
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,7 +16,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
 from lightning_fsdp2.checkpoint.folder import get_path, is_local
-from lightning_fsdp2.loggers.run_identity import get_versions, is_secret
+from lightning_fsdp2.loggers.run_identity import get_versions, hide_secrets, is_secret
 from lightning_fsdp2.strategies.peers import describe_ranks
 
 if TYPE_CHECKING:
@@ -41,7 +44,8 @@ _NAMES_OF_FILES = ("config", "ckpt_path")
 """What is in the one is compared, and rank 0's other one counts."""
 
 _MOST_NAMED = 5
-_SECONDS_FOR_A_FILE_TO_APPEAR = 10
+_MOST_CHARACTERS = 200
+_SECONDS_FOR_A_FILE_TO_APPEAR = 60
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -110,9 +114,13 @@ def _write(name: str, value: Any) -> str:
         value = value.as_dict()
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_write(name, item) for item in value) + "]"
-    text = repr(value)
+    if isinstance(value, set | frozenset):  # whose order is another one in every process
+        return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
+    if isinstance(value, torch.device):
+        return value.type
+    text = hide_secrets(repr(value))
     return type(value).__name__ if " at 0x" in text else text
 
 
@@ -121,7 +129,7 @@ def _tell_difference(name: str, ranks: Sequence[Mapping[str, str]], hosts: Seque
     for rank, description in enumerate(ranks):
         places.setdefault(description.get(name, "missing"), []).append(rank)
     return f"{name} is " + " and ".join(
-        f"{value} on {'rank' if len(of_value) == 1 else 'ranks'} {describe_ranks(of_value, hosts)}"
+        f"{value[:_MOST_CHARACTERS]} on {'rank' if len(of_value) == 1 else 'ranks'} {describe_ranks(of_value, hosts)}"
         for value, of_value in places.items()
     )
 
@@ -152,5 +160,7 @@ def _appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > deadline:
             return False
+        with suppress(OSError):
+            os.listdir(path.parent)  # a network file system then asks again
         time.sleep(0.2)
     return True

@@ -241,13 +241,16 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         """Those that belong to every fit; the Trainer gets its own list back at its end."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        kinds = {type(callback) for callback in cast(Any, trainer).callbacks}
-        if ProcessGroupTimeout in kinds and self._steady_timeout is not None:
+        has = {
+            kind: any(isinstance(callback, kind) for callback in cast(Any, trainer).callbacks)
+            for kind in (Preemption, ProcessGroupTimeout)
+        }
+        if has[ProcessGroupTimeout] and self._steady_timeout is not None:
             raise ValueError(
                 f"{type(self).__name__}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
                 " Trainer has one already; remove one of them."
             )
-        if Preemption not in kinds:
+        if not has[Preemption]:
             self._added_callbacks.append(Preemption())
         if self._steady_timeout is not None:
             self._added_callbacks.append(ProcessGroupTimeout(self._steady_timeout))

@@ -30,6 +30,7 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
         timeout: After which this fails.
 
     Raises:
+        OSError: When the port is taken.
         TimeoutError: With the ranks that did not come, and the hosts of those that did.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -43,16 +44,22 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
             wait_for_workers=False,  # which does not say for whom
             multi_tenant=True,
         )
-        # torchrun may keep its store for the attempts that follow
-        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{world_size}", server)
+        # torchrun may keep its store for the attempts that follow; the counts of two agents need not be the same, so
+        # that hosts come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
+        store = PrefixStore(f"{attempt}/{world_size}", server)
         store.set(f"{_HOST} {rank}", platform.node())
         if store.add(_ARRIVED, 1) == world_size:
             store.set(_ALL_ARRIVED, "")
     except dist.DistError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise OSError(
+                f"Port {port} is taken on {platform.node()} by another process; set MASTER_PORT to a free one."
+            ) from error
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) could not reach the store of rank 0 at {address}:{port} within"
-            f" rendezvous_timeout={timeout}: {error} Check that rank 0 has started, that MASTER_ADDR is its address and"
-            " the same on all nodes, and that no firewall closes the port."
+            f" rendezvous_timeout={timeout}: {str(error).splitlines()[0]} Check that rank 0 has started, that"
+            " MASTER_ADDR is its address and the same on all nodes, and that no firewall closes the port."
         ) from error
     try:
         store.wait([_ALL_ARRIVED], timeout)
@@ -108,8 +115,8 @@ def say_who_answers(hosts: Sequence[str]) -> str:
     if not silent:
         return f"All ranks notice it ({there}): one of them was too slow, or at another place."
     return (
-        f"The same is noticed by the ranks {there}. Nothing is heard of {describe_ranks(silent, hosts)}: see their"
-        " logs, and whether their hosts live."
+        f"The same is noticed by the ranks {there}. Nothing is heard yet of {describe_ranks(silent, hosts)}: they wait"
+        " for others, or are gone; see their logs, and whether their hosts live."
     )
 
 

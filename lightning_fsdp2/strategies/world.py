@@ -34,6 +34,8 @@ from lightning_fsdp2.strategies import distributed
 
 T = TypeVar("T")
 
+_LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
+
 
 class WorldStrategy(ParallelStrategy):
     """Starts the processes of a run, arranges them in a mesh and lets them communicate.
@@ -138,7 +140,13 @@ class WorldStrategy(ParallelStrategy):
                     f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
                 )
             return
+        os.environ[_LAUNCHED] = "1"  # for the processes that it starts, which cannot tell
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    def is_launched_by_lightning(self) -> bool:
+        """Whether rank 0 of the node has started the other ranks, and watches them."""
+        return _LAUNCHED in os.environ
 
     def _take_nodes_of_torchrun(self) -> None:
         """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""

@@ -158,6 +158,7 @@ LAST = [
     {"save_last": True, "every_n_train_steps": 2},
     {"save_last": None, "every_n_train_steps": 2},
     {"save_last": "link", "every_n_train_steps": 2, "enable_version_counter": True},
+    {"save_last": "link", "every_n_train_steps": 2, "save_weights_only": True},
 ]
 
 
@@ -295,6 +296,13 @@ def test_exit_code_and_signals_are_options(tmp_path: Path) -> None:
         assert train(tmp_path, options, Signal(rank=0, step=4))[0] == 85
 
     run_ranks(run, 1)
+
+
+def test_one_of_the_users_own_class_is_the_only_one(tmp_path: Path) -> None:
+    class Own(Preemption):
+        pass
+
+    assert run_ranks(lambda: train(tmp_path, Own(exit_code=85), Signal(rank=0))[0], 1) == [85]
 
 
 def test_handlers_of_the_program(tmp_path: Path) -> None:

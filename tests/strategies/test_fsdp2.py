@@ -582,7 +582,7 @@ def test_a_rank_whose_peer_is_gone_refers_to_its_error(tmp_path: Path, monkeypat
 
     with pytest.raises(RankError, match="rank 0 died"):
         run_ranks(run, WORLD)
-    assert re.search(r"Nothing is heard of 0 \(.*\): see their logs", (tmp_path / "error").read_text())
+    assert re.search(r"Nothing is heard yet of 0 \(.*\): they wait", (tmp_path / "error").read_text())
 
 
 class LogsGradientNorms(Regressor):

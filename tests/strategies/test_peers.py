@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
+from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import FSDP2Strategy
 from lightning_fsdp2.callbacks import ProcessGroupTimeout
@@ -80,6 +82,26 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
     assert "Check that rank 0 has started, that MASTER_ADDR is its address" in message
 
 
+def test_agents_that_have_counted_other_restarts_meet() -> None:
+    def run() -> int:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+        trainer = make_trainer(FSDP2Strategy(rendezvous_timeout=timedelta(seconds=20)), devices=2)
+        trainer.fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
+        return trainer.global_step
+
+    assert run_ranks(run, 2, group=False) == [2, 2]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+        with taken, pytest.raises(OSError, match=r"Port \d+ is taken on a by another process; set MASTER_PORT"):
+            make_trainer(FSDP2Strategy(), devices=2).fit(Regressor(), make_batches(1))
+
+    run_ranks(run, 1, group=False)
+
+
 # ---------------------------------------------------------------------- later
 
 
@@ -107,7 +129,8 @@ def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path) -> N
         assert "Timed out waiting 1000ms" in message
         assert message.endswith(
             "Another rank ended before this one, or answers no longer. The same is noticed by the ranks 0 (a), 2 (b)."
-            " Nothing is heard of 1 (a): see their logs, and whether their hosts live."
+            " Nothing is heard yet of 1 (a): they wait for others, or are gone; see their logs, and whether their hosts"
+            " live."
         )
 
 
