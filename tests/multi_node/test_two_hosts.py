@@ -135,11 +135,12 @@ def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expe
     attempts = get_attempts(read_steps(job.folder))
     assert [attempt[0].world_size for attempt in attempts][:: len(attempts) - 1] == [4, 2]
     losses = {step.step: step.loss for step in expected}
-    saved = 0
+    saved = {0}
     for attempt in attempts:
         first, last = min(step.step for step in attempt), max(step.step for step in attempt)
-        assert first - 1 in (saved, saved + SAVES_EVERY), "what is repeated is what came behind the last save"
-        saved = last // SAVES_EVERY * SAVES_EVERY
+        assert first - 1 in saved, "what is repeated is what came behind the last save"
+        # a host may die amid the save of the step that has just been noted
+        saved = {last // SAVES_EVERY * SAVES_EVERY, (last - 1) // SAVES_EVERY * SAVES_EVERY}
         for step in attempt:
             assert abs(step.loss - losses[step.step]) < 1e-5
         for number in range(first, last):  # a host that dies may not have noted its last step
