@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -146,7 +146,7 @@ class WorldStrategy(ParallelStrategy):
     @property
     def is_launched_by_lightning(self) -> bool:
         """Whether rank 0 of the node has started the other ranks, and watches them."""
-        return _LAUNCHED in os.environ
+        return isinstance(self.cluster_environment, LightningEnvironment) and _LAUNCHED in os.environ
 
     def _take_nodes_of_torchrun(self) -> None:
         """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""
