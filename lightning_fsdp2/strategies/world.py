@@ -152,7 +152,7 @@ class WorldStrategy(ParallelStrategy):
         """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""
         if not isinstance(self.cluster_environment, TorchElasticEnvironment):
             return
-        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))  # others than torchrun may not set it
         if nodes != self.num_nodes:
             rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={self.num_nodes}).")
             self.num_nodes = nodes
