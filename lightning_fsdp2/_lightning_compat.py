@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -40,26 +41,71 @@ def ignore_fetches(trainer: Trainer) -> None:
         cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
 
 
-def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
-    """Let ``note`` have SIGTERM and SLURM's signal in the place of Lightning's handlers, which it registers later.
+def take_signals(trainer: Trainer, note: Callable[[int, Any], None], behind_batch: Callable[[], None]) -> None:
+    """Let ``note`` have SIGTERM and SLURM's signal, and call ``behind_batch`` when all hooks of a batch have run.
 
-    Those communicate, at whatever place the rank is. Without them the broadcast in every micro-batch, for which the
-    host waits for the device, says nothing, and is left out.
+    Lightning registers its handlers later. They communicate, at whatever place the rank is. Without them the broadcast
+    in every micro-batch, for which the host waits for the device, says nothing, and is left out.
+
+    Raises:
+        RuntimeError: When Lightning has none of these.
     """
-    connector = cast(Any, trainer)._signal_connector
-    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = note
-    cast(Any, trainer).fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    for (owner, name), replacement in zip(
+        _get_signal_handling(trainer),
+        (note, note, lambda: None, partial(_end_batch, trainer, behind_batch)),
+        strict=True,
+    ):
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which Preemption replaces;"
+                " install lightning 2.6.6."
+            )
+        setattr(owner, name, replacement)
 
 
 def give_signals_back(trainer: Trainer) -> None:
     """End what :func:`take_signals` began."""
-    connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
-    for owner, name in (
+    for owner, name in _get_signal_handling(trainer):
+        owner.__dict__.pop(name, None)
+
+
+def _get_signal_handling(trainer: Any) -> list[tuple[Any, str]]:
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    return [
         (connector, "_sigterm_notifier_fn"),
         (connector, "_slurm_sigusr_handler_fn"),
         (loop, "_broadcast_sigterm_tensor"),
-    ):
-        owner.__dict__.pop(name, None)
+        (loop, "on_advance_end"),
+    ]
+
+
+def _end_batch(trainer: Any, behind_batch: Callable[[], None], fetcher: Any) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    behind_batch()
+    if loop.val_loop.batch_progress.current.ready == 0:  # left out by a run that was told to end; see `mark_step`
+        loop._skip_next_val = False
+    type(loop).on_advance_end(loop, fetcher)
+
+
+def mark_step(trainer: Trainer) -> bool:
+    """Let the loops say what a run that goes on from here does next; whether that is a validation.
+
+    Lightning takes a batch for one that is over if its hooks have run and it is not yet counted as completed, and a
+    validation for done, whatever it has done of it, once the batch before is completed.
+    """
+    loop = cast(Any, trainer).fit_loop.epoch_loop
+    validation = loop.val_loop.batch_progress
+    is_timed = cast(Any, trainer)._val_check_time_interval is not None  # the time begins anew
+    is_due = not is_timed and (trainer.validating or loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+    if not is_due:
+        for progress in (loop.batch_progress.total, loop.batch_progress.current):
+            progress.completed -= 1
+        return False
+    if trainer.validating:
+        for name, done in vars(validation.current).items():
+            setattr(validation.total, name, getattr(validation.total, name) - done)
+    validation.current.reset()
+    return True
 
 
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
@@ -71,9 +117,9 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
-def save_last(callback: ModelCheckpoint, trainer: Trainer) -> str:
-    """Save as ``callback`` names its last checkpoint, unless it has just done so, and return the path."""
-    is_saved = callback.save_last and not callback.save_weights_only
+def save_last(callback: ModelCheckpoint, trainer: Trainer, *, anew: bool) -> str:
+    """Save as ``callback`` names its last checkpoint, if ``anew`` even where it has just done so; return the path."""
+    is_saved = callback.save_last and not callback.save_weights_only and not anew
     if not (is_saved and callback._last_global_step_saved == trainer.global_step):
         choices = callback.save_last, callback.save_weights_only
         # where it makes links, there is nothing yet to link

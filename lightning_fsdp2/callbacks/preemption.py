@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -17,10 +18,14 @@ from lightning_fsdp2._lightning_compat import (
     get_optional_model_checkpoint,
     get_slurm_checkpoint_path,
     give_signals_back,
+    mark_step,
     save_last,
     take_signals,
 )
 from lightning_fsdp2.checkpoint.folder import get_path, is_local
+
+_BEFORE_SIGTERM = 128
+"""Is added to other signals, so that they count where a SIGTERM comes, too: SLURM queues a job again for them alone."""
 
 
 class Preemption(Callback):
@@ -30,7 +35,7 @@ class Preemption(Callback):
     SIGTERM. Some processes get it, at any moment. Here it is only noted; the ranks tell each other in the next
     optimizer step, save behind it where ``ModelCheckpoint`` has its ``last.ckpt``, and exit once that is on the disk.
     The same command goes on from there with ``--ckpt_path last``. A validation is left behind its next batch, and the
-    run that goes on trains on. In a fit that has made no step nothing is saved.
+    run that goes on begins it anew. In a fit that has made no step nothing is saved.
 
     The strategies of this package add one with the defaults to every fit that has none. What the ranks tell each other
     is one number per step, on the host and while the optimizer runs. In return Lightning's own broadcast is left out,
@@ -73,7 +78,7 @@ class Preemption(Callback):
                 f"Preemption needs a strategy of lightning_fsdp2, not {type(trainer.strategy).__name__}; remove it."
             )
         self._received, self._get_agreed, self._pid = 0, None, os.getpid()
-        take_signals(trainer, self._note)
+        take_signals(trainer, self._note, partial(self._end_batch, trainer))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()
@@ -85,7 +90,8 @@ class Preemption(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._ask(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def _end_batch(self, trainer: Trainer) -> None:
+        """Not `on_train_batch_end`, behind which come other callbacks', and the batch's metrics."""
         if trainer.global_step != self._step:  # else amid accumulation: its gradients are in no checkpoint
             self._step = trainer.global_step
             self._leave_if_told(trainer)
@@ -113,8 +119,9 @@ class Preemption(Callback):
             return
         agreed, self._get_agreed = self._get_agreed(), None
         if agreed:
-            _save(trainer, signal.Signals(agreed))
-            raise SystemExit(self._get_exit_code(trainer, agreed))
+            number = signal.Signals(agreed % _BEFORE_SIGTERM)
+            _save(trainer, number)
+            raise SystemExit(self._get_exit_code(trainer, number))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
@@ -132,7 +139,7 @@ class Preemption(Callback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self._received = self._received or number
+            self._received = max(self._received, number + (_BEFORE_SIGTERM if number != signal.SIGTERM else 0))
         else:  # a process that was forked from this one shall die of it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -143,10 +150,11 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
     strategy = cast(Any, trainer.strategy)
     environment = strategy.cluster_environment
     is_slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    validates_next = not trainer.sanity_checking and mark_step(trainer)
     if trainer.sanity_checking:
         rank_zero_info(f"{number.name}: ended before the first step.")
     elif (callback := get_optional_model_checkpoint(trainer)) is not None:
-        path = save_last(callback, trainer)
+        path = save_last(callback, trainer, anew=validates_next)
         if is_slurm:
             _link_for_slurm(trainer, path)
         rank_zero_info(f"{number.name}: saved {path!r} behind step {trainer.global_step}; go on with --ckpt_path last.")

@@ -1,5 +1,6 @@
 """A signal on any rank: all ranks save behind a step, exit, and the same command goes on as if nothing had been."""
 
+import csv
 import os
 import signal
 import time
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.user_modules import WORLD, Gan, Regressor, make_batches, make_loader, make_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
@@ -104,31 +107,99 @@ def test_one_that_comes_behind_the_backward_saves_behind_the_next_step(tmp_path:
     assert_goes_on_as_if_nothing_had_been(tmp_path, saved=3, code=138, signals=signals, limit_val_batches=0)
 
 
-@pytest.mark.parametrize("hook", ["on_validation_batch_start", "on_validation_start"])
-def test_a_validation_is_left_and_training_goes_on(tmp_path: Path, hook: str) -> None:
-    validated: list[list[int]] = []
+class Validates(Regressor):
+    """Logs a metric at the end of each validation, and notes it: the step, and the batches."""
 
-    class Validates(Regressor):
-        def on_validation_start(self) -> None:
-            validated.append([self.trainer.global_step])
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[list[int]] = []
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            validated[-1].append(batch_idx)
+    def on_validation_start(self) -> None:
+        self.validated.append([self.trainer.global_step])
 
-    def run() -> list[list[int]]:
-        options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
-        _, _, expected = train(tmp_path / "whole", module=Validates(), **options)
-        validated.clear()
-        ended, trainer, _ = train(tmp_path / "run", Signal(hook=hook), module=Validates(), **options)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated[-1].append(batch_idx)
+        self.log("loss/validation", 1.0 - 0.1 * self.trainer.global_step)
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_validation_start", "on_validation_batch_start"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2, "check_val_every_n_epoch": None},
+        {"limit_train_batches": 2},  # at the end of each epoch, which has not ended before the validation has
+    ],
+)
+def test_a_validation_that_is_left_out_is_made_up_for(tmp_path: Path, hook: str, options: Any) -> None:
+    def run() -> None:
+        stopping = partial(EarlyStopping, "loss/validation", patience=5)
+        first, second, third = Validates(), Validates(), Validates()
+        options["num_sanity_val_steps"] = 0
+        _, _, expected = train(tmp_path / "whole", stopping(), module=first, **options)
+        # where ModelCheckpoint has saved in this very step, too
+        every = {"every_n_train_steps": 2, "save_top_k": -1}
+        is_before = hook == "on_before_backward"
+        signals = Signal(hook=hook, step=1 if is_before else 2)
+        ended, trainer, _ = train(tmp_path / "run", stopping(), signals, module=second, checkpoints=every, **options)
         assert (ended, trainer.global_step) == (143, 2)
-        ended, trainer, weights = train(tmp_path / "run", module=Validates(), **options)
+        assert second.validated in ([[]] if is_before else [[[2, 0]], [[2, 0, 1]]])
+        last = stopping()
+        ended, trainer, weights = train(tmp_path / "run", last, module=third, checkpoints=every, **options)
         assert (ended, trainer.global_step) == (None, 6)
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-        return validated
+        assert third.validated == first.validated == [[step, 0, 1, 2, 3] for step in (2, 4, 6)]
+        assert last.best_score == pytest.approx(0.4)
 
-    first, *others = run_ranks(run, WORLD)[0]
-    assert first in ([2, 0], [2, 0, 1])
-    assert others == [[4, 0, 1, 2, 3], [6, 0, 1, 2, 3]]
+    run_ranks(run, WORLD)
+
+
+def test_a_validation_by_the_clock_waits_for_the_clock(tmp_path: Path) -> None:
+    def run() -> None:
+        options = {"val_check_interval": "00:00:00:00", "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+        options["logger"] = CSVLogger(tmp_path, name="", version="")
+        ended, trainer, _ = train(tmp_path, Signal(hook="on_validation_batch_start"), module=Validates(), **options)
+        assert (ended, trainer.global_step) == (143, 2)
+        module = Validates()
+        ended, trainer, _ = train(tmp_path, module=module, **options)
+        assert (ended, trainer.global_step) == (None, 6)
+        assert module.validated == [[step, 0, 1, 2, 3] for step in (3, 4, 5, 6)]
+
+    run_ranks(run, WORLD)
+
+
+def test_the_step_is_over_for_everybody_else(tmp_path: Path) -> None:
+    """The module's hook, callbacks that come behind, and the metrics of the step, which a resumed run does not log."""
+
+    class Logs(Regressor):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.log("train/step", float(self.trainer.global_step))
+
+    class Counts(pl.Callback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.steps = state_dict["steps"]
+
+    def run() -> int:
+        for last in (False, True):
+            signals = Signal() if not last else Signal(step=-2)
+            counts = Counts()
+            logger = CSVLogger(tmp_path, name="", version=str(last))
+            options = {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 0}
+            train(tmp_path / "run", Preemption(), signals, counts, module=Logs(), **options)
+        return counts.steps
+
+    assert run_ranks(run, WORLD)[0] == 6
+    files = [(tmp_path / str(is_last) / "metrics.csv").read_text() for is_last in (False, True)]
+    rows = [row for file in files for row in csv.DictReader(file.splitlines())]
+    assert [(row["step"], float(row["train/step"])) for row in rows] == [(str(n), n + 1.0) for n in range(6)]
 
 
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
@@ -246,6 +317,15 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, scontrol: P
     assert get_step(tmp_path / "run" / "last.ckpt") == 3
 
 
+def test_a_job_whose_time_is_over_is_queued_again_though_some_ranks_get_sigterm(tmp_path: Path, scontrol: Path) -> None:
+    def run() -> None:
+        signals = [Signal(rank=0, name="SIGUSR1"), *(Signal(rank, "SIGTERM") for rank in range(WORLD))]
+        assert train(tmp_path / "run", *signals, plugins=[Slurm()])[0] == 138
+
+    run_ranks(run, WORLD)
+    assert scontrol.exists()
+
+
 def test_an_array_without_checkpoints_is_queued_again(
     tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +437,16 @@ def test_other_strategies_are_refused() -> None:
     trainer = make_trainer(SingleDeviceStrategy(torch.device("cpu")), devices=1, callbacks=[Preemption()])
     with pytest.raises(ValueError, match="Preemption needs a strategy of lightning_fsdp2, not SingleDeviceStrategy"):
         trainer.fit(Regressor(), make_batches(2))
+
+
+def test_a_lightning_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_SignalConnector, "_slurm_sigusr_handler_fn")
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"lightning 2\.\S+ has no _SignalConnector\._slurm_sigusr_handler_fn"):
+            train(tmp_path)
+
+    run_ranks(run, 1)
 
 
 def test_one_number_per_step_on_the_host() -> None:
