@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp2._torch_compat import set_group_timeout
-from lightning_fsdp2.parallel.failures import fail_together, make_portable
+from lightning_fsdp2.parallel.failures import describe_ranks, fail_together, make_portable
 
 T = TypeVar("T")
-
-_LISTED_RANKS = 16
 
 _groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
 
@@ -126,5 +124,4 @@ def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:  # the rank that holds the store has ended
         return ""
-    more = f" and {len(missing) - _LISTED_RANKS} more" if len(missing) > _LISTED_RANKS else ""
-    return f": ranks {missing[:_LISTED_RANKS]}{more} did not" if missing else ""
+    return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

@@ -1,10 +1,13 @@
 """Errors that are raised on every rank: whoever goes on alone waits for the others in the next collective."""
 
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch.distributed as dist
+
+_LISTED = 16
 
 
 @contextmanager
@@ -36,6 +39,22 @@ def list_names(names: Collection[str], most: int = 20) -> str:
     return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
 
+def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
+    """Write ranks as in ``0-7 (node-a), 8-15 (node-b)``.
+
+    Args:
+        ranks: Ascending.
+        hosts: Of all ranks, or as many as are known; "" for one that is not.
+    """
+    parts = []
+    for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):
+        # what is one run of numbers keeps its distance to the place in the list
+        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(of_host), key=lambda pair: pair[1] - pair[0])]
+        numbers = _list([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], "")
+        parts.append(f"{numbers} ({host})" if host else numbers)
+    return _list(parts, " hosts")
+
+
 def make_portable(error: Exception | None) -> Exception | None:
     """Return an exception that can be sent: some cannot be pickled, and some only until somebody unpickles them."""
     try:
@@ -43,3 +62,8 @@ def make_portable(error: Exception | None) -> Exception | None:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def _list(parts: Sequence[str], what: str) -> str:
+    more = f" and {len(parts) - _LISTED} more{what}" if len(parts) > _LISTED else ""
+    return ", ".join(parts[:_LISTED]) + more

@@ -1,23 +1,27 @@
-"""Nodes that differ: other versions, another config, a folder of their own; refused before they train."""
+"""Nodes that differ: another config, a folder of their own; refused before they train."""
 
+import json
 import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
 from lightning_fsdp2.checkpoint.folder import get_path, is_local
-from lightning_fsdp2.loggers.run_identity import get_versions, hide_secrets, is_secret
-from lightning_fsdp2.strategies.peers import describe_ranks
+from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
+from lightning_fsdp2.parallel.failures import describe_ranks
+from lightning_fsdp2.strategies.peers import get_refusal, tell_differences
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,15 +47,14 @@ _OPTIONS_OF_TRAINER = (
 _NAMES_OF_FILES = ("config", "ckpt_path")
 """What is in the one is compared, and rank 0's other one counts."""
 
-_MOST_NAMED = 5
-_MOST_CHARACTERS = 200
 _SECONDS_FOR_A_FILE_TO_APPEAR = 60
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse ranks with other versions of packages or another config; every rank calls it.
+    """Refuse ranks with another config; every rank calls it.
 
-    The config is that of the command line, all of it; without one, what Trainer, strategy and hyperparameters say.
+    The config is that of the command line, all of it; without one, what Trainer and strategy say. Hyperparameters that
+    a script has saved are only warned of: they may hold the rank, or a folder of its own.
 
     Args:
         trainer: Its strategy has its sizes, and its module is connected.
@@ -61,17 +64,10 @@ def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.Process
     Raises:
         ValueError: On every rank, with what differs and where.
     """
-    ranks = all_gather(_describe(trainer), group)
-    names = dict.fromkeys(name for description in ranks for name in description)
-    differences = [name for name in names if len({description.get(name) for description in ranks}) > 1]
-    if not differences:
-        return
-    told = "; ".join(_tell_difference(name, ranks, hosts) for name in differences[:_MOST_NAMED])
-    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
-    raise ValueError(
-        f"The ranks of a run must be the same, and differ: {told}{more}. Install the same versions on all nodes, and"
-        " start them with the same config."
-    )
+    if differences := _compare(_describe_config(trainer), hosts, group):
+        raise get_refusal(differences)
+    if differences := _compare(_describe_hyperparameters(trainer), hosts, group):
+        rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank goes by its own: {differences}.")
 
 
 def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -85,25 +81,38 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
     Raises:
         ValueError: On every rank, with the folder and the ranks that do not see it.
     """
+    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # which saves nothing
+        return
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_local(get_path(callback.dirpath)):
             _check_shared(Path(callback.dirpath), hosts, group)
 
 
-def _describe(trainer: Any) -> dict[str, str]:
-    """What must be the same everywhere, by name."""
+def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
+    digest = sha256(json.dumps(description).encode()).digest()
+    if len(set(all_gather(digest, group))) == 1:  # a description can be megabytes long
+        return ""
+    return tell_differences(all_gather(description, group), hosts)
+
+
+def _describe_config(trainer: Any) -> dict[str, str]:
     strategy = trainer.strategy
-    versions = {f"the version of {name}": version for name, version in get_versions().items() if name != "python"}
     config: dict[str, Any] = {"strategy": type(strategy).__name__, "mesh": strategy.sizes}
     for owner in (strategy.config, strategy.checkpoint_config):
         config |= {f"{type(owner).__name__}.{name}": value for name, value in vars(owner).items()}
     config |= {f"trainer.{name}": getattr(trainer, name, None) for name in _OPTIONS_OF_TRAINER}
-    for owner in (trainer.lightning_module, trainer.datamodule):
-        config |= {f"{type(owner).__name__}.{name}": v for name, v in getattr(owner, "hparams_initial", {}).items()}
     for callback in trainer.callbacks:
         if isinstance(callback, SaveConfigCallback):
             config |= {name: value for name, value in callback.config.items() if name not in _NAMES_OF_FILES}
-    return versions | {name: _write(name, value) for name, value in config.items()}
+    return {name: _write(name, value) for name, value in config.items()}
+
+
+def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
+    return {
+        f"{type(owner).__name__}.{name}": _write(name, value)
+        for owner in (trainer.lightning_module, trainer.datamodule)
+        for name, value in getattr(owner, "hparams_initial", {}).items()
+    }
 
 
 def _write(name: str, value: Any) -> str:
@@ -124,19 +133,7 @@ def _write(name: str, value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def _tell_difference(name: str, ranks: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    places: dict[str, list[int]] = {}
-    for rank, description in enumerate(ranks):
-        places.setdefault(description.get(name, "missing"), []).append(rank)
-    return f"{name} is " + " and ".join(
-        f"{value[:_MOST_CHARACTERS]} on {'rank' if len(of_value) == 1 else 'ranks'} {describe_ranks(of_value, hosts)}"
-        for value, of_value in places.items()
-    )
-
-
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    if len(set(hosts)) == 1:
-        return
     # a name that no host has asked for before, and so none remembers as absent
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = all_gather(_appears(probe), group)

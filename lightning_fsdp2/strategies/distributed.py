@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
+from lightning_fsdp2.loggers.run_identity import get_versions
 from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies.peers import meet
@@ -40,7 +41,7 @@ def init_process_group(
 
     Raises:
         TimeoutError: When some rank does not come.
-        ValueError: When there is a group of another size or backend.
+        ValueError: When there is a group of another size or backend, or the ranks have other versions or backends.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
@@ -61,7 +62,14 @@ def init_process_group(
     else:
         os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        store = meet(environment.main_address, environment.main_port, rank, world_size, rendezvous_timeout)
+        store = meet(
+            environment.main_address,
+            environment.main_port,
+            rank,
+            world_size,
+            timeout=rendezvous_timeout,
+            run={"the backend": backend, **_get_versions()},
+        )
         store.set_timeout(timeout)  # of what groups exchange through it later
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(_destroy_process_group)
@@ -152,6 +160,11 @@ def _has_backend(backend: str, device: torch.device) -> bool:
 
 def _get_reduce_op(op: Any) -> Any:
     return getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
+
+
+def _get_versions() -> dict[str, str]:
+    """Of packages; an older Python does the same."""
+    return {f"the version of {name}": str(version) for name, version in get_versions().items() if name != "python"}
 
 
 def _destroy_process_group() -> None:

@@ -1,25 +1,30 @@
 """The other ranks of a run: waiting for them at its start, and saying which are gone when they answer no longer."""
 
+import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from itertools import groupby
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_fsdp2.parallel.failures import describe_ranks
+
 _PROBE_TIMEOUT = timedelta(seconds=5)
 """How long ranks that lost contact wait for the others to say the same: all were in one collective."""
 
-_LISTED_HOSTS = 16
+_MOST_NAMED = 5
+_MOST_CHARACTERS = 200
 
-_ARRIVED, _ALL_ARRIVED, _HOST, _LOST = "arrived", "all arrived", "host of rank", "lost contact, rank"
+_CAME, _NUMBER, _ALL_CAME, _ALL_KNOW = "ranks that came", "number of ranks that came", "all came", "all know"
+_LOST = "ranks that lost contact"
 
 
-def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timedelta, run: Mapping[str, str]) -> Store:
     """Wait until every rank has come to the store at ``address:port``, and return it.
 
     Args:
@@ -28,10 +33,12 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
         rank: This rank.
         world_size: Number of ranks to wait for.
         timeout: After which this fails.
+        run: What must be the same on all ranks before they can talk to each other, by name.
 
     Raises:
         OSError: When the port is taken.
         TimeoutError: With the ranks that did not come, and the hosts of those that did.
+        ValueError: On every rank, with what differs in ``run`` and where.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -48,9 +55,9 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
         # that hosts come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store = PrefixStore(f"{attempt}/{world_size}", server)
-        store.set(f"{_HOST} {rank}", platform.node())
-        if store.add(_ARRIVED, 1) == world_size:
-            store.set(_ALL_ARRIVED, "")
+        store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
+        if store.add(_NUMBER, 1) == world_size:  # the last one compares for all
+            store.set(_ALL_CAME, tell_differences(*_get_runs_and_hosts(store, world_size)))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise OSError(
@@ -62,31 +69,44 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta
             " MASTER_ADDR is its address and the same on all nodes, and that no firewall closes the port."
         ) from error
     try:
-        store.wait([_ALL_ARRIVED], timeout)
+        store.wait([_ALL_CAME], timeout)
+        differences = store.get(_ALL_CAME).decode()
     except dist.DistError as error:
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) waited rendezvous_timeout={timeout} for {world_size} ranks at"
             f" {address}:{port}. {_say_who_came(store, world_size)} Look into the logs of the missing ones, or at the"
             " nodes that have none."
         ) from error
+    if differences:
+        if store.add(_NUMBER, 1) == 2 * world_size:
+            store.set(_ALL_KNOW, "")
+        with suppress(dist.DistError):  # the store may end with rank 0
+            store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
+        raise get_refusal(differences)
     return store
 
 
-def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    """Write ranks as in ``0-7 (node-a), 8-15 (node-b)``.
+def get_refusal(differences: str) -> ValueError:
+    """The error for ranks that :func:`tell_differences` found to differ."""
+    return ValueError(
+        f"The ranks of a run must be the same, and differ: {differences}. Install the same versions on all nodes, and"
+        " start them with the same config."
+    )
+
+
+def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    """Say in what ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if in nothing.
 
     Args:
-        ranks: Ascending.
-        hosts: Of all ranks, or as many as are known; "" for one that is not.
+        descriptions: Of all ranks, values by name.
+        hosts: Of all ranks.
     """
-    parts = []
-    for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):
-        # what is one run of numbers keeps its distance to the place in the list
-        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(of_host), key=lambda pair: pair[1] - pair[0])]
-        numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        parts.append(f"{numbers} ({host})" if host else numbers)
-    more = f" and {len(parts) - _LISTED_HOSTS} more hosts" if len(parts) > _LISTED_HOSTS else ""
-    return ", ".join(parts[:_LISTED_HOSTS]) + more
+    names = dict.fromkeys(name for description in descriptions for name in description)
+    differences = [name for name in names if len({description.get(name) for description in descriptions}) > 1]
+    told = [_tell_difference(name, descriptions, hosts) for name in differences[:_MOST_NAMED]]
+    if len(differences) > len(told):
+        told.append(f"and {len(differences) - len(told)} more")
+    return "; ".join(told)
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
@@ -110,7 +130,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
             f"Rank {own} reaches neither the other ranks nor the store at {address}: its own host has lost the network,"
             f" or that of the store is gone. The ranks were {describe_ranks(range(len(hosts)), hosts)}."
         )
-    there = describe_ranks(sorted(answered), hosts)
+    there = describe_ranks(answered, hosts)
     silent = [rank for rank in range(len(hosts)) if rank not in answered]
     if not silent:
         return f"All ranks notice it ({there}): one of them was too slow, or at another place."
@@ -125,20 +145,36 @@ def _ask_others(world_size: int, answered: list[int]) -> None:
     store = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
-        store.set(f"{_LOST} {dist.get_rank()}", "")
+        store.append(_LOST, f"{dist.get_rank()} ")
         while len(answered) < world_size and time.monotonic() < deadline:
-            others = set(range(world_size)) - set(answered)
-            answered += [rank for rank in others if store.check([f"{_LOST} {rank}"])]
+            answered[:] = sorted({int(rank) for rank in store.get(_LOST).split()})
             time.sleep(0.1)
     except RuntimeError:  # the store is gone
         answered.clear()
 
 
+def _tell_difference(name: str, descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    places: dict[str, list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        places.setdefault(description.get(name, "missing"), []).append(rank)
+    return f"{name} is " + " and ".join(
+        f"{value[:_MOST_CHARACTERS]} on {'rank' if len(of_value) == 1 else 'ranks'} {describe_ranks(of_value, hosts)}"
+        for value, of_value in places.items()
+    )
+
+
 def _say_who_came(store: Store, world_size: int) -> str:
     try:
-        came = [rank for rank in range(world_size) if store.check([f"{_HOST} {rank}"])]
-        hosts = [store.get(f"{_HOST} {rank}").decode() if rank in came else "" for rank in range(world_size)]
+        _, hosts = _get_runs_and_hosts(store, world_size)
     except RuntimeError:
         return "Rank 0 gave up before."
-    missing = [rank for rank in range(world_size) if rank not in came]
+    came, missing = ([rank for rank in range(world_size) if bool(hosts[rank]) is here] for here in (True, False))
     return f"These came: {describe_ranks(came, hosts)}. These did not: {describe_ranks(missing, hosts)}."
+
+
+def _get_runs_and_hosts(store: Store, world_size: int) -> tuple[list[dict[str, str]], list[str]]:
+    runs: list[dict[str, str]] = [{} for _ in range(world_size)]
+    hosts = [""] * world_size
+    for line in store.get(_CAME).splitlines():
+        rank, hosts[rank], runs[rank] = json.loads(line)
+    return runs, hosts

@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import main
-from lightning_fsdp2.strategies import agreement
+from lightning_fsdp2.strategies import agreement, distributed
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
@@ -38,7 +38,7 @@ def fit(*, lr: float = 0.1, api_key: str = "", strategy: dict[str, Any] | None =
     trainer.fit(Module(lr, api_key), make_loader(make_batches(8)))
 
 
-def say(function: Callable[..., None], *of_rank: dict[str, Any]) -> list[str]:
+def say(function: Callable[..., None], *of_rank: dict[str, Any], **options: Any) -> list[str]:
     """What each rank says."""
 
     def run() -> str:
@@ -46,14 +46,13 @@ def say(function: Callable[..., None], *of_rank: dict[str, Any]) -> list[str]:
             function(**of_rank[int(os.environ["RANK"])])
         return str(error.value)
 
-    return run_ranks(run, len(of_rank))
+    return run_ranks(run, len(of_rank), **options)
 
 
 @pytest.mark.parametrize(
     ("own", "other", "difference"),
     [
         ({"max_steps": 2}, {"max_steps": 3}, "trainer.max_steps is 2 on rank 0 (node-0) and 3 on rank 1 (node-1)"),
-        ({"lr": 0.1}, {"lr": 0.2}, "Module.lr is 0.1 on rank 0 (node-0) and 0.2 on rank 1 (node-1)"),
         ({"strategy": {}}, {"strategy": {"dp_replicate_size": 2}}, "mesh is MeshSizes("),
         ({}, {"strategy": {"config": FSDP2Config(reshard_after_forward=True)}}, "FSDP2Config.reshard_after_forward is"),
         (
@@ -73,19 +72,53 @@ def test_another_config_is_refused_on_all_ranks(own: Any, other: Any, difference
         assert "Install the same versions on all nodes, and start them with the same config." in message
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = agreement.get_versions()
+def test_other_hyperparameters_of_a_script_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may hold a rank or a folder of its own."""
+    text = (
+        r"hyperparameters of the ranks differ.*: Module.lr is 0.1 on rank 0 \(node-0\) and 0.2 on rank 1 \(node-1\)\."
+    )
+
+    def run() -> None:
+        with pytest.warns(UserWarning, match=text) if os.environ["RANK"] == "0" else nullcontext():
+            fit(lr=(0.1, 0.2)[int(os.environ["RANK"])])
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("of_rank_0", [False, True])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, of_rank_0: bool) -> None:
+    versions = distributed.get_versions()
 
     def differ() -> dict[str, Any]:
-        return versions if os.environ["RANK"] == "0" else {**versions, "lightning_fsdp2": "0.0.9", "python": "3.11.99"}
+        if (os.environ["RANK"] == "0") is of_rank_0:
+            return {**versions, "lightning_fsdp2": "0.0.9", "torch": "2.11.0"}
+        return {**versions, "python": "3.11.99"}
 
-    monkeypatch.setattr(agreement, "get_versions", differ)
-    for message in say(fit, {}, {}, {}):
+    monkeypatch.setattr(distributed, "get_versions", differ)
+
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+        make_trainer(devices=3).fit(Regressor(), make_batches(1))
+
+    old, new = ("0.0.9", versions["lightning_fsdp2"]) if of_rank_0 else (versions["lightning_fsdp2"], "0.0.9")
+    for message in say(run, {}, {}, {}, group=False):
         assert (
-            "differ: the version of lightning_fsdp2 is 0.1.0 on rank 0 (node-0) and 0.0.9 on ranks 1 (node-1), 2"
-            in message
+            f"differ: the version of lightning_fsdp2 is {old} on rank 0 (node-0) and {new} on ranks 1 (node-1), 2"
+            in (message)
         )
+        assert "; the version of torch is" in message
         assert "python" not in message
+
+
+def test_other_backends_are_refused() -> None:
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        backend = ("gloo", "cpu:gloo")[int(os.environ["RANK"])]
+        strategy = FSDP2Strategy(config=FSDP2Config(backend=backend))
+        make_trainer(strategy).fit(Regressor(), make_batches(1))
+
+    for message in say(run, {}, {}, group=False):
+        assert "differ: the backend is gloo on rank 0 (node-0) and cpu:gloo on rank 1 (node-1)." in message
 
 
 def test_the_whole_config_of_the_command_line_counts() -> None:
@@ -114,6 +147,11 @@ def test_the_whole_config_of_the_command_line_counts() -> None:
         )
 
 
+def join_nodes() -> None:
+    """As torchrun would, with a node for each rank."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
+
+
 def keep_apart(folder: Path) -> None:
     """From now on, ``folder`` is another one in this process."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -129,10 +167,11 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path, m
     folder.mkdir()
 
     def run() -> str:
+        join_nodes()
         if os.environ["RANK"] == "1":
             keep_apart(folder)
         with pytest.raises(ValueError, match="must share the folder") as error:
-            fit(callbacks=[ModelCheckpoint(folder / "checkpoints")], enable_checkpointing=True)
+            fit(devices=1, num_nodes=2, callbacks=[ModelCheckpoint(folder / "checkpoints")], enable_checkpointing=True)
         return str(error.value)
 
     for message in run_ranks(run, 2):
@@ -145,7 +184,12 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path, m
 
 
 def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    run_ranks(lambda: fit(callbacks=[ModelCheckpoint(tmp_path, save_top_k=0)], enable_checkpointing=True), 2)
+    def run() -> None:
+        join_nodes()
+        callbacks = [ModelCheckpoint(tmp_path, save_top_k=0)]
+        fit(devices=1, num_nodes=2, callbacks=callbacks, enable_checkpointing=True)
+
+    run_ranks(run, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +198,7 @@ def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_torchrun_says_how_many_nodes_there_are() -> None:
     def run() -> tuple[int, tuple[int, ...], int]:
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
+        join_nodes()
         trainer = make_trainer(FSDP2Strategy(dp_replicate_size="auto"), devices=1, num_nodes=4)
         trainer.fit(Regressor(), make_loader(make_batches(4)))
         return trainer.num_nodes, trainer.strategy.full_device_mesh.shape, trainer.strategy.data_parallel_rank

@@ -632,7 +632,7 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
         trainer.strategy._timeout = timedelta(seconds=2)
         fit(trainer)
 
-    explained = rf"wants to save a checkpoint, but not every rank did.*ranks \[{1 - rank}\] did not.*on all ranks"
+    explained = rf"wants to save a checkpoint, but not every rank did.*rank {1 - rank} did not.*on all ranks"
     with pytest.raises(RankError, match=explained) as caught:
         run_ranks(run, WORLD)
     assert caught.value.rank == rank
@@ -654,9 +654,7 @@ def test_a_hook_that_fails_on_one_rank_is_explained_on_the_others(tmp_path: Path
         trainer.strategy._timeout = timedelta(seconds=2)
         trainer.fit(Fails(), make_loader())
 
-    with pytest.raises(
-        RankError, match=r"wants to write a checkpoint.*ranks \[1\] did not.*on_save_checkpoint"
-    ) as caught:
+    with pytest.raises(RankError, match=r"wants to write a checkpoint.*rank 1 did not.*on_save_checkpoint") as caught:
         run_ranks(run, WORLD)
     assert caught.value.rank == 0
     assert names(tmp_path) == []

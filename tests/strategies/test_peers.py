@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import FSDP2Strategy
 from lightning_fsdp2.callbacks import ProcessGroupTimeout
+from lightning_fsdp2.parallel.failures import describe_ranks
 from lightning_fsdp2.strategies import peers
-from lightning_fsdp2.strategies.peers import describe_ranks
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -152,7 +152,7 @@ def test_a_rank_that_was_only_slow_is_not_accused() -> None:
 
 def test_without_a_store_it_says_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
-        def set(self, *args: Any) -> None:
+        def append(self, *args: Any) -> None:
             time.sleep(60)
 
     def run() -> str:
