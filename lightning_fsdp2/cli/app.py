@@ -237,7 +237,7 @@ class FSDP2CLI(LightningCLI):
                 self._instantiate_to_describe()
             else:
                 super().instantiate_classes()
-        except REFUSALS as error:
+        except (*REFUSALS, RuntimeError) as error:  # Lightning's, of variables of SLURM that it does not support
             if not has_refusal(error):  # a bug keeps its traceback
                 raise
             self._parser(self.subcommand).error(str(error), error)

@@ -10,6 +10,8 @@ USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
 """What this package raises where a run cannot be as it was asked for."""
 
+_REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
+
 _HEADINGS = (
     "Does not validate against",
     "Subtypes: ",
@@ -35,7 +37,7 @@ _WORKERS_REFUSAL = re.compile(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether Lightning or a ``raise`` statement of this package says what is wrong with a run.
+    """Whether Lightning, its launchers' environments, or a ``raise`` of this package says what is wrong with a run.
 
     Any other error, be it of the same class, comes from code that did not expect it: a bug.
     """
@@ -46,7 +48,7 @@ def is_refusal(error: BaseException) -> bool:
         traceback = traceback.tb_next
     frame = traceback.tb_frame
     is_raised = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return is_raised and str(frame.f_globals.get("__name__")).startswith("lightning_fsdp2.")
+    return is_raised and str(frame.f_globals.get("__name__")).startswith(_REFUSERS)
 
 
 def get_message(error: BaseException) -> str:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import (
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
-    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -31,8 +29,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2.callbacks.preemption import Preemption
-from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
@@ -42,6 +38,7 @@ from lightning_fsdp2.parallel.structure import get_modules, is_metric
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.agreement import check_same_run
+from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
@@ -97,13 +94,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         steady_timeout: timedelta | None,
     ) -> None:
         super().__init__(get_sizes=get_sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
-        self._steady_timeout = steady_timeout
+        self._own_callbacks = OwnCallbacks(type(self).__name__, steady_timeout)
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.token_mean: TokenMean | None = None
         self._manager: ManagerT | None = None
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
-        self._added_callbacks: list[Callback] = []
         self._checked_batches: set[tuple[str, int]] = set()
         self._buffer_owners: list[tuple[nn.Module, str]] = []
 
@@ -159,7 +155,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def teardown(self) -> None:
         if self.lightning_module is not None and self._control_group is not None:
             self.finish_checkpoints()
-            self._remove_callbacks(self.lightning_module.trainer)
+            self._own_callbacks.detach(self.lightning_module.trainer)
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
         if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
             del self.lightning_module.log
@@ -206,15 +202,16 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        self._check_callbacks(trainer)
+        refuse_callbacks(trainer, self.refused_callbacks)
         self._validate_together(trainer)
-        _set_available_flops(trainer, self.compute_dtype)
+        set_available_flops(trainer, self.compute_dtype)
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # weights first gathered in inference mode could not be trained afterwards
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
-        self._add_callbacks(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._own_callbacks.attach(trainer)
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -230,36 +227,6 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             self._attach_optimizers()  # behind the precision plugin, which makes Lightning wrap them anew
         self._checked_batches.clear()
         drop_token_windows(self.lightning_module)  # of a run that was aborted
-
-    def _check_callbacks(self, trainer: "Trainer") -> None:
-        for callback in cast(Any, trainer).callbacks:
-            for kind, reason in self.refused_callbacks.items():
-                if isinstance(callback, kind):
-                    raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
-
-    def _add_callbacks(self, trainer: "Trainer") -> None:
-        """Those that belong to every fit; the Trainer gets its own list back at its end."""
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        has = {
-            kind: any(isinstance(callback, kind) for callback in cast(Any, trainer).callbacks)
-            for kind in (Preemption, ProcessGroupTimeout)
-        }
-        if has[ProcessGroupTimeout] and self._steady_timeout is not None:
-            raise ValueError(
-                f"{type(self).__name__}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
-                " Trainer has one already; remove one of them."
-            )
-        if not has[Preemption]:
-            self._added_callbacks.append(Preemption())
-        if self._steady_timeout is not None:
-            self._added_callbacks.append(ProcessGroupTimeout(self._steady_timeout))
-        cast(Any, trainer).callbacks += self._added_callbacks
-
-    def _remove_callbacks(self, trainer: "Trainer") -> None:
-        for callback in self._added_callbacks:
-            cast(Any, trainer).callbacks.remove(callback)
-        self._added_callbacks.clear()
 
     def _validate_together(self, trainer: "Trainer") -> None:
         """``Trainer(val_check_interval="00:30:00")``: each rank has its own clock, and some would validate alone."""
@@ -564,15 +531,6 @@ def _get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
     default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
     policy = getattr(config, "mp_policy", None)
     return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
-
-
-def _set_available_flops(trainer: "Trainer", dtype: torch.dtype) -> None:
-    """Lightning's monitor takes all precisions but its own for float32, and the utilisation would be too high."""
-    for callback in cast(Any, trainer).callbacks:
-        if isinstance(callback, ThroughputMonitor):
-            callback.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
-            for throughput in callback._throughputs.values():
-                throughput.available_flops = callback.available_flops
 
 
 def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

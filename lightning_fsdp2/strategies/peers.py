@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -54,7 +55,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         # torchrun may keep its store for the attempts that follow; the counts of two agents need not be the same, so
         # that hosts come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
-        store = PrefixStore(f"{attempt}/{world_size}", server)
+        store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs know no `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
         if store.add(_NUMBER, 1) == world_size:  # the last one compares for all
             store.set(_ALL_CAME, tell_differences(*_get_runs_and_hosts(store, world_size)))
@@ -142,7 +143,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
     """Say that this rank is there, and collect those that do the same."""
-    store = dist.group.WORLD.get_group_store()
+    store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
         store.append(_LOST, f"{dist.get_rank()} ")

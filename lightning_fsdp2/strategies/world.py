@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -131,6 +131,7 @@ class WorldStrategy(ParallelStrategy):
         if self.cluster_environment.creates_processes_externally:
             self._take_nodes_of_torchrun()
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+            self._check_tasks_of_slurm()
             return
         if hasattr(sys, "ps1"):  # a notebook or an interactive shell
             if self.num_processes > 1:
@@ -156,6 +157,16 @@ class WorldStrategy(ParallelStrategy):
         if nodes != self.num_nodes:
             rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={self.num_nodes}).")
             self.num_nodes = nodes
+
+    def _check_tasks_of_slurm(self) -> None:
+        """Lightning compares what ``sbatch`` was told, and not how many tasks there are."""
+        asked = self.num_nodes * self.num_processes
+        if isinstance(self.cluster_environment, SLURMEnvironment) and self.world_size != asked:
+            raise ValueError(
+                f"SLURM has started {self.world_size} task(s) (SLURM_NTASKS), and Trainer(devices={self.num_processes},"
+                f" num_nodes={self.num_nodes}) asks for {asked}. Set both to what `srun --nodes` and"
+                " `--ntasks-per-node` say."
+            )
 
     @property
     def sizes(self) -> MeshSizes:

@@ -259,19 +259,31 @@ def test_errors_in_flags_are_one_line(flag, line, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "nodes", "line"),
+    ("variables", "line"),
     [
-        (4, 1, "`devices=2` in Lightning, but the number of tasks per node configured in SLURM `--ntasks-per-node=4`"),
-        (2, 2, "`num_nodes=1` in Lightning, but the number of nodes configured in SLURM `--nodes=2`"),
+        (
+            {"NTASKS": 4, "NTASKS_PER_NODE": 4, "NNODES": 1},
+            "You set `devices=2` in Lightning, but the number of tasks per node configured in SLURM"
+            " `--ntasks-per-node=4`",
+        ),
+        (
+            {"NTASKS": 4, "NTASKS_PER_NODE": 2, "NNODES": 2},
+            "You set `num_nodes=1` in Lightning, but the number of nodes configured in SLURM `--nodes=2`",
+        ),
+        ({"NTASKS": 4}, "You set `--ntasks=4` in your SLURM bash script, but this variable is not supported."),
+        (
+            {"NTASKS": 8, "NTASKS_PER_NODE": 2, "NNODES": 1},
+            "SLURM has started 8 task(s) (SLURM_NTASKS), and Trainer(devices=2, num_nodes=1) asks for 2. Set both to",
+        ),
     ],
 )
-def test_a_config_that_contradicts_slurm_is_one_line(tasks, nodes, line, tmp_path, capsys, monkeypatch):
-    variables = {"NTASKS": tasks * nodes, "NTASKS_PER_NODE": tasks, "NNODES": nodes, "JOB_ID": 7, "JOB_NAME": "run"}
-    variables |= {"PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost"}
+def test_a_config_that_contradicts_slurm_is_one_line(variables, line, tmp_path, capsys, monkeypatch):
+    variables = {**variables, "JOB_ID": 7, "JOB_NAME": "run", "NODELIST": "localhost"}
+    variables |= {"PROCID": 0, "LOCALID": 0, "NODEID": 0}
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     args = ["fit", write_yaml(tmp_path), "--trainer.strategy=fsdp2", "--trainer.devices=2"]
-    assert error_of(args, capsys).startswith(f"error: You set {line}")
+    assert error_of(args, capsys).startswith(f"error: {line}")
 
 
 def test_a_misspelt_key_in_yaml_is_one_line(tmp_path, capsys):

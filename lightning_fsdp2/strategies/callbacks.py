@@ -1,0 +1,76 @@
+"""The Trainer's callbacks: those that a strategy refuses, sets right, and adds to every fit."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+
+from lightning_fsdp2.callbacks.preemption import Preemption
+from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
+
+
+class OwnCallbacks:
+    """Those of a strategy, in a fit whose Trainer has none of their kind.
+
+    Args:
+        strategy: Its name, for errors.
+        steady_timeout: Of a :class:`ProcessGroupTimeout`; None for none.
+    """
+
+    def __init__(self, strategy: str, steady_timeout: timedelta | None) -> None:
+        self._strategy = strategy
+        self._steady_timeout = steady_timeout
+        self._added: list[Callback] = []
+
+    def attach(self, trainer: Trainer) -> None:
+        """Add them behind the Trainer's own.
+
+        Raises:
+            ValueError: When the Trainer has what the strategy is told to add.
+        """
+        kinds = {type(callback) for callback in cast(Any, trainer).callbacks}
+        if not any(issubclass(kind, Preemption) for kind in kinds):
+            self._added.append(Preemption())
+        if self._steady_timeout is not None:
+            if any(issubclass(kind, ProcessGroupTimeout) for kind in kinds):
+                raise ValueError(
+                    f"{self._strategy}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
+                    " Trainer has one already; remove one of them."
+                )
+            self._added.append(ProcessGroupTimeout(self._steady_timeout))
+        cast(Any, trainer).callbacks += self._added
+
+    def detach(self, trainer: Trainer) -> None:
+        """Give the Trainer its own list back."""
+        for callback in self._added:
+            cast(Any, trainer).callbacks.remove(callback)
+        self._added.clear()
+
+
+def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:
+    """Refuse callbacks of these classes.
+
+    Args:
+        trainer: Of a run.
+        refused: Why, and what to do instead, by class.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        for kind, reason in refused.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
+
+
+def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:
+    """Lightning's monitor takes all precisions but its own for float32, and the utilisation would be too high."""
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            callback.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
+            for throughput in callback._throughputs.values():
+                throughput.available_flops = callback.available_flops
