@@ -32,15 +32,18 @@ class OwnCallbacks:
         Raises:
             ValueError: When the Trainer has what the strategy is told to add.
         """
-        kinds = {type(callback) for callback in cast(Any, trainer).callbacks}
-        if not any(issubclass(kind, Preemption) for kind in kinds):
+        has_preemption, has_timeout = (
+            any(isinstance(callback, kind) for callback in cast(Any, trainer).callbacks)
+            for kind in (Preemption, ProcessGroupTimeout)
+        )
+        if has_timeout and self._steady_timeout is not None:
+            raise ValueError(
+                f"{self._strategy}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
+                " Trainer has one already; remove one of them."
+            )
+        if not has_preemption:
             self._added.append(Preemption())
         if self._steady_timeout is not None:
-            if any(issubclass(kind, ProcessGroupTimeout) for kind in kinds):
-                raise ValueError(
-                    f"{self._strategy}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
-                    " Trainer has one already; remove one of them."
-                )
             self._added.append(ProcessGroupTimeout(self._steady_timeout))
         cast(Any, trainer).callbacks += self._added
 
