@@ -1,5 +1,7 @@
 """Every private Lightning name that callbacks, loggers and what strategies tell them touch, with the reason."""
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -63,8 +65,23 @@ def take_signals(trainer: Trainer, note: Callable[[int, Any], None], behind_batc
         setattr(owner, name, replacement)
 
 
+def die_of_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM end an evaluation as it ends any process, unless the program itself handles it.
+
+    Lightning's handler communicates, at whatever place the rank is, and nothing reads what it leaves.
+    """
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # and called behind Lightning's
+    cast(Any, trainer)._signal_connector._sigterm_notifier_fn = (lambda *args: None) if is_handled else die_of
+
+
+def die_of(number: int, frame: Any = None) -> None:
+    """A handler that does what would have happened without one."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def give_signals_back(trainer: Trainer) -> None:
-    """End what :func:`take_signals` began."""
+    """End what :func:`take_signals` or :func:`die_of_sigterm` began."""
     for owner, name in _get_signal_handling(trainer):
         owner.__dict__.pop(name, None)
 

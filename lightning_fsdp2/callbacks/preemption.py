@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fsdp2._lightning_compat import (
+    die_of,
     get_optional_model_checkpoint,
     get_slurm_checkpoint_path,
     give_signals_back,
@@ -141,8 +142,7 @@ class Preemption(Callback):
         if os.getpid() == self._pid:
             self._received = max(self._received, number + (_BEFORE_SIGTERM if number != signal.SIGTERM else 0))
         else:  # a process that was forked from this one shall die of it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            die_of(number)
 
 
 def _save(trainer: Trainer, number: signal.Signals) -> None:

@@ -8,7 +8,9 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_fsdp2._lightning_compat import die_of_sigterm, give_signals_back
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 
@@ -27,11 +29,14 @@ class OwnCallbacks:
         self._added: list[Callback] = []
 
     def attach(self, trainer: Trainer) -> None:
-        """Add them behind the Trainer's own.
+        """Add them behind the Trainer's own; an evaluation needs none, and saves nothing if it is told to end.
 
         Raises:
             ValueError: When the Trainer has what the strategy is told to add.
         """
+        if trainer.state.fn != TrainerFn.FITTING:
+            die_of_sigterm(trainer)
+            return
         has_preemption, has_timeout = (
             any(isinstance(callback, kind) for callback in cast(Any, trainer).callbacks)
             for kind in (Preemption, ProcessGroupTimeout)
@@ -52,6 +57,7 @@ class OwnCallbacks:
         for callback in self._added:
             cast(Any, trainer).callbacks.remove(callback)
         self._added.clear()
+        give_signals_back(trainer)
 
 
 def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:

@@ -210,8 +210,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             # weights first gathered in inference mode could not be trained afterwards
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._own_callbacks.attach(trainer)
+        self._own_callbacks.attach(trainer)
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)

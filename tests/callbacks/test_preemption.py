@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.oracle import whole
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 from helpers.user_modules import WORLD, Gan, Regressor, make_batches, make_loader, make_trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -417,6 +417,31 @@ def test_a_forked_process_dies_of_the_signal(tmp_path: Path) -> None:
         train(tmp_path, Forks(), limit_val_batches=0)
 
     run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_an_evaluation_ends_at_once(is_handled: bool) -> None:
+    """Unless the program has a handler of its own, which is all that is called."""
+
+    class Tells(pl.Callback):
+        def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_rank == 1 and batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0)
+
+    def run() -> tuple[int, bool]:
+        received: list[int] = []
+        if is_handled:
+            signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+        trainer = make_trainer(callbacks=[Tells()])
+        trainer.validate(Regressor(), make_loader(BATCHES[:8]), verbose=False)
+        return len(received), "_sigterm_notifier_fn" in vars(trainer._signal_connector)
+
+    if is_handled:
+        assert run_ranks(run, WORLD) == [(0, False), (1, False)]
+    else:
+        with pytest.raises(RankError, match="rank 1 died or hung without a result"):
+            run_ranks(run, WORLD)
 
 
 @pytest.mark.parametrize(

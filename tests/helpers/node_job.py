@@ -68,6 +68,7 @@ def write_config(folder: Path, **options: Any) -> Path:
                     **options,
                 },
             },
+            "default_root_dir": str(folder),
             "max_steps": STEPS,
             "max_epochs": -1,
             "gradient_clip_val": 1.0,
