@@ -26,6 +26,12 @@ def get_logged_step(trainer: Trainer) -> int:
     return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
 
 
+def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
+    """How many batches of its first epoch a resumed run counts, in that epoch's first iteration; 0 at other times."""
+    loop = cast(Any, trainer).fit_loop.epoch_loop
+    return int(loop.batch_progress.current.ready) if loop.restarting else 0
+
+
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around each ``next(dataloader)`` of the training.
 

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
+from lightning_fsdp2._lightning_compat import count_batches_of_resumed_epoch
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.throughput import Throughput
@@ -40,12 +41,13 @@ class TrainingProgressBar(RichProgressBar):
     @property
     @override
     def total_train_batches(self) -> int | float:
-        # Lightning takes the steps that are left for batches, also where a step has several
+        # Lightning takes the steps that are left for all batches, also where a step has several or a run goes on
         trainer: Any = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
         steps = trainer.max_steps - trainer.global_step
-        return min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)
+        done = count_batches_of_resumed_epoch(trainer) // trainer.accumulate_grad_batches
+        return min(trainer.num_training_batches, (done + steps) * trainer.accumulate_grad_batches)
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:

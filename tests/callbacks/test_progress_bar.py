@@ -1,5 +1,7 @@
 """What the progress bar shows, and that it fits into a terminal."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +10,7 @@ import torch
 from helpers.models import LLAMA, make_token_batches
 from helpers.ranks import run_ranks
 from helpers.user_modules import make_loader, make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from lightning_fsdp2 import CausalLM
@@ -57,10 +60,29 @@ def test_a_line_of_a_hundred_columns_shows_loss_tokens_and_memory() -> None:
     ids=["steps-end-it", "an-epoch-ends-first", "both", "epochs"],
 )
 def test_the_end_of_the_bar_is_a_number_of_batches(max_epochs: int, max_steps: int, batches: int, total: int) -> None:
-    options = {"max_epochs": max_epochs, "max_steps": max_steps, "num_training_batches": batches}
+    options = {"max_epochs": max_epochs, "max_steps": max_steps, "num_training_batches": batches, "global_step": 1}
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(restarting=False))
     bar = TrainingProgressBar()
-    bar._trainer = type("Trainer", (), {**options, "global_step": 1, "accumulate_grad_batches": 2})  # type: ignore
+    bar._trainer = SimpleNamespace(**options, accumulate_grad_batches=2, fit_loop=loops)  # type: ignore
     assert bar.total_train_batches == total
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_goes_on_counts_to_its_end(tmp_path: Path, accumulate: int) -> None:
+    def run() -> list[str]:
+        options = {"enable_progress_bar": True, "enable_checkpointing": True, "default_root_dir": tmp_path}
+        options |= {"accumulate_grad_batches": accumulate}
+        for ckpt_path in (None, tmp_path / "step=3.ckpt"):
+            bar = TrainingProgressBar()
+            screen = Screen(bar)
+            save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+            trainer = make_trainer(callbacks=[bar, screen, save], max_steps=7, **options)
+            trainer.fit(CausalLM(config=LLAMA), make_loader(make_token_batches(20, ragged=False)), ckpt_path=ckpt_path)
+        return screen.lines
+
+    assert [line.split()[3] for line in run_ranks(run, 1)[0][1:]] == [
+        f"{number}/{7 * accumulate}" for number in range(3 * accumulate + 1, 7 * accumulate)
+    ]
 
 
 def test_numbers_are_short() -> None:
