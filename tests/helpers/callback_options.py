@@ -62,7 +62,7 @@ from helpers.user_modules import (
     make_loader,
     train_alone,
 )
-from lightning_fsdp2.strategies import mesh_strategy
+from lightning_fsdp2.strategies import callbacks
 
 WHOLE_WEIGHTS = {"fsdp2": "needs whole weights", "megatron_fsdp": "needs whole weights"}
 
@@ -420,7 +420,7 @@ def check_throughput_monitor(kind: Kind, folder: Path) -> None:
         monitor = ThroughputMonitor(lambda batch: len(batch["inputs"]), window_size=2)
         options = {"logger": logger, "callbacks": [monitor], "log_every_n_steps": 1, "max_steps": 3}
         with ExitStack() as stack:
-            for module in ("lightning.pytorch.callbacks.throughput_monitor", mesh_strategy.__name__):
+            for module in ("lightning.pytorch.callbacks.throughput_monitor", callbacks.__name__):
                 stack.enter_context(patch(f"{module}.get_available_flops", lambda device, dtype: PEAKS[dtype]))
             fit(kind, make_batches(3 * WORLD), HasFlops(), precision=precision, **options)
         row = read_csv(logger)[-1]
