@@ -102,10 +102,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
 
 
 def get_attempts(steps: list[Step]) -> list[list[Step]]:
-    """Cut where the run began anew: a rank makes its steps in order."""
-    attempts: list[list[Step]] = [[]]
-    for step in steps:
-        if any(other.rank == step.rank and other.step >= step.step for other in attempts[-1]):
+    """Cut where the run began anew: steps are repeated, or, behind a save, made by another number of ranks."""
+    attempts: list[list[Step]] = [steps[:1]]
+    for step in steps[1:]:
+        is_repeated = any(other.rank == step.rank and other.step >= step.step for other in attempts[-1])
+        if is_repeated or step.world_size != attempts[-1][0].world_size:
             attempts.append([])
         attempts[-1].append(step)
     return attempts
