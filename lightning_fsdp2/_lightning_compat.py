@@ -7,8 +7,10 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 
 def is_accumulating(trainer: Trainer) -> bool:
@@ -49,86 +51,126 @@ def ignore_fetches(trainer: Trainer) -> None:
         cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
 
 
-def take_signals(trainer: Trainer, note: Callable[[int, Any], None], behind_batch: Callable[[], None]) -> None:
-    """Let ``note`` have SIGTERM and SLURM's signal, and call ``behind_batch`` when all hooks of a batch have run.
+def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
+    """Let ``note`` have SIGTERM and SLURM's signal in the place of Lightning's handlers, which it registers later.
 
-    Lightning registers its handlers later. They communicate, at whatever place the rank is. Without them the broadcast
-    in every micro-batch, for which the host waits for the device, says nothing, and is left out.
+    Those communicate, at whatever place the rank is. Without them the broadcast in every micro-batch, for which the
+    host waits for the device, says nothing, and is left out.
 
     Raises:
         RuntimeError: When Lightning has none of these.
     """
-    for (owner, name), replacement in zip(
-        _get_signal_handling(trainer),
-        (note, note, lambda: None, partial(_end_batch, trainer, behind_batch)),
-        strict=True,
-    ):
-        if not hasattr(owner, name):
-            raise RuntimeError(
-                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which Preemption replaces;"
-                " install lightning 2.6.6."
-            )
-        setattr(owner, name, replacement)
+    connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
+    _replace(connector, "_sigterm_notifier_fn", note)
+    _replace(connector, "_slurm_sigusr_handler_fn", note)
+    _replace(loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
-def die_of_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM end an evaluation as it ends any process, unless the program itself handles it.
+def end_by_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM end an evaluation as it ends any process, unless the program itself handles it; pass SLURM's over.
 
-    Lightning's handler communicates, at whatever place the rank is, and nothing reads what it leaves.
+    Lightning's handlers communicate, at whatever place the rank is, and nothing reads what they leave.
     """
     is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # and called behind Lightning's
-    cast(Any, trainer)._signal_connector._sigterm_notifier_fn = (lambda *args: None) if is_handled else die_of
+    launcher = trainer.strategy.launcher
+
+    def end(number: int, frame: Any) -> None:
+        if isinstance(launcher, _SubprocessScriptLauncher):  # nobody else tells the ranks that it has started
+            launcher.kill(signal.Signals(number))
+        if not is_handled:
+            die_of(number)
+
+    connector = cast(Any, trainer)._signal_connector
+    _replace(connector, "_sigterm_notifier_fn", end)
+    _replace(connector, "_slurm_sigusr_handler_fn", lambda *args: None)
 
 
-def die_of(number: int, frame: Any = None) -> None:
-    """A handler that does what would have happened without one."""
+def die_of(number: int) -> None:
+    """Do what a signal does where nobody handles it."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def give_signals_back(trainer: Trainer) -> None:
-    """End what :func:`take_signals` or :func:`die_of_sigterm` began."""
-    for owner, name in _get_signal_handling(trainer):
-        owner.__dict__.pop(name, None)
+    """End what :func:`take_signals` or :func:`end_by_sigterm` began."""
+    connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        connector.__dict__.pop(name, None)
+    loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
-def _get_signal_handling(trainer: Any) -> list[tuple[Any, str]]:
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    return [
-        (connector, "_sigterm_notifier_fn"),
-        (connector, "_slurm_sigusr_handler_fn"),
-        (loop, "_broadcast_sigterm_tensor"),
-        (loop, "on_advance_end"),
-    ]
+class StepBoundary:
+    """Where a fit is left and goes on: the hooks and metrics of a batch are done, and nothing that follows them.
 
+    What follows may be a validation, an update of ``ReduceLROnPlateau``, the end of an epoch. Lightning leaves it out
+    in a run that goes on from a checkpoint of that moment. One that is saved while ``is_left`` goes on with it. And
+    all checkpoints of the fit have the metrics that callbacks and schedulers monitor, which Lightning's have not.
 
-def _end_batch(trainer: Any, behind_batch: Callable[[], None], fetcher: Any) -> None:
-    loop = trainer.fit_loop.epoch_loop
-    behind_batch()
-    if loop.val_loop.batch_progress.current.ready == 0:  # left out by a run that was told to end; see `mark_step`
-        loop._skip_next_val = False
-    type(loop).on_advance_end(loop, fetcher)
-
-
-def mark_step(trainer: Trainer) -> bool:
-    """Let the loops say what a run that goes on from here does next; whether that is a validation.
-
-    Lightning takes a batch for one that is over if its hooks have run and it is not yet counted as completed, and a
-    validation for done, whatever it has done of it, once the batch before is completed.
+    Args:
+        trainer: Of a fit that has loaded no checkpoint yet.
+        behind_batch: Called there, behind each batch.
     """
-    loop = cast(Any, trainer).fit_loop.epoch_loop
-    validation = loop.val_loop.batch_progress
-    is_timed = cast(Any, trainer)._val_check_time_interval is not None  # the time begins anew
-    is_due = not is_timed and (trainer.validating or loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
-    if not is_due:
-        for progress in (loop.batch_progress.total, loop.batch_progress.current):
-            progress.completed -= 1
-        return False
-    if trainer.validating:
-        for name, done in vars(validation.current).items():
-            setattr(validation.total, name, getattr(validation.total, name) - done)
-    validation.current.reset()
-    return True
+
+    _REPLACED = ("on_save_checkpoint", "on_load_checkpoint", "advance", "on_advance_end")
+
+    def __init__(self, trainer: Trainer, behind_batch: Callable[[], None]) -> None:
+        self.is_left = False
+        self._trainer: Any = trainer
+        self._loop = self._trainer.fit_loop.epoch_loop
+        self._behind_batch = behind_batch
+        self._has_metrics = False
+        self._is_entered = False
+        for name in self._REPLACED:
+            _replace(self._loop, name, getattr(self, f"_{name}"))
+
+    def remove(self) -> None:
+        """Let the loop be Lightning's again."""
+        for name in self._REPLACED:
+            self._loop.__dict__.pop(name, None)
+
+    def is_end_of_fit(self) -> bool:
+        """Whether no step follows: a run that goes on from here would leave out what does."""
+        fit_loop = self._trainer.fit_loop
+        is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
+        return bool(is_last or (self._trainer.should_stop and fit_loop._can_stop_early))
+
+    def _on_save_checkpoint(self) -> dict[str, Any]:
+        metrics = dict(self._trainer.callback_metrics)
+        if self.is_left and self._loop._num_ready_batches_reached():
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # of the epoch, which has all its batches
+        state = type(self._loop).on_save_checkpoint(self._loop)
+        scalars = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+        return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
+
+    def _on_load_checkpoint(self, state: dict[str, Any]) -> None:
+        type(self._loop).on_load_checkpoint(self._loop, state)
+        metrics = state.get("callback_metrics")
+        self._has_metrics = metrics is not None
+        self._is_entered = state.get("is_left_behind_batch", False)
+        own = {name: torch.tensor(value) for name, value in (metrics or {}).items()}
+        self._trainer._logger_connector._callback_metrics.update(own)
+
+    def _advance(self, fetcher: Any) -> None:
+        if self._is_entered:
+            self._is_entered = False
+            self._loop.val_loop.restarting = False  # from its first batch
+        else:
+            type(self._loop).advance(self._loop, fetcher)
+
+    def _on_advance_end(self, fetcher: Any) -> None:
+        if self._has_metrics:  # else Lightning does not update ReduceLROnPlateau at the end of this epoch
+            self._trainer.fit_loop._restarting = False
+        self._behind_batch()
+        type(self._loop).on_advance_end(self._loop, fetcher)
+
+
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which Preemption replaces; install"
+            " lightning 2.6.6."
+        )
+    setattr(owner, name, replacement)
 
 
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
@@ -140,17 +182,15 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
-def save_last(callback: ModelCheckpoint, trainer: Trainer, *, anew: bool) -> str:
-    """Save as ``callback`` names its last checkpoint, if ``anew`` even where it has just done so; return the path."""
-    is_saved = callback.save_last and not callback.save_weights_only and not anew
-    if not (is_saved and callback._last_global_step_saved == trainer.global_step):
-        choices = callback.save_last, callback.save_weights_only
-        # where it makes links, there is nothing yet to link
-        callback.save_last, callback.save_weights_only = True, False
-        try:
-            callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-        finally:
-            callback.save_last, callback.save_weights_only = choices
+def save_last(callback: ModelCheckpoint, trainer: Trainer) -> str:
+    """Save as ``callback`` names its last checkpoint, and return the path."""
+    choices = callback.save_last, callback.save_weights_only
+    # where it makes links, there is nothing yet to link
+    callback.save_last, callback.save_weights_only = True, False
+    try:
+        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+    finally:
+        callback.save_last, callback.save_weights_only = choices
     return callback.last_model_path
 
 

@@ -12,14 +12,15 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lightning_fsdp2._lightning_compat import (
+    StepBoundary,
     die_of,
     get_optional_model_checkpoint,
     get_slurm_checkpoint_path,
     give_signals_back,
-    mark_step,
+    is_accumulating,
     save_last,
     take_signals,
 )
@@ -36,7 +37,8 @@ class Preemption(Callback):
     SIGTERM. Some processes get it, at any moment. Here it is only noted; the ranks tell each other in the next
     optimizer step, save behind it where ``ModelCheckpoint`` has its ``last.ckpt``, and exit once that is on the disk.
     The same command goes on from there with ``--ckpt_path last``. A validation is left behind its next batch, and the
-    run that goes on begins it anew. In a fit that has made no step nothing is saved.
+    run that goes on begins it anew. A run that has made its last step saves and then ends by itself. In a fit that has
+    made no step nothing is saved.
 
     The strategies of this package add one with the defaults to every fit that has none. What the ranks tell each other
     is one number per step, on the host and while the optimizer runs. In return Lightning's own broadcast is left out,
@@ -69,6 +71,8 @@ class Preemption(Callback):
         self.exit_code = exit_code
         self._received = 0
         self._get_agreed: Callable[[], int] | None = None
+        self._ends_by_itself = False
+        self._boundary: StepBoundary | None = None
         self._step = 0
 
     # ------------------------------------------------------------------ when
@@ -79,7 +83,9 @@ class Preemption(Callback):
                 f"Preemption needs a strategy of lightning_fsdp2, not {type(trainer.strategy).__name__}; remove it."
             )
         self._received, self._get_agreed, self._pid = 0, None, os.getpid()
-        take_signals(trainer, self._note, partial(self._end_batch, trainer))
+        self._ends_by_itself = False
+        take_signals(trainer, self._note)
+        self._boundary = StepBoundary(trainer, partial(self._end_batch, trainer))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen()
@@ -98,7 +104,7 @@ class Preemption(Callback):
             self._leave_if_told(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not is_accumulating(trainer):
             self._ask(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -106,23 +112,34 @@ class Preemption(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         give_signals_back(trainer)
+        if self._boundary is not None:
+            self._boundary.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        give_signals_back(trainer)
+        self.on_train_end(trainer, pl_module)
 
     def _ask(self, trainer: Trainer) -> None:
         """Begin to tell each other; the optimizer, or the model, runs meanwhile."""
-        if self._get_agreed is None:
+        if self._get_agreed is None and not self._ends_by_itself:
             self._get_agreed = cast(Any, trainer.strategy).start_maximum(self._received)
 
     def _leave_if_told(self, trainer: Trainer) -> None:
-        if self._get_agreed is None:
+        if self._get_agreed is None or self._boundary is None:
             return
         agreed, self._get_agreed = self._get_agreed(), None
-        if agreed:
-            number = signal.Signals(agreed % _BEFORE_SIGTERM)
-            _save(trainer, number)
-            raise SystemExit(self._get_exit_code(trainer, number))
+        if not agreed:
+            return
+        number = signal.Signals(agreed % _BEFORE_SIGTERM)
+        self._boundary.is_left = True
+        _save(trainer, number)
+        self._boundary.is_left = False
+        if self._boundary.is_end_of_fit():  # a last validation, and hooks, that no other run would make up for
+            self._ends_by_itself = True
+            return
+        if (environment := _get_optional_slurm(trainer)) and number == environment.requeue_signal:
+            rank_zero_only(_requeue)()
+        trainer.strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
+        raise SystemExit(self._get_exit_code(trainer, number))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
@@ -145,32 +162,31 @@ class Preemption(Callback):
             die_of(number)
 
 
+def _get_optional_slurm(trainer: Trainer) -> SLURMEnvironment | None:
+    """Lightning's environment, if a job shall be queued again."""
+    environment = cast(Any, trainer.strategy).cluster_environment
+    return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
+
+
 def _save(trainer: Trainer, number: signal.Signals) -> None:
-    """Save behind a step, wait until that is on the disk, and let SLURM queue the job again; every rank calls it."""
-    strategy = cast(Any, trainer.strategy)
-    environment = strategy.cluster_environment
-    is_slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-    validates_next = not trainer.sanity_checking and mark_step(trainer)
+    """Save behind a step, and wait until that is on the disk; every rank calls it."""
     if trainer.sanity_checking:
         rank_zero_info(f"{number.name}: ended before the first step.")
     elif (callback := get_optional_model_checkpoint(trainer)) is not None:
-        path = save_last(callback, trainer, anew=validates_next)
-        if is_slurm:
+        path = save_last(callback, trainer)
+        if _get_optional_slurm(trainer):
             _link_for_slurm(trainer, path)
         rank_zero_info(f"{number.name}: saved {path!r} behind step {trainer.global_step}; go on with --ckpt_path last.")
-    elif is_slurm:
+    elif _get_optional_slurm(trainer):
         trainer.save_checkpoint(get_slurm_checkpoint_path(trainer))
     else:
         rank_zero_warn(
             f"{number.name}: ended behind step {trainer.global_step}, and nothing was saved, because the Trainer has no"
             " ModelCheckpoint."
         )
-    strategy.checkpoint_io.wait()
+    cast(Any, trainer.strategy).checkpoint_io.wait()
     for logger in trainer.loggers:
         logger.save()
-    if is_slurm and number == environment.requeue_signal and trainer.is_global_zero:
-        _requeue()
-    strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:

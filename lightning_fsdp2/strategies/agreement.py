@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,7 @@ from lightning_fsdp2.checkpoint.coordination import all_gather, on_first_rank
 from lightning_fsdp2.checkpoint.folder import get_path, is_local
 from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
 from lightning_fsdp2.parallel.failures import describe_ranks
-from lightning_fsdp2.strategies.peers import get_refusal, tell_differences
+from lightning_fsdp2.strategies.peers import refuse, tell_differences
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,7 +48,8 @@ _OPTIONS_OF_TRAINER = (
 _NAMES_OF_FILES = ("config", "ckpt_path")
 """What is in the one is compared, and rank 0's other one counts."""
 
-_SECONDS_FOR_A_FILE_TO_APPEAR = 60
+_TIME_TO_APPEAR = timedelta(minutes=1)
+"""For a file on a network file system, at most; less under a short ``timeout``, in which the other ranks wait."""
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -65,7 +67,7 @@ def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.Process
         ValueError: On every rank, with what differs and where.
     """
     if differences := _compare(_describe_config(trainer), hosts, group):
-        raise get_refusal(differences)
+        raise ValueError(refuse(differences))
     if differences := _compare(_describe_hyperparameters(trainer), hosts, group):
         rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank goes by its own: {differences}.")
 
@@ -83,9 +85,10 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
     """
     if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # which saves nothing
         return
+    patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_local(get_path(callback.dirpath)):
-            _check_shared(Path(callback.dirpath), hosts, group)
+            _check_shared(Path(callback.dirpath), hosts, group, patience)
 
 
 def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
@@ -133,10 +136,10 @@ def _write(name: str, value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
     # a name that no host has asked for before, and so none remembers as absent
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
-    sees = all_gather(_appears(probe), group)
+    sees = all_gather(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
     if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
         raise ValueError(
@@ -152,8 +155,8 @@ def _make_file(path: Path) -> Path:
     return path
 
 
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _SECONDS_FOR_A_FILE_TO_APPEAR
+def _appears(path: Path, patience: timedelta) -> bool:
+    deadline = time.monotonic() + patience.total_seconds()
     while not path.exists():
         if time.monotonic() > deadline:
             return False

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fsdp2._lightning_compat import die_of_sigterm, give_signals_back
+from lightning_fsdp2._lightning_compat import end_by_sigterm, give_signals_back
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 
@@ -35,7 +35,7 @@ class OwnCallbacks:
             ValueError: When the Trainer has what the strategy is told to add.
         """
         if trainer.state.fn != TrainerFn.FITTING:
-            die_of_sigterm(trainer)
+            end_by_sigterm(trainer)
             return
         has_preemption, has_timeout = (
             any(isinstance(callback, kind) for callback in cast(Any, trainer).callbacks)

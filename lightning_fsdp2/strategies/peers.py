@@ -19,6 +19,7 @@ _PROBE_TIMEOUT = timedelta(seconds=5)
 """How long ranks that lost contact wait for the others to say the same: all were in one collective."""
 
 _MOST_NAMED = 5
+_MOST_LISTED = 64
 _MOST_CHARACTERS = 200
 
 _CAME, _NUMBER, _ALL_CAME, _ALL_KNOW = "ranks that came", "number of ranks that came", "all came", "all know"
@@ -39,7 +40,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
     Raises:
         OSError: When the port is taken.
         TimeoutError: With the ranks that did not come, and the hosts of those that did.
-        ValueError: On every rank, with what differs in ``run`` and where.
+        ValueError: On every rank, with what differs in ``run`` and where, or who has the number of another one.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -58,7 +59,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs know no `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
         if store.add(_NUMBER, 1) == world_size:  # the last one compares for all
-            store.set(_ALL_CAME, tell_differences(*_get_runs_and_hosts(store, world_size)))
+            store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise OSError(
@@ -71,25 +72,27 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         ) from error
     try:
         store.wait([_ALL_CAME], timeout)
-        differences = store.get(_ALL_CAME).decode()
+        fault = store.get(_ALL_CAME).decode()
     except dist.DistError as error:
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) waited rendezvous_timeout={timeout} for {world_size} ranks at"
             f" {address}:{port}. {_say_who_came(store, world_size)} Look into the logs of the missing ones, or at the"
             " nodes that have none."
         ) from error
-    if differences:
-        if store.add(_NUMBER, 1) == 2 * world_size:
-            store.set(_ALL_KNOW, "")
-        with suppress(dist.DistError):  # the store may end with rank 0
+    if fault:
+        with suppress(
+            dist.DistError
+        ):  # the store ends with rank 0, which waits for the others to know, but not for long
+            if store.add(_NUMBER, 1) == 2 * world_size:
+                store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
-        raise get_refusal(differences)
+        raise ValueError(fault)
     return store
 
 
-def get_refusal(differences: str) -> ValueError:
-    """The error for ranks that :func:`tell_differences` found to differ."""
-    return ValueError(
+def refuse(differences: str) -> str:
+    """The message for ranks that :func:`tell_differences` found to differ."""
+    return (
         f"The ranks of a run must be the same, and differ: {differences}. Install the same versions on all nodes, and"
         " start them with the same config."
     )
@@ -166,16 +169,28 @@ def _tell_difference(name: str, descriptions: Sequence[Mapping[str, str]], hosts
 
 def _say_who_came(store: Store, world_size: int) -> str:
     try:
-        _, hosts = _get_runs_and_hosts(store, world_size)
+        hosts = {rank: host for rank, host, _ in _read_arrivals(store)}
     except RuntimeError:
         return "Rank 0 gave up before."
-    came, missing = ([rank for rank in range(world_size) if bool(hosts[rank]) is here] for here in (True, False))
-    return f"These came: {describe_ranks(came, hosts)}. These did not: {describe_ranks(missing, hosts)}."
+    missing = [rank for rank in range(world_size) if rank not in hosts]
+    known = [hosts.get(rank, "") for rank in range(world_size)]
+    return f"These came: {describe_ranks(sorted(hosts), known)}. These did not: {describe_ranks(missing)}."
 
 
-def _get_runs_and_hosts(store: Store, world_size: int) -> tuple[list[dict[str, str]], list[str]]:
-    runs: list[dict[str, str]] = [{} for _ in range(world_size)]
-    hosts = [""] * world_size
-    for line in store.get(_CAME).splitlines():
-        rank, hosts[rank], runs[rank] = json.loads(line)
-    return runs, hosts
+def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
+    """Rank, host and run of those that have come, in the order of their arrival."""
+    return [json.loads(line) for line in store.get(_CAME).splitlines()]
+
+
+def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size: int) -> str:
+    """What is wrong with ranks that have all come; nothing, if all is well."""
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    if [rank for rank, _, _ in arrivals] != list(range(world_size)):
+        came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])
+        return (
+            f"The processes of a run must be the ranks 0 to {world_size - 1}, and call themselves {came}"
+            f"{', ...' if world_size > _MOST_LISTED else ''}. Give every node a number of its own (NODE_RANK, or"
+            " torchrun's --node-rank)."
+        )
+    differences = tell_differences([run for _, _, run in arrivals], [host for _, host, _ in arrivals])
+    return refuse(differences) if differences else ""

@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
@@ -153,7 +154,7 @@ def test_a_validation_that_is_left_out_is_made_up_for(tmp_path: Path, hook: str,
     run_ranks(run, WORLD)
 
 
-def test_a_validation_by_the_clock_waits_for_the_clock(tmp_path: Path) -> None:
+def test_a_validation_by_the_clock(tmp_path: Path) -> None:
     def run() -> None:
         options = {"val_check_interval": "00:00:00:00", "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
         options["logger"] = CSVLogger(tmp_path, name="", version="")
@@ -162,9 +163,129 @@ def test_a_validation_by_the_clock_waits_for_the_clock(tmp_path: Path) -> None:
         module = Validates()
         ended, trainer, _ = train(tmp_path, module=module, **options)
         assert (ended, trainer.global_step) == (None, 6)
-        assert module.validated == [[step, 0, 1, 2, 3] for step in (3, 4, 5, 6)]
+        assert module.validated == [[step, 0, 1, 2, 3] for step in (2, 3, 4, 5, 6)]
 
     run_ranks(run, WORLD)
+
+
+class Records(Regressor):
+    """Writes down what happens, and trains with a scheduler."""
+
+    def __init__(self, scheduler: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.scheduler = scheduler
+        self.events: list[Any] = []
+
+    def note(self, *what: Any) -> None:
+        self.events.append((*what, self.current_epoch, self.global_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        [optimizer] = self.trainer.optimizers
+        self.note("batch", batch_idx, batch["inputs"].sum().item(), optimizer.param_groups[0]["lr"])
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", 1.0 + self.global_step)  # worse and worse
+
+    def on_validation_end(self) -> None:
+        self.note("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch")
+
+    def on_train_end(self) -> None:
+        self.note("end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.scheduler is None:
+            return optimizer
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, mode="min", threshold=0.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, **self.scheduler}}
+
+
+EVERY_SECOND_STEP = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+NO_VALIDATION = {"limit_val_batches": 0}
+RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # options of the Trainer, and the rest: batches of an epoch, a scheduler, callbacks, options of ModelCheckpoint
+    "validation-every-second-step": (EVERY_SECOND_STEP, {}),
+    "validation-amid-accumulation": (
+        {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2},
+        {},
+    ),
+    "validation-at-the-end-of-epochs": ({"max_epochs": 3, "max_steps": -1}, {"batches": 2}),
+    "validation-twice-an-epoch": ({"val_check_interval": 0.5}, {"batches": 4}),
+    "validation-every-second-epoch": ({"check_val_every_n_epoch": 2}, {"batches": 2}),
+    "epochs-without-validation": ({"max_epochs": 3, "max_steps": -1, **NO_VALIDATION}, {"batches": 2}),
+    "epochs-and-steps": (NO_VALIDATION, {"batches": 3}),
+    "epochs-and-accumulation": ({"accumulate_grad_batches": 2}, {"batches": 5}),
+    "plateau-by-epoch": (
+        {"max_epochs": 3, "max_steps": -1},
+        {"batches": 2, "scheduler": {"monitor": "validation"}},
+    ),
+    "plateau-by-step": (NO_VALIDATION, {"scheduler": {"monitor": "train", "interval": "step"}}),
+    "plateau-by-step-on-a-validation": (
+        EVERY_SECOND_STEP,
+        {"scheduler": {"monitor": "validation", "interval": "step", "frequency": 2}},
+    ),
+    "metrics-of-training-behind-a-validation": (
+        EVERY_SECOND_STEP,
+        {"callbacks": partial(EarlyStopping, "train", patience=9), "checkpoints": {"monitor": "train"}},
+    ),
+    "early-stopping": (
+        EVERY_SECOND_STEP,
+        {"callbacks": partial(EarlyStopping, "validation", patience=1), "checkpoints": {"monitor": "validation"}},
+    ),
+    "reloaded-data": ({"reload_dataloaders_every_n_epochs": 1}, {"batches": 2}),
+}
+SAMPLED = ("validation-amid-accumulation", "validation-at-the-end-of-epochs", "epochs-without-validation")
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_validation_batch_start"])
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow) for name in RESUMES]
+)
+def test_what_follows_a_step_comes_once(tmp_path: Path, name: str, hook: str) -> None:
+    """A run that is told to go in any of its steps, twice, and goes on, does what one does that nobody disturbs."""
+    trainer_options, rest = RESUMES[name]
+
+    def fit(folder: Path, module: Records, step: int) -> tuple[int | None, Any]:
+        callbacks = [rest["callbacks"]()] if "callbacks" in rest else []
+        trainer = make_trainer(
+            callbacks=[
+                *callbacks,
+                Signal(0, step=step, hook=hook),
+                make_checkpoints(folder, **rest.get("checkpoints", {})),
+            ],
+            **{"max_steps": 6, "enable_checkpointing": True, "num_sanity_val_steps": 0, **trainer_options},
+        )
+        code = None
+        try:
+            loader = StatefulDataLoader(BATCHES[: rest.get("batches")], batch_size=None)
+            trainer.fit(module, loader, make_loader(BATCHES[:4]), ckpt_path="last")
+        except SystemExit as end:
+            code = end.code
+        return code, (whole(dict(module.named_parameters())), trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def run() -> None:
+        undisturbed = Records(rest.get("scheduler"))
+        _, expected = fit(tmp_path / "whole", undisturbed, -2)
+        for step in range(6):
+            events: list[Any] = []
+            for told_in in (step, step + 1, -2):
+                module = Records(rest.get("scheduler"))
+                code, found = fit(tmp_path / str(step), module, told_in)
+                events += module.events
+                if hook == "on_before_backward" and told_in in (0, 1):
+                    assert code == 143
+                if code is None:
+                    break
+            assert events == undisturbed.events
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+    run_ranks(run, 1)
 
 
 def test_the_step_is_over_for_everybody_else(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import main
-from lightning_fsdp2.strategies import agreement, distributed
+from lightning_fsdp2.strategies import distributed
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
@@ -161,8 +162,7 @@ def keep_apart(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_SECONDS_FOR_A_FILE_TO_APPEAR", 0.5)
+def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
 
@@ -170,8 +170,10 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path, m
         join_nodes()
         if os.environ["RANK"] == "1":
             keep_apart(folder)
+        options = {"callbacks": [ModelCheckpoint(folder / "checkpoints")], "enable_checkpointing": True}
+        options["strategy"] = {"timeout": timedelta(seconds=4)}  # in which the others wait
         with pytest.raises(ValueError, match="must share the folder") as error:
-            fit(devices=1, num_nodes=2, callbacks=[ModelCheckpoint(folder / "checkpoints")], enable_checkpointing=True)
+            fit(devices=1, num_nodes=2, **options)
         return str(error.value)
 
     for message in run_ranks(run, 2):

@@ -92,6 +92,18 @@ def test_agents_that_have_counted_other_restarts_meet() -> None:
     assert run_ranks(run, 2, group=False) == [2, 2]
 
 
+def test_two_nodes_of_the_same_number_are_named() -> None:
+    def run() -> str:
+        os.environ["RANK"] = ("0", "1", "1", "2")[int(os.environ["RANK"])]
+        os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+        with pytest.raises(ValueError, match="must be the ranks") as error:
+            make_trainer(devices=4).fit(Regressor(), make_batches(1))
+        return str(error.value)
+
+    for message in run_ranks(run, 4, group=False):
+        assert "the ranks 0 to 3, and call themselves 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     def run() -> None:
         os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
