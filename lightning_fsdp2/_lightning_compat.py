@@ -139,7 +139,7 @@ class StepBoundary:
         if self.is_left and self._loop._num_ready_batches_reached():
             metrics |= self._loop._results.metrics(on_step=False)["callback"]  # of the epoch, which has all its batches
         state = type(self._loop).on_save_checkpoint(self._loop)
-        scalars = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
+        scalars = {name: float(value) for name, value in metrics.items() if value.numel() == 1}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
     def _on_load_checkpoint(self, state: dict[str, Any]) -> None:

@@ -80,9 +80,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             " nodes that have none."
         ) from error
     if fault:
-        with suppress(
-            dist.DistError
-        ):  # the store ends with rank 0, which waits for the others to know, but not for long
+        with suppress(dist.DistError):  # the store ends with rank 0, which does not wait for long
             if store.add(_NUMBER, 1) == 2 * world_size:
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
