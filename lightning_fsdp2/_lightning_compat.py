@@ -130,25 +130,24 @@ class StepBoundary:
 
     def is_end_of_fit(self) -> bool:
         """Whether no step follows: a run that goes on from here would leave out what does."""
-        fit_loop = self._trainer.fit_loop
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
-        return bool(is_last or (self._trainer.should_stop and fit_loop._can_stop_early))
+        return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
 
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
             metrics |= self._loop._results.metrics(on_step=False)["callback"]  # of the epoch, which has all its batches
         state = type(self._loop).on_save_checkpoint(self._loop)
-        scalars = {name: float(value) for name, value in metrics.items() if value.numel() == 1}
+        # users may put there what is no metric
+        scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
     def _on_load_checkpoint(self, state: dict[str, Any]) -> None:
         type(self._loop).on_load_checkpoint(self._loop, state)
-        metrics = state.get("callback_metrics")
-        self._has_metrics = metrics is not None
+        self._has_metrics = "callback_metrics" in state
         self._is_entered = state.get("is_left_behind_batch", False)
-        own = {name: torch.tensor(value) for name, value in (metrics or {}).items()}
-        self._trainer._logger_connector._callback_metrics.update(own)
+        metrics = {name: torch.tensor(value) for name, value in state.get("callback_metrics", {}).items()}
+        self._trainer._logger_connector._callback_metrics.update(metrics)
 
     def _advance(self, fetcher: Any) -> None:
         if self._is_entered:
@@ -162,6 +161,10 @@ class StepBoundary:
             self._trainer.fit_loop._restarting = False
         self._behind_batch()
         type(self._loop).on_advance_end(self._loop, fetcher)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -288,6 +288,34 @@ def test_what_follows_a_step_comes_once(tmp_path: Path, name: str, hook: str) ->
     run_ranks(run, 1)
 
 
+def test_a_run_that_is_told_in_its_last_step_saves_and_ends_by_itself(tmp_path: Path) -> None:
+    class Validates(Regressor):
+        def on_validation_end(self) -> None:
+            saved.append(get_step(tmp_path / "last.ckpt"))
+
+    saved: list[int] = []
+
+    def run() -> list[int]:
+        options = {"val_check_interval": 6, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+        code, trainer, _ = train(tmp_path, Signal(step=5), module=Validates(), **options)
+        assert (code, trainer.global_step) == (None, 6)
+        return saved
+
+    assert run_ranks(run, WORLD)[0] == [6]
+
+
+def test_what_users_put_among_the_metrics_is_no_reason_not_to_save(tmp_path: Path) -> None:
+    class Puts(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.callback_metrics.update({"own": 0.5, "note": "text", "many": torch.ones(2)})  # type: ignore[dict-item]
+
+    def run() -> None:
+        assert train(tmp_path, Puts(), Signal(0), limit_val_batches=0)[0] == 143
+        assert train(tmp_path, limit_val_batches=0)[0] is None
+
+    run_ranks(run, 1)
+
+
 def test_the_step_is_over_for_everybody_else(tmp_path: Path) -> None:
     """The module's hook, callbacks that come behind, and the metrics of the step, which a resumed run does not log."""
 
