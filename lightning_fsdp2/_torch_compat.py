@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.distributed.checkpoint import _state_dict_stager, filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree
+from torch.utils import _pytree, flop_counter
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -32,6 +33,15 @@ StorageInfo: Any = filesystem._StorageInfo
 StateDictStager: Any = _state_dict_stager.StateDictStager
 """Copies state dicts to host memory that it keeps. The public ``DefaultStager`` around it closes it after each use on
 torch 2.11, and the next one fails; 2.13 and 2.15 do not."""
+
+FakeTensorMode: Any = fake_tensor.FakeTensorMode
+"""Makes tensors of shapes and dtypes without values; torch documents it, and exports it by no public name."""
+
+DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+"""What an operation on fake tensors raises whose result, or its shape, depends on values."""
+
+with_values: Any = fake_tensor.unset_fake_temporarily
+"""Makes the tensors of a block real ones where a plan's are fake, to compute what does not depend on the run."""
 
 tree_map_only: Any = _pytree.tree_map_only
 """Maps what is of a type in nested containers; private by its module's name only (torch 2.11 to 2.15)."""
@@ -272,8 +282,8 @@ def is_in_backward() -> bool:
 
 
 @contextmanager
-def simulate_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
+def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
 
     Torch's own tests do so (2.11 to 2.15); nothing public stands in for a process group.
 
@@ -284,11 +294,53 @@ def simulate_world(world_size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
+    """Call ``observe`` behind each resize of a storage, which is how FSDP2 frees and allocates what it has gathered.
+
+    No operation is dispatched there; torch's own trackers of memory (2.11 to 2.15) replace the method, too.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_observe(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        observe(storage)
+
+    torch.UntypedStorage.resize_ = resize_and_observe  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    """The group among the arguments of a collective operation, which the dispatcher hands on boxed or by its name."""
+    names = [argument for argument in arguments if isinstance(argument, str)]
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):
+            return dist.ProcessGroup.unbox(argument)
+    return dist.distributed_c10d._resolve_process_group(names[-1])
+
+
+def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
+    """How many floating-point operations one of torch's operations takes; None for those without products.
+
+    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15); attention that is causal counts in
+    full there.
+    """
+    formulas = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+    }
+    packet = operation.overloadpacket
+    return formulas.get(packet) or flop_counter.flop_registry.get(packet)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

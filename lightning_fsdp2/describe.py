@@ -4,6 +4,8 @@ The model is built on the meta device and sharded by the recipe itself, as rank 
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,14 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_fsdp2._torch_compat import simulate_world
-from lightning_fsdp2.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL,
+    DP_REPLICATE,
     TENSOR_PARALLEL,
-    MeshSizes,
     create_device_mesh,
     get_fsdp_mesh,
     get_mesh,
@@ -122,9 +124,27 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
             f"describe knows the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them, such as"
             " trainer.strategy=fsdp2."
         )
-    sizes = strategy.get_sizes(world_size=world_size, num_nodes=trainer.num_nodes)
-    with simulate_world(world_size):
-        mesh = create_device_mesh(
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
+        _build_model(trainer, module, mesh)
+        manager = strategy.build_manager(mesh)
+        dtypes = get_dtypes(manager, module)
+        _shard(manager, module, mesh)
+        return describe_sharded(strategy, module, mesh, dtypes)
+
+
+@contextmanager
+def simulate_mesh(
+    strategy: MeshStrategy[Any], *, world_size: int, num_nodes: int, rank: int = 0
+) -> Iterator[DeviceMesh]:
+    """Be one of ``world_size`` ranks that do not exist, on the mesh that ``strategy`` would make of them.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+        ValueError: When the strategy's sizes do not fit ``world_size``.
+    """
+    sizes = strategy.get_sizes(world_size=world_size, num_nodes=num_nodes)
+    with simulate_world(world_size, rank):
+        yield create_device_mesh(
             strategy.config,
             dp_size=sizes.dp,
             dp_replicate_size=sizes.dp_replicate,
@@ -132,18 +152,27 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
             cp_size=sizes.cp,
             device_type="cpu",
         )
-        _build_model(trainer, module, mesh)
-        manager = strategy.build_manager(mesh)
-        dtypes = get_dtypes(manager, module)
-        units = _shard(manager, module, mesh)
-        return Description(
-            model=_get_model_name(module),
-            strategy=type(strategy).__name__,
-            mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
-            precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
-            units=_describe_units(module, mesh, units, dtypes["gathered"]),
-            notes=_get_notes(manager.config, sizes),
-        )
+
+
+def describe_sharded(
+    strategy: MeshStrategy[Any], module: nn.Module, mesh: DeviceMesh, dtypes: dict[str, torch.dtype]
+) -> Description:
+    """Describe a module that is sharded already.
+
+    Args:
+        strategy: Of the run.
+        module: On any device.
+        mesh: What it was sharded over.
+        dtypes: Of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes`, as they were before.
+    """
+    return Description(
+        model=_get_model_name(module),
+        strategy=type(strategy).__name__,
+        mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
+        precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
+        units=_describe_units(module, mesh, _get_units(module, strategy.config), dtypes["gathered"]),
+        notes=_get_notes(strategy.config, mesh),
+    )
 
 
 def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
@@ -159,31 +188,43 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
         )
 
 
-def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """Shard ``module`` as far as that goes without devices; return what is gathered together."""
+def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard ``module`` as far as that goes without devices."""
     config = manager.config
     if isinstance(manager, FSDP2Manager):
         # how layers are compiled changes nothing that is described, and may want CUDA
         manager.config = replace(config, enable_async_tensor_parallel=False, enable_compile=False)
         manager.parallelize(module, materializes=False)
-        return build_unit_plan(module, config.reshard_after_forward).units
-    if isinstance(config, DDPConfig):
-        tops = [layer for layers in get_layer_lists(module) for layer in layers]
-        return [Unit(modules=[top], reshard_after_forward=False) for top in (*tops, module)]
-    paths, is_sharded = config.megatron_fsdp_unit_modules, config.zero_dp_strategy == 3
+    if not isinstance(config, MegatronFSDPConfig):
+        return
     if config.zero_dp_strategy in (1, 2):
         raise ValueError(
             f"describe knows zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: there Megatron-FSDP shards what"
             " belongs to a step in buffers that it makes on CUDA, and parameters not at all."
         )
-    classes = get_unit_classes(module) if paths is None else [import_class_from_path(path) for path in paths]
+    classes = _get_unit_classes(module, config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
-    tops = [inner for inner in get_modules(module) if isinstance(inner, tuple(classes))]
     if config.preserve_fp32_weights:
         module.float()
-    if is_sharded:
+    if config.zero_dp_strategy == 3:
         spread_parameters(module, mesh)
+
+
+def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
+    """What is gathered together."""
+    if isinstance(config, FSDP2Config):
+        return build_unit_plan(module, config.reshard_after_forward).units
+    if isinstance(config, DDPConfig):
+        tops, is_sharded = [layer for layers in get_layer_lists(module) for layer in layers], False
+    else:
+        classes, is_sharded = tuple(_get_unit_classes(module, config)), config.zero_dp_strategy == 3
+        tops = [inner for inner in get_modules(module) if isinstance(inner, classes)]
     return [Unit(modules=[top], reshard_after_forward=is_sharded) for top in (*tops, module)]
+
+
+def _get_unit_classes(module: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
+    paths = config.megatron_fsdp_unit_modules
+    return get_unit_classes(module) if paths is None else [import_class_from_path(path) for path in paths]
 
 
 def _describe_units(
@@ -256,10 +297,11 @@ def _get_model_name(module: nn.Module) -> str:
     return f"{name} ({', '.join(inner)})" if inner else name
 
 
-def _get_notes(config: Any, sizes: MeshSizes) -> list[str]:
+def _get_notes(config: DistributedConfig, mesh: DeviceMesh) -> list[str]:
     notes = []
-    if sizes.dp_replicate > 1:
-        notes.append(f"The {sizes.dp_replicate} ranks of dp_replicate hold the same shards.")
+    replicas = get_mesh(mesh, DP_REPLICATE).size()
+    if replicas > 1:
+        notes.append(f"The {replicas} ranks of dp_replicate hold the same shards.")
     if isinstance(config, FSDP2Config) and isinstance(config.offload_policy, CPUOffloadPolicy):
         notes.append("Weights, gradients and optimizer states are in host memory between uses.")
     if isinstance(config, DDPConfig):

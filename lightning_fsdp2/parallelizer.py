@@ -436,6 +436,7 @@ def ddp_strategy_parallelize(
     activation_checkpointing: ActivationCheckpointing = False,
     activation_checkpointing_scope: ActivationCheckpointingScope = "all",
     autocast_dtype: torch.dtype | None = None,
+    materializes: bool = True,
 ) -> nn.Module:
     """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
 
@@ -446,6 +447,7 @@ def ddp_strategy_parallelize(
             their expensive results.
         activation_checkpointing_scope: The parts of the model whose layers it applies to.
         autocast_dtype: None, or that of matrix products in :class:`torch.autocast`.
+        materializes: As for :func:`fsdp2_strategy_parallelize`.
 
     Returns:
         ``model`` itself, on this rank's device.
@@ -461,6 +463,8 @@ def ddp_strategy_parallelize(
         apply_activation_checkpointing(model, activation_checkpointing, scope=activation_checkpointing_scope)
     if autocast_dtype is not None:
         apply_autocast(model, autocast_dtype, device.type)
+    if not materializes:
+        return model
     load_pretrained(model, device, device_mesh)
     materialize(model, device, device_mesh)
     return model.to(device)

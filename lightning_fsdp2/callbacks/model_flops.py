@@ -10,6 +10,7 @@ from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_mo
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
+    "mi300x": (1307.4, 653.7, 163.4),
     "b200": (2250, 1125, 75),
     "gh200": (989.4, 494.7, 66.9),
     "h200 nvl": (835.5, 417.7, 60),
@@ -37,7 +38,8 @@ _PEAKS = {
 """By words of the name that CUDA gives a device, the first that fits: 10^12 operations per second, without sparsity, in
 bfloat16 or float16 with sums in float32, in TensorFloat-32, and in float32 outside of the tensor cores.
 
-As public tables have them after NVIDIA's data sheets, most of which print the numbers with sparsity, twice these.
+As public tables have them after NVIDIA's data sheets, most of which print the numbers with sparsity, twice these, and
+AMD's.
 Lightning's table has some of those, finds an L40S to be an L4, and has no tensor cores for GeForce.
 """
 
@@ -56,7 +58,15 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Raises:
         ValueError: When it is not known.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return get_peak_flops_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, dtype)
+
+
+def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
+    """Return the same for the device that CUDA gives this name.
+
+    Raises:
+        ValueError: When it is not known.
+    """
     words = set(re.split(r"[\s-]", name.lower()))
     peaks = next((peaks for part, peaks in _PEAKS.items() if words.issuperset(part.split())), None)
     if peaks is None or words & _OTHER_DEVICES or dtype not in _DTYPES:

@@ -30,6 +30,7 @@ from lightning_fsdp2.data.sources import DatasetSplit, find_optional_source, fin
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -251,6 +252,27 @@ class SequenceDataModule(LightningDataModule, ABC):
         source, message = next((src, message) for src, message in enumerate(messages) if message is not None)
         raise ValueError(f"Rank {source}, not this rank {rank}, could not read the data: {message}")
 
+    def get_accumulation(self, num_replicas: int) -> int:
+        """Return the micro-batches of a step of ``global_batch_size`` sequences on so many data parallel ranks.
+
+        Raises:
+            ValueError: When they do not make whole ones; the message says what does.
+        """
+        if self.global_batch_size is None:
+            return 1
+        accumulation, rest = divmod(self.global_batch_size, self.batch_size * num_replicas)
+        if rest:
+            raise ValueError(_describe_sizes_that_work(self.global_batch_size, self.batch_size, num_replicas))
+        return accumulation
+
+    def build_example_batch(self) -> dict[str, Tensor]:
+        """Return a batch of the largest shapes that training gets, of one token over and over, without reading any."""
+        length = self.sequence_length
+        sequence = {"input_ids": torch.zeros(length, dtype=torch.int64)}
+        if getattr(self, "separate_documents", False):
+            sequence["position_ids"] = torch.arange(length) % (length // 2 or 1)
+        return collate_sequences([sequence] * self.batch_size, pad_to_multiple_of=self.pad_to_multiple_of)
+
     def _set_accumulation(self, global_batch_size: int) -> None:
         """Let the Trainer accumulate so many micro-batches that a step has ``global_batch_size`` sequences.
 
@@ -258,9 +280,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         optimizers and schedulers, which may ask for ``trainer.estimated_stepping_batches``, are made.
         """
         num_replicas, _ = self._get_replicas_and_rank()
-        accumulation, rest = divmod(global_batch_size, self.batch_size * num_replicas)
-        if rest:
-            raise ValueError(_describe_sizes_that_work(global_batch_size, self.batch_size, num_replicas))
+        accumulation = self.get_accumulation(num_replicas)
         if self.trainer is None:
             return
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]

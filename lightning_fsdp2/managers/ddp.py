@@ -48,14 +48,23 @@ class DDPManager:
         self.prepare(model)
         return self.replicate(model, broadcast_buffers=self.config.broadcast_buffers)
 
-    def prepare(self, model: nn.Module) -> None:
-        """Do all of it but the wrapping, which only training needs."""
+    def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
+        """Do all of it but the wrapping, which only training needs.
+
+        Args:
+            model: As for :func:`~lightning_fsdp2.parallelizer.ddp_strategy_parallelize`.
+            materializes: As there.
+
+        Raises:
+            ValueError: When the model is sharded.
+        """
         ddp_strategy_parallelize(
             model,
             self.device_mesh,
             activation_checkpointing=self.config.activation_checkpointing,
             activation_checkpointing_scope=self.config.activation_checkpointing_scope,
             autocast_dtype=self.config.autocast_dtype,
+            materializes=materializes,
         )
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_fsdp2._torch_compat import all_to_all_tensor
+from lightning_fsdp2._torch_compat import all_to_all_tensor, with_values
 from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
 from lightning_fsdp2.parallel.structure import get_class_name
 
@@ -191,6 +191,7 @@ class _Mask:
         return SequenceMask(pattern, running.length, running.method, running.group)
 
 
+@with_values()
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
     """Find the sliding window of a mask by asking what some queries see."""
     last, keys = running.length - 1, torch.arange(running.length)

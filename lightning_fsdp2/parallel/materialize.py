@@ -56,7 +56,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
         return
     _check_can_initialize(model)
     check_adapters_can_initialize(model)
-    fresh = _allocate(model, device)
+    fresh = allocate(model, device)
     with random_numbers_of_one_process(device, device_mesh):
         _initialize(model, fresh)
         initialize_adapters(model, fresh.is_allocated)
@@ -115,7 +115,7 @@ class _Fresh:
         self._uninitialized.difference_update(_direct_tensors(module))
 
 
-def _allocate(model: nn.Module, device: torch.device) -> _Fresh:
+def allocate(model: nn.Module, device: torch.device) -> _Fresh:
     """Replace every meta tensor by an uninitialised one; a tensor that several modules hold is replaced by one."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():

@@ -126,7 +126,7 @@ def reduce_in_float32(
     """
     wide = bucket.buffer().float().div_(group.size())
     work = dist.all_reduce(wide, group=group, async_op=True)
-    return cast(Any, work).get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
+    return cast(Any, work).get_future().then(lambda future: bucket.buffer().copy_(wide))
 
 
 def _may_be_unused(wrapper: DistributedDataParallel) -> bool:

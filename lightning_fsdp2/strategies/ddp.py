@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +56,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     strategy_name = "lightning_fsdp2_ddp"
     config: DDPConfig
+    manager_class: Callable[[DDPConfig, DeviceMesh], DDPManager] = DDPManager
     refused_callbacks: ClassVar[dict[type[Callback], str]] = {}
     refused_optimizers = ()
 
@@ -76,22 +76,16 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         self._has_stepped = self._has_backward = False
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._manager = self.build_manager(self.full_device_mesh)
-
-    @override
     def build_manager(self, device_mesh: DeviceMesh) -> DDPManager:
         config = choose_autocast(self.config, str(self.precision_plugin.precision))
-        return DDPManager(config, device_mesh)
+        return self.manager_class(config, device_mesh)
 
     @override
-    def setup(self, trainer: "Trainer") -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            wrap = partial(self.manager.replicate, broadcast_buffers=False)
-            self._replica = Replica(self.lightning_module, wrap, self._data_group, self._wait_to_wrap_again)
-            self.model = self._replica.root
+    def setup_training(self, trainer: "Trainer") -> None:
+        super().setup_training(trainer)
+        wrap = partial(self.manager.replicate, broadcast_buffers=False)
+        self._replica = Replica(self.lightning_module, wrap, self._data_group, self._wait_to_wrap_again)
+        self.model = self._replica.root
 
     @override
     def teardown(self) -> None:

@@ -1,6 +1,6 @@
 """FSDP2 for the Lightning Trainer: ``Trainer(strategy=FSDP2Strategy())``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_
 from lightning_fsdp2.strategies.precision import get_mp_policy
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -67,6 +67,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     strategy_name = "fsdp2"
     config: FSDP2Config
+    manager_class: Callable[[FSDP2Config, DeviceMesh], FSDP2Manager] = FSDP2Manager
 
     def __init__(
         self,
@@ -93,19 +94,18 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def setup_environment(self) -> None:
         get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # an error before there are groups
         super().setup_environment()
-        self._manager = self.build_manager(self.full_device_mesh)
 
     @override
     def build_manager(self, device_mesh: DeviceMesh) -> FSDP2Manager:
         policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
-        return FSDP2Manager(replace(self.config, mp_policy=policy), device_mesh)
+        return self.manager_class(replace(self.config, mp_policy=policy), device_mesh)
 
     @override
-    def setup(self, trainer: "Trainer") -> None:
+    def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
             # not around the forwards alone: activation checkpointing computes layers again in backward
             self._patches.enter_context(assume_unpacked_sequences())
-        super().setup(trainer)
+        super().setup_module()
         activate_context_parallel(self.lightning_module)
 
     @override

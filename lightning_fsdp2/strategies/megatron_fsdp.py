@@ -97,11 +97,6 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         return get_driver(self.lightning_module)
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._manager = self.build_manager(self.full_device_mesh)
-
-    @override
     def build_manager(self, device_mesh: DeviceMesh) -> MegatronFSDPManager:
         config = choose_autocast(self.config, str(self.precision_plugin.precision))
         return MegatronFSDPManager(config, device_mesh)

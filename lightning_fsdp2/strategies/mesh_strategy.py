@@ -142,8 +142,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     # ------------------------------------------------------------------ stages
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
+    def enter_mesh(self, mesh: DeviceMesh) -> None:
+        super().enter_mesh(mesh)
+        self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self._timeout, OUTSIDE_CALL_TIMEOUT))
         self.lightning_module._device_mesh = self.device_mesh
 
@@ -211,21 +212,30 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
         self._own_callbacks.attach(trainer)
+        self.setup_module()
+        self.barrier("setup")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_training(trainer)
+            # ranks that hold one replica of the model and read the same batch must drop the same activations
+            share_random_state(self._replica_group, self.root_device)
+        else:
+            self.setup_precision_plugin()
+        self._checked_batches.clear()
+        drop_token_windows(self.lightning_module)  # of a run that was aborted
+
+    def setup_module(self) -> None:
+        """Make the module that of this rank; every stage calls it."""
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
-        self.barrier("setup")
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-            # ranks that hold one replica of the model and read the same batch must drop the same activations
-            share_random_state(self._replica_group, self.root_device)
+
+    def setup_training(self, trainer: "Trainer") -> None:
+        """Make the optimizers of the module."""
+        self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._attach_optimizers()  # behind the precision plugin, which makes Lightning wrap them anew
-        self._checked_batches.clear()
-        drop_token_windows(self.lightning_module)  # of a run that was aborted
+        self._attach_optimizers()  # behind the precision plugin, which makes Lightning wrap them anew
 
     def _validate_together(self, trainer: "Trainer") -> None:
         """``Trainer(val_check_interval="00:30:00")``: each rank has its own clock, and some would validate alone."""

@@ -195,12 +195,13 @@ class WorldStrategy(ParallelStrategy):
         get_group("rendezvous", self._timeout)
         self.hosts = all_gather(platform.node(), self._control_group)
         self.check_ranks()
-        self._set_device_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
+        self.enter_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
 
     def check_ranks(self) -> None:
         """Refuse ranks that would not train the same; they communicate already, and have no mesh yet."""
 
-    def _set_device_mesh(self, mesh: DeviceMesh) -> None:
+    def enter_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the place of this rank in a mesh with all four axes."""
         self._full_device_mesh = mesh
         # kept, since slicing a mesh reads its ranks one by one
         self._data_group = get_mesh(mesh, DATA_PARALLEL).get_group()

@@ -107,10 +107,10 @@ def make_trainer(**options: Any) -> pl.Trainer:
 def make_stub(mesh_options: dict[str, int], stage: RunningStage = RunningStage.TRAINING) -> FSDP2Strategy:
     """A strategy on a mesh that its own sizes do not reach yet, in the given stage of a Trainer."""
     strategy = FSDP2Strategy()
-    strategy._set_device_mesh(create_device_mesh(device_type="cpu", **mesh_options))
-    strategy._control_group = dist.group.WORLD
     state = SimpleNamespace(stage=stage, fn=TrainerFn.FITTING)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
+    strategy._control_group = dist.group.WORLD
+    strategy.enter_mesh(create_device_mesh(device_type="cpu", **mesh_options))
     return strategy
 
 

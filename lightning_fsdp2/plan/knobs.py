@@ -1,0 +1,160 @@
+"""What a plan can set otherwise without training something else: layout, recomputation, and how a batch is cut."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.models import CausalLM
+
+_SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size"}
+_FLAGS = ("activation_checkpointing", "sequence_parallel", "loss_parallel", "offload_policy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """A run, as far as plans vary it; gradients are the same for all, up to rounding."""
+
+    dp: int
+    """Data parallel ranks, replicas x shards: what the others leave."""
+
+    dp_replicate: int
+    tp: int
+    cp: int
+    activation_checkpointing: str | bool
+    sequence_parallel: bool
+    loss_parallel: bool
+    offload_policy: bool
+    loss: str | None
+    """Of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
+
+    batch_size: int
+    """Samples of a micro-batch of a data parallel rank."""
+
+    accumulation: int
+    """Micro-batches of a data parallel rank in a step."""
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.dp * self.batch_size * self.accumulation
+
+
+def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_nodes: int, accumulation: int) -> Knobs:
+    """Those of a run.
+
+    Raises:
+        ValueError: When the sizes do not fit the ranks, or ``batch`` holds no tensors with a first dim in common.
+    """
+    strategy = trainer.strategy
+    sizes = strategy.get_sizes(world_size=world_size, num_nodes=num_nodes)
+    config = strategy.config
+    return Knobs(
+        dp=sizes.dp,
+        dp_replicate=sizes.dp_replicate,
+        tp=sizes.tp,
+        cp=sizes.cp,
+        activation_checkpointing=config.activation_checkpointing,
+        sequence_parallel=getattr(config, "sequence_parallel", False),
+        loss_parallel=getattr(config, "loss_parallel", False),
+        offload_policy=getattr(config, "offload_policy", None) is not None,
+        loss=module.loss if isinstance(module, CausalLM) else None,
+        batch_size=get_batch_size(batch),
+        accumulation=accumulation,
+    )
+
+
+def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
+    """Change the run, in place; return the batch with the number of samples."""
+    strategy = trainer.strategy
+    if isinstance(strategy.config, FSDP2Config):
+        sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
+        strategy.get_sizes = partial(get_mesh_sizes, **sizes)
+        flags = {name: getattr(knobs, name) for name in _FLAGS[:-1]}
+        policy = (strategy.config.offload_policy or True) if knobs.offload_policy else None
+        strategy.config = replace(strategy.config, **flags, offload_policy=policy)
+    else:
+        strategy.config = replace(strategy.config, activation_checkpointing=knobs.activation_checkpointing)
+    if knobs.loss is not None:
+        module.loss = knobs.loss
+    trainer.accumulate_grad_batches = knobs.accumulation
+    if get_batch_size(batch) == knobs.batch_size:
+        return batch
+    return tree_map_only(Tensor, lambda tensor: tensor[:1].expand(knobs.batch_size, *tensor.shape[1:]), batch)
+
+
+def get_batch_size(batch: Any) -> int:
+    """The first dim of the tensors of ``batch``.
+
+    Raises:
+        ValueError: When there is none, or they differ.
+    """
+    sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"batch: its tensors have first dims {sorted(sizes)}, where a plan looks for the number of samples; give tensors"
+            " of shape [samples, ...]."
+        )
+    return sizes.pop()
+
+
+def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
+    """The knobs that differ, and what they are ``after``; without those that follow from others."""
+    names = [field.name for field in fields(Knobs) if field.name != "dp"]
+    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
+
+
+def build_config(before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool) -> dict[str, Any]:
+    """What to add to the YAML of the run.
+
+    Args:
+        before: The run.
+        after: What it is to be.
+        strategy: Class path of its strategy.
+        names_batch_size: Whether the data module has ``batch_size``.
+        has_global_batch: Whether it sets the accumulation by itself.
+    """
+    different = get_differences(before, after)
+    flags = {name: different[name] for name in _FLAGS if name in different}
+    init_args = {option: different[name] for name, option in _SIZES.items() if name in different}
+    if init_args:
+        init_args = {"dp_size": "auto", **init_args}
+    if flags:
+        init_args["config"] = flags
+    config: dict[str, Any] = {}
+    if init_args:
+        config.setdefault("trainer", {})["strategy"] = {"class_path": strategy, "init_args": init_args}
+    if "accumulation" in different and not has_global_batch:
+        config.setdefault("trainer", {})["accumulate_grad_batches"] = after.accumulation
+    if "loss" in different:
+        config["model"] = {"init_args": {"loss": after.loss}}
+    if "batch_size" in different and names_batch_size:
+        config["data"] = {"init_args": {"batch_size": after.batch_size}}
+    return config
+
+
+def list_remedies(knobs: Knobs, *, world_size: int, per_node: int) -> Iterator[Knobs]:
+    """Runs that need less memory, most of them, each for another reason."""
+    for amount in ("selective", "full"):
+        yield replace(knobs, activation_checkpointing=amount)
+    if knobs.loss == "full":
+        yield replace(knobs, loss="chunked", loss_parallel=False)
+    if knobs.tp > 1:
+        yield replace(knobs, sequence_parallel=True)
+        if knobs.loss != "chunked":
+            yield replace(knobs, loss_parallel=True)
+    if knobs.batch_size % 2 == 0:
+        yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
+    if knobs.dp_replicate > 1:
+        yield replace(knobs, dp_replicate=1)
+    if knobs.dp % (2 * knobs.dp_replicate) == 0:
+        halved = replace(knobs, dp=knobs.dp // 2, accumulation=2 * knobs.accumulation)
+        if 2 * knobs.tp <= per_node:
+            yield replace(halved, tp=2 * knobs.tp, sequence_parallel=True)
+        yield replace(halved, cp=2 * knobs.cp)
+    yield replace(knobs, offload_policy=True)

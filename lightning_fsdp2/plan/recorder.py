@@ -1,0 +1,326 @@
+"""What a training step allocates, sends and computes, written down as torch's dispatcher sees it.
+
+Nothing is measured: the tensors may be fake ones, which have shapes and no values, and the ranks of their collectives
+need not exist.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from lightning_fsdp2._torch_compat import get_optional_flop_formula, get_process_group, observe_resizes
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    CP_TP,
+    DATA_PARALLEL,
+    DP_CP,
+    DP_REPLICATE,
+    DP_SHARD,
+    DP_SHARD_CP,
+    TENSOR_PARALLEL,
+)
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER_STATES = "optimizer states"
+UNSHARDED_WEIGHTS = "unsharded weights"
+UNSHARDED_GRADIENTS = "unsharded gradients"
+COMMUNICATION_BUFFERS = "communication buffers"
+ACTIVATIONS = "activations"
+LOGITS = "logits and loss"
+TEMPORARIES = "temporaries"
+CATEGORIES = (
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER_STATES,
+    UNSHARDED_WEIGHTS,
+    UNSHARDED_GRADIENTS,
+    COMMUNICATION_BUFFERS,
+    ACTIVATIONS,
+    LOGITS,
+    TEMPORARIES,
+)
+
+_KINDS = {
+    # c10d: what torch.distributed and FSDP2 call
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    # _c10d_functional: what DTensor calls
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_out": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all-to-all",
+}
+_NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
+
+_WITHOUT_TRAFFIC = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "set_"}
+"""Operations that are no views and yet read and write nothing."""
+
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+"""Operations that read as much of their first tensor as they write."""
+
+
+_AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
+_AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
+"""One group can be several axes: without context parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that communicate."""
+
+    axes: tuple[str, ...]
+    """Those of the views of the mesh that consist of these ranks; none for a group that is not of the mesh."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of a collective operation."""
+
+    kind: str
+    """``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's name."""
+
+    group: Group
+
+    is_of_unit: bool
+    """Whether FSDP2 gathers the weights of a unit, or reduces its gradients."""
+
+
+    bytes: int
+    """Of the whole tensor: what each rank has behind an all-gather, and before a reduce-scatter."""
+
+    @property
+    def axis(self) -> str:
+        """Of the mesh, named after what is done over it; ``"other"`` where it is none."""
+        order = _AXES_OF_UNITS if self.is_of_unit else _AXES
+        return next((axis for axis in order if axis in self.group.axes), "other")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one operation of torch does on this rank."""
+
+    flops: int
+    bytes: int
+    """Read and written, if nothing of it is in a cache."""
+
+    dtype: torch.dtype | None
+    """Of what it reads first; None where it reads no tensor."""
+
+    collective: Collective | None = None
+    times: int = 1
+    """How often the step does it."""
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A storage. What it is may turn out after it was made, so its category is read at the end."""
+
+    phase: str
+    """In which it was made."""
+
+    category: str = TEMPORARIES
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step. Moments are numbers of operations that came before."""
+
+    operations: list[Operation]
+    changes: list[tuple[int, str, int]]
+    """Moment, category, and by how many bytes it grew."""
+
+    marks: list[tuple[int, str]]
+    """Moments at which a part of the step begins, and its name."""
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """In the order in which they are called; those of micro-batches that are alike once."""
+        return [operation.collective for operation in self.operations if operation.collective is not None]
+
+    @property
+    def flops(self) -> int:
+        """Of all operations."""
+        return sum(operation.flops * operation.times for operation in self.operations)
+
+
+class StepRecorder(TorchDispatchMode):
+    """Writes down every change in the bytes that storages hold, what the storages are, and every operation.
+
+    FSDP2's own operations tell its tensors apart: what it copies in, gathers, copies out, and reduces. Logits, and what
+    the loss makes of them, are known by a last dim of the size of the vocabulary. Of all others, activations are those
+    made in forward that are alive when backward begins, the step's inputs and the model's buffers included;
+    temporaries are the rest, among them what backward computes again. What tensor parallelism gathers or reduces is one
+    or the other. Workspace that an operation takes for itself is not seen.
+
+    torch's own ``FSDPMemTracker`` follows FSDP2's hooks, knows no logits and no traffic, and needs a step before it.
+
+    Args:
+        groups: By torch's names of process groups.
+        vocabulary: Sizes of the vocabulary, or of this rank's part.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], vocabulary: Collection[int] = ()) -> None:
+        super().__init__()
+        self._groups = groups
+        self._vocabulary = frozenset(vocabulary)
+        self._operations: list[Operation] = []
+        self._changes: list[tuple[int, Allocation, int]] = []
+        self._marks: list[tuple[int, str]] = []
+        self._live: dict[int, Allocation] = {}
+        self._kinds: dict[Any, _OperationKind] = {}
+        self._blocks = ExitStack()
+        self._phase = ""
+        self.times = 1
+        """How often the step does what comes next."""
+
+    def __enter__(self) -> "StepRecorder":
+        self._blocks.enter_context(observe_resizes(self._observe))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._blocks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor: its local tensors come by next
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        if results and results[0].device.type == "meta":
+            return result  # DTensor asks what an operation would give
+        kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
+        for tensor in results:
+            allocation = self._observe(tensor.untyped_storage())
+            if tensor.ndim > 1 and tensor.size(-1) in self._vocabulary:
+                _set_category(allocation, LOGITS)
+        if kind.is_view:
+            return result
+        self._operations.append(self._read(kind, args, kwargs, result))
+        match kind.name:
+            case "fsdp::all_gather_copy_in":
+                self.label([*args[0], args[1]], COMMUNICATION_BUFFERS)
+            case "fsdp::split_with_sizes_copy":
+                self.label(kwargs["out"], UNSHARDED_WEIGHTS)
+            case "fsdp::chunk_cat":
+                self.label(args[0], UNSHARDED_GRADIENTS)
+                self.label([kwargs["out"]], COMMUNICATION_BUFFERS)
+        return result
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self._phase = phase
+        self.mark(phase)
+
+    def mark(self, name: str) -> None:
+        """Begin a part of a phase."""
+        self._marks.append((len(self._operations), name))
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Say what tensors are; the first word counts."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            _set_category(self._observe(local.untyped_storage()), category)
+
+    def label_rest(self, category: str, *, phase: str) -> None:
+        """Say what all tensors are that were made in a phase, are alive now and not labelled yet."""
+        for allocation in self._live.values():
+            if allocation.phase == phase:
+                _set_category(allocation, category)
+
+    def get_recording(self) -> Recording:
+        """What was written down so far."""
+        changes = [(moment, allocation.category, change) for moment, allocation, change in self._changes]
+        return Recording(self._operations, changes, self._marks)
+
+    def _read(self, kind: "_OperationKind", args: Any, kwargs: Any, result: Any) -> Operation:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if kind.collective is None:
+            traffic = kind.count_bytes(tensors, result)
+            dtype = tensors[0].dtype if tensors else None
+            return Operation(kind.count_flops(args, kwargs, result), traffic, dtype, times=self.times)
+        values = (*args, *kwargs.values())
+        group = self._groups.get(get_process_group(values).group_name, _OTHER)
+        allocations = [self._live.get(id(tensor.untyped_storage())) for tensor in tensors]
+        is_of_unit = any(a is not None and a.category == COMMUNICATION_BUFFERS for a in allocations)
+        size = max(_count_bytes(tree_leaves(value)) for value in (*values, result))
+        return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), self.times)
+
+    def _observe(self, storage: torch.UntypedStorage) -> Allocation:
+        # torch keeps one Python object per storage, alive as long as the storage is
+        if id(storage) not in self._live:
+            self._live[id(storage)] = Allocation(self._phase)
+            weakref.finalize(storage, self._free, id(storage))
+        allocation = self._live[id(storage)]
+        self._change(allocation, storage.nbytes())
+        return allocation
+
+    def _free(self, key: int) -> None:
+        self._change(self._live.pop(key), 0)
+
+    def _change(self, allocation: Allocation, size: int) -> None:
+        if size != allocation.size:
+            self._changes.append((len(self._operations), allocation, size - allocation.size))
+            allocation.size = size
+
+
+class _OperationKind:
+    """What all calls of one of torch's operations have in common."""
+
+    def __init__(self, func: Any) -> None:
+        self.name: str = func._schema.name
+        namespace, name = self.name.split("::")
+        is_collective = namespace in ("c10d", "_c10d_functional") and name not in _NOT_COLLECTIVES
+        self.is_view: bool = func.is_view
+        self.collective = _KINDS.get(name, name) if is_collective else None
+        self._flop_formula = get_optional_flop_formula(func)
+        self._has_traffic = name not in _WITHOUT_TRAFFIC
+        self._looks_up = name in _LOOKUPS
+
+    def count_flops(self, args: Any, kwargs: Any, result: Any) -> int:
+        return 0 if self._flop_formula is None else self._flop_formula(*args, **kwargs, out_val=result)
+
+    def count_bytes(self, tensors: list[Tensor], result: Any) -> int:
+        """What is read and written."""
+        if not self._has_traffic:
+            return 0
+        written = _count_bytes(tree_leaves(result))
+        return 2 * written + _count_bytes(tensors[1:]) if self._looks_up else written + _count_bytes(tensors)
+
+
+_OTHER = Group((), ())
+
+
+def _count_bytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.itemsize for value in values if isinstance(value, Tensor))
+
+
+def _set_category(allocation: Allocation, category: str) -> None:
+    if allocation.category == TEMPORARIES:
+        allocation.category = category

@@ -1,0 +1,332 @@
+"""A training step of one rank of any number: without devices, without the other ranks, and without values.
+
+The Trainer's own loop runs the strategy's own step of a module that the recipe has sharded. What is replaced is below
+them: the process group is torch's fake one, whose collectives return at once, and the tensors are fake ones, which have
+shapes and dtypes and take no memory.
+"""
+
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward, with_values
+from lightning_fsdp2.config import DDPConfig, FSDP2Config
+from lightning_fsdp2.describe import Description, describe_sharded, simulate_mesh
+from lightning_fsdp2.managers import DDPManager, FSDP2Manager
+from lightning_fsdp2.managers.dtypes import get_dtypes
+from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
+from lightning_fsdp2.parallel.materialize import allocate
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+from lightning_fsdp2.plan.recorder import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATES,
+    WEIGHTS,
+    Group,
+    Recording,
+    StepRecorder,
+)
+from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_MICRO_BATCHES = 3
+"""Of an accumulation: the first makes gradients, the last reduces them, and all between do the same."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of one rank."""
+
+    description: Description
+    recording: Recording
+    is_even: bool
+    """Whether all ranks hold shards of the same sizes."""
+
+
+def simulate(
+    trainer: "Trainer", module: "LightningModule", batch: Any, *, world_size: int, num_nodes: int = 1, rank: int = 0
+) -> Simulation:
+    """Run a step of ``module`` as one of ``world_size`` ranks would, behind the step that makes the optimizer's states.
+
+    Args:
+        trainer: Of ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices do not count.
+        module: Built on the meta device, or building its model there in ``configure_model``. Sharded in place, and of
+            no use afterwards.
+        batch: A micro-batch of one data parallel rank; of its values only ``position_ids`` that restart count.
+        world_size: Number of ranks.
+        num_nodes: What ``dp_replicate_size="auto"`` stands for.
+        rank: Which of them.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+        TypeError: When the strategy is another.
+        ValueError: What the strategy would raise for these sizes and this model; when the step depends on values.
+    """
+    strategy = check_strategy(trainer.strategy)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    packed = nullcontext() if _is_packed(batch) else assume_unpacked_sequences()
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
+        _connect(trainer, module)
+        strategy.manager_class = partial(_FAKE_MANAGERS[type(strategy.config)], mode=mode)
+        strategy.enter_mesh(mesh)
+        with torch.device("meta"):
+            call._call_configure_model(trainer)
+        dtypes = get_dtypes(strategy.manager, module)
+        strategy.setup_module()
+        is_even = _is_even(module)
+        description = describe_sharded(strategy, module, mesh, dtypes)
+        with mode, _explain_dependence_on_data(module):
+            strategy.setup_training(trainer)
+            _choose_foreach(trainer.optimizers)
+            fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
+            _run_step(trainer, fake_batch)
+            with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
+                _label_state(recorder, module, trainer.optimizers, fake_batch)
+                with _mark_units(recorder, module, description):
+                    _run_step(trainer, fake_batch, recorder)
+                recording = recorder.get_recording()
+        strategy.teardown()
+    return Simulation(description, recording, is_even)
+
+
+def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
+    """Return a strategy whose steps can be simulated.
+
+    Raises:
+        TypeError: When this one's cannot.
+    """
+    if isinstance(strategy, FSDP2Strategy | DDPStrategy):
+        return strategy
+    raise TypeError(
+        f"plan runs the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them, such as"
+        " trainer.strategy=fsdp2, or measure on devices. (Megatron-FSDP works in buffers that it makes on CUDA alone.)"
+    )
+
+
+def _is_packed(batch: Any) -> bool:
+    """Whether sequences hold several documents, which transformers looks for in values."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None
+    return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
+class _FakeFSDP2Manager(FSDP2Manager):
+    """Allocates fake shards in place of weights, and compiles nothing: that needs values."""
+
+    def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
+        super().__init__(replace(config, enable_compile=False, enable_async_tensor_parallel=False), device_mesh)
+        self._mode = mode
+
+    def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
+        super().parallelize(model, materializes=False)
+        return _allocate(model, self._mode)
+
+
+class _FakeDDPManager(DDPManager):
+    """Allocates fake weights."""
+
+    def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
+        super().__init__(config, device_mesh)
+        self._mode = mode
+
+    def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
+        super().prepare(model, materializes=False)
+        _allocate(model, self._mode)
+
+    def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
+        wrapper = super().replicate(model, broadcast_buffers=broadcast_buffers)
+        if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
+            # torch's own wants the result of a collective, of which the fake group has none
+            wrapper.register_comm_hook(dist.group.WORLD, _reduce)
+        wrapper.reducer = _Reducer(wrapper.reducer)
+        return wrapper
+
+
+class _Reducer:
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        with with_values():
+            return self._reducer._rebuild_buckets()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def _reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)
+    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+_FAKE_MANAGERS: dict[type, Any] = {FSDP2Config: _FakeFSDP2Manager, DDPConfig: _FakeDDPManager}
+
+
+def _allocate(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    with mode:
+        allocate(model, torch.device("cpu"))
+    return model
+
+
+def _connect(trainer: Any, module: Any) -> None:
+    """What ``Trainer.fit`` does first."""
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.state.stage = RunningStage.TRAINING
+    trainer.fit_loop.max_batches = float("inf")
+
+
+def _choose_foreach(optimizers: list[Optimizer]) -> None:
+    """Let optimizers do what they do by default on a GPU, and not on a CPU: all parameters in one operation."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+
+
+def _run_step(trainer: Any, batch: Any, recorder: StepRecorder | None = None) -> None:
+    """What the Trainer's training loop does with the micro-batches of an optimizer step."""
+    loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+    micro_batches = min(accumulated, _MICRO_BATCHES)
+    trainer.accumulate_grad_batches = micro_batches
+    callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
+    for micro_batch in range(micro_batches):
+        if recorder is not None:
+            recorder.begin("forward")
+            recorder.times = accumulated - 2 if micro_batch == 1 < micro_batches - 1 else 1
+        index = loop.batch_progress.current.ready
+        loop.batch_progress.increment_ready()
+        kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+        if trainer.lightning_module.automatic_optimization:
+            loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+        else:
+            loop.manual_optimization.run(kwargs)
+    trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
+
+
+class _Phases(Callback):
+    """Tells a recorder what the step is at."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def on_before_backward(self, trainer: "Trainer", pl_module: "LightningModule", loss: Tensor) -> None:
+        self._recorder.begin("backward")
+        self._recorder.label_rest(ACTIVATIONS, phase="forward")
+
+    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer) -> None:
+        self._recorder.begin("optimizer")
+        self._recorder.label(_get_gradients(pl_module), GRADIENTS)
+
+
+@contextmanager
+def _mark_units(recorder: StepRecorder, module: nn.Module, description: Description) -> Iterator[None]:
+    """Let the recorder know which unit computes."""
+
+    def begin_forward(name: str, inner: nn.Module, args: Any) -> None:
+        recorder.mark(f"{'recomputation' if is_in_backward() else 'forward'} of {name}")
+
+    def end_forward(name: str, inner: nn.Module, args: Any, output: Any) -> None:
+        if is_in_backward():
+            recorder.mark(f"backward of {name}")
+            return
+        recorder.mark(f"forward behind {name}")
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: recorder.mark(f"backward of {name}"))
+
+    names = [name for unit in description.units for name in unit.modules if name in dict(module.named_modules())]
+    handles = []
+    for name in names:
+        inner = module.get_submodule(name)
+        # before FSDP2's own, which gathers the unit
+        handles.append(inner.register_forward_pre_hook(partial(begin_forward, name), prepend=True))
+        handles.append(inner.register_forward_hook(partial(end_forward, name)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except DATA_DEPENDENT_ERRORS as error:
+        where = _find_user(error.__traceback__)
+        raise ValueError(
+            f"{get_class_name(module)}: what its step does depends on values, which a plan has none of: {error.func} in"
+            f" {where}. Choose by shapes or options there, or measure the run on devices."
+        ) from error
+
+
+def _find_user(trace: TracebackType | None) -> str:
+    """The innermost line outside of torch."""
+    frames = [frame for frame in traceback.extract_tb(trace) if Path(torch.__file__).parent not in Path(frame.filename).parents]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+
+
+def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
+    recorder.label(module.parameters(), WEIGHTS)
+    recorder.label(_get_gradients(module), GRADIENTS)
+    for optimizer in optimizers:
+        recorder.label((t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), OPTIMIZER_STATES)
+    recorder.label((t for t in (*module.buffers(), *tree_leaves(batch)) if isinstance(t, Tensor)), ACTIVATIONS)
+
+
+def _get_gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def _is_even(module: nn.Module) -> bool:
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        parts = [1] * parameter.ndim
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                parts[placement.dim] *= ranks
+        if any(size % number for size, number in zip(parameter.shape, parts, strict=True)):
+            return False
+    return True
+
+
+def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
+    """By torch's names of process groups."""
+    axes: dict[str, list[str]] = {}
+    groups = {}
+    for view in get_views(mesh):
+        for axis in view.mesh_dim_names or ():
+            group = view.get_group(axis)
+            axes.setdefault(group.group_name, []).append(axis)
+            groups[group.group_name] = group
+    return {name: Group(tuple(axes[name]), tuple(dist.get_process_group_ranks(groups[name]))) for name in axes}
+
+
+def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
+    """Sizes of the vocabularies, and of what a tensor parallel rank has of them."""
+    tp = get_mesh(mesh, TENSOR_PARALLEL).size()
+    sizes = {model.config.get_text_config().vocab_size for model in get_hf_models(module)}
+    return sizes | {-(-size // tp) for size in sizes}

@@ -1,0 +1,79 @@
+"""Simulations each need a process group and a module of their own: run them in forked processes."""
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None = None) -> Iterator[tuple[int, T]]:
+    """Run each task in a process that inherits what was made here, and changes nothing of it.
+
+    Args:
+        tasks: Their results are pickled, they are not.
+        processes: How many run at once; None for as many as this process may use CPUs.
+
+    Yields:
+        The number of a task and its result, as they end.
+
+    Raises:
+        Exception: The first that a task raises; the others are stopped.
+        RuntimeError: When a process was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting = list(enumerate(tasks))[::-1]
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < (processes or len(os.sched_getaffinity(0))):
+                number, task = waiting.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_run, args=(task, sender), daemon=True)
+                process.start()
+                sender.close()
+                running[receiver] = number, process
+            for receiver in wait(list(running)):
+                number, process = running.pop(receiver)  # type: ignore[index]
+                yield number, _receive(receiver, process)  # type: ignore[arg-type]
+    finally:
+        for _, process in running.values():
+            process.kill()
+
+
+def _run(task: Callable[[], Any], sender: Connection) -> None:
+    try:
+        answer = pickle.dumps((task(), None))
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        answer = _pickle_error(error)
+    sender.send_bytes(answer)
+    os._exit(0)  # what the parent does at its exit is the parent's
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    try:
+        answer = pickle.dumps((None, error))
+        pickle.loads(answer)
+    except Exception:  # its class wants other arguments than its message
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    return answer
+
+
+def _receive(receiver: Connection, process: Any) -> Any:
+    try:
+        result, error = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"A process of the plan died with exit code {process.exitcode}; if that is -9, of lack of memory: plan with"
+            " fewer processes at once."
+        ) from None
+    process.join()
+    if error is not None:
+        raise error
+    return result
