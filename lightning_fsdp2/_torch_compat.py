@@ -332,15 +332,36 @@ def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """How many floating-point operations one of torch's operations takes; None for those without products.
 
-    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15); attention that is causal counts in
-    full there.
+    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15), whose arguments say, as those of others
+    do, whether it is causal: then half of the products are left out, as kernels do.
     """
     formulas = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
     }
     packet = operation.overloadpacket
     return formulas.get(packet) or flop_counter.flop_registry.get(packet)
+
+
+def _count_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
+) -> int:
+    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape) // (2 if is_causal else 1)
+
+
+def _count_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    normalizer: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> int:
+    count = flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return count // (2 if is_causal else 1)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

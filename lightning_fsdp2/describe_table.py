@@ -14,17 +14,15 @@ from rich.text import Text
 
 from lightning_fsdp2.describe import Description, ParameterDescription, UnitDescription
 
-_WIDTH = 100
+WIDTH = 100
 _ROOT = "(root)"
-_TIMES = " \N{MULTIPLICATION SIGN} "
+TIMES = " \N{MULTIPLICATION SIGN} "
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def write_tables(description: Description, file: TextIO) -> None:
     """Write the tables of units and of parameters, 100 columns wide or as wide as the terminal is."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console.width = max(_WIDTH, console.width)
+    console = make_console(file)
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]
     groups = [list(group) for _, group in itertools.groupby(units, _get_kind)]
@@ -35,6 +33,14 @@ def write_tables(description: Description, file: TextIO) -> None:
     console.print(_build_parameter_table(groups, axes))
     for note in description.notes:
         console.print(f"\n{note}")
+
+
+def make_console(file: TextIO) -> Console:
+    """A console as wide as the terminal, or of at least 100 columns where ``file`` is none."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = max(WIDTH, console.width)
+    return console
 
 
 def _get_sharding_axes(description: Description) -> list[str]:
@@ -63,17 +69,17 @@ def _remove_prefix(unit: UnitDescription, prefix: str) -> UnitDescription:
 
 def _build_summary(description: Description, prefix: str, *, has_units: bool) -> Table:
     totals = description.totals
-    weights, gradients = _format_bytes(totals["weight_bytes"]), _format_bytes(totals["gradient_bytes"])
-    states, gathered = _format_bytes(2 * totals["gradient_bytes"]), _format_bytes(totals["largest_gathered_bytes"])
+    weights, gradients = format_bytes(totals["weight_bytes"]), format_bytes(totals["gradient_bytes"])
+    states, gathered = format_bytes(2 * totals["gradient_bytes"]), format_bytes(totals["largest_gathered_bytes"])
     is_all = totals["trained_parameters"] == totals["parameters"]
-    trained = "all" if is_all else _format_count(totals["trained_parameters"])
+    trained = "all" if is_all else format_count(totals["trained_parameters"])
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": description.model,
         **({"names": f"within {prefix[:-1]}"} if prefix else {}),
-        "parameters": f"{_format_count(totals['parameters'])}, {trained} trained",
+        "parameters": f"{format_count(totals['parameters'])}, {trained} trained",
         "strategy": f"{description.strategy} on {totals['ranks']} ranks",
-        "mesh": _TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
+        "mesh": TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
         "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
         "per rank": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
         **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
@@ -83,22 +89,22 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
 
 
 def _build_unit_table(groups: list[list[UnitDescription]]) -> Table:
-    table = _build_table("Unit", "Parameters", "Gathered", "Shard")
+    table = build_table("Unit", "Parameters", "Gathered", "Shard")
     table.add_column("After forward", no_wrap=True)
     for group in groups:
-        first, times = group[0], f"{len(group)}{_TIMES}" if len(group) > 1 else ""
+        first, times = group[0], f"{len(group)}{TIMES}" if len(group) > 1 else ""
         table.add_row(
             _get_unit_name(group),
-            times + _format_count(sum(math.prod(parameter.shape) for parameter in first.parameters)),
-            times + _format_bytes(first.gathered_bytes),
-            times + _format_bytes(first.shard_bytes),
+            times + format_count(sum(math.prod(parameter.shape) for parameter in first.parameters)),
+            times + format_bytes(first.gathered_bytes),
+            times + format_bytes(first.shard_bytes),
             _describe_resharding(group),
         )
     return table
 
 
 def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str]) -> Table:
-    table = _build_table("Parameter", "Shard")
+    table = build_table("Parameter", "Shard")
     for column in ("Shape", "Dtype"):
         table.add_column(column, no_wrap=True)
     for axis in axes:
@@ -111,8 +117,8 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
         for name, parameter, count in _fold_parameters(group[0]):
             table.add_row(
                 f" {name}",
-                (f"{count}{_TIMES}" if count > 1 else "") + _format_bytes(parameter.shard_bytes),
-                _TIMES.join(map(str, parameter.shape)),
+                (f"{count}{TIMES}" if count > 1 else "") + format_bytes(parameter.shard_bytes),
+                TIMES.join(map(str, parameter.shape)),
                 parameter.dtype,
                 *(parameter.placements.get(axis, "whole") for axis in axes),
                 *(["" if parameter.is_trained else "yes"] if shows_frozen else []),
@@ -120,7 +126,8 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
     return table
 
 
-def _build_table(name: str, *numbers: str) -> Table:
+def build_table(name: str, *numbers: str) -> Table:
+    """Begin a table of names and numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(name, overflow="fold")
     for number in numbers:
@@ -188,7 +195,8 @@ def _name_resharding(reshard_after_forward: bool | int) -> str:
     return "kept" if reshard_after_forward is False else f"on {reshard_after_forward} ranks"
 
 
-def _format_bytes(number: int) -> str:
+def format_bytes(number: int) -> str:
+    """Write bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
@@ -196,7 +204,8 @@ def _format_bytes(number: int) -> str:
     return f"{number:.1f} GiB"
 
 
-def _format_count(number: int) -> str:
+def format_count(number: int) -> str:
+    """Write a number of parameters."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f} {unit}"

@@ -17,19 +17,18 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_fsdp2._refusals import REFUSALS, get_message, is_refusal
 from lightning_fsdp2.cli.commands import COMMANDS
-from lightning_fsdp2.cli.errors import (
-    REFUSALS,
-    get_message,
-    has_refusal,
-    is_first_of_node,
-    is_refusal,
-    summarize,
-    wants_traceback,
-)
+from lightning_fsdp2.cli.errors import has_refusal, is_first_of_node, summarize, wants_traceback
 from lightning_fsdp2.cli.names import expand_arguments, expand_yaml, get_hint
+from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
+from lightning_fsdp2.parallelizer import import_class_from_path
+from lightning_fsdp2.plan.devices import get_device
+from lightning_fsdp2.plan.plot import draw_plan
+from lightning_fsdp2.plan.run import plan_run
+from lightning_fsdp2.plan.table import show_progress, write_json, write_plan
 from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
@@ -43,7 +42,9 @@ _SUMMARIES = {
     "test": "Evaluate a model on the test data.",
     "predict": "Write what a model predicts for data.",
     "describe": "Print mesh, units and each parameter's shard for a config, on any number of ranks, without training.",
+    "plan": "Compute memory, traffic and time of a config's step on any number of devices, without any.",
 }
+_WITHOUT_RUN = ("describe", "plan")
 _QUICKSTART = "Train a small model on this machine, with options as of `fit`."
 _QUICKSTART_CONFIG = Path(__file__).parent / "quickstart.yaml"
 
@@ -53,6 +54,9 @@ _STRATEGY_HELP = (
 )
 
 _LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name: `strategy=('.*?')`.*", re.DOTALL)
+_SOURCES = ("path", "validation_path", "validation_split", "test_path", "test_split")
+"""Options of data modules that say what to read, apart from the dataset."""
+
 _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
 
 
@@ -97,6 +101,59 @@ class _Trainer(Trainer):
             sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
         else:
             write_tables(description, sys.stdout)
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        world_size: int | None = None,
+        device: str = "h100",
+        memory: float | None = None,
+        network_bandwidth: float | None = None,
+        devices_per_node: int | None = None,
+        ranks: list[int] | None = None,
+        suggest: bool = True,
+        json: str | None = None,
+        plot: str | None = None,
+        processes: int | None = None,
+    ) -> None:
+        """Print what a step of the run takes on devices that need not be there.
+
+        Args:
+            model: On the meta device.
+            datamodule: One of lightning_fsdp2 is asked for the shapes of its batches; of others the first is read.
+            world_size: Number of devices. None for trainer.devices x num_nodes.
+            device: a100, h100, h200, b200 or mi300x.
+            memory: GiB of a device, if it has another size than the one of that name.
+            network_bandwidth: GB per second and device to other nodes, in one direction.
+            devices_per_node: How many devices the fast links join; 8 for all of them.
+            ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
+            suggest: Whether to plan what would help if it does not fit.
+            json: File to write all numbers to; - for the output, in place of the tables.
+            plot: File to draw memory and traffic in, .png or .svg.
+            processes: How many plans are computed at once; None for as many as there are CPUs.
+        """
+        target = get_device(
+            device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node
+        )
+        with show_progress() as on_progress, _without_infos():
+            plan = plan_run(
+                self,
+                model,
+                datamodule=datamodule,
+                world_size=cast(int, world_size),
+                device=target,
+                ranks=ranks,
+                suggest=suggest,
+                processes=processes,
+                on_progress=on_progress,
+            )
+        if json != "-":
+            write_plan(plan, sys.stdout)
+        if json is not None:
+            write_json(plan, json)
+        if plot is not None:
+            draw_plan(plan, plot)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -171,8 +228,8 @@ class FSDP2CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and ``describe``."""
-        return {**LightningCLI.subcommands(), "describe": {"model", "datamodule"}}
+        """Lightning's, and those of a Trainer that trains nothing."""
+        return {**LightningCLI.subcommands(), **dict.fromkeys(_WITHOUT_RUN, {"model", "datamodule"})}
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
@@ -202,7 +259,7 @@ class FSDP2CLI(LightningCLI):
         """Parse the arguments; those of a command are carried out, and the process ends."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
-        if name == "describe":
+        if name in _WITHOUT_RUN:
             self.config[name].seed_everything = False  # nothing is drawn
         if name not in COMMANDS:
             return
@@ -233,8 +290,8 @@ class FSDP2CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; a wrong option they find ends like one that the parser finds."""
         try:
-            if self.subcommand == "describe":
-                self._instantiate_to_describe()
+            if self.subcommand in _WITHOUT_RUN:
+                self._instantiate_without_run()
             else:
                 super().instantiate_classes()
         except (*REFUSALS, RuntimeError) as error:  # Lightning's, of variables of SLURM that it does not support
@@ -242,12 +299,15 @@ class FSDP2CLI(LightningCLI):
                 raise
             self._parser(self.subcommand).error(str(error), error)
 
-    def _instantiate_to_describe(self) -> None:
+    def _instantiate_without_run(self) -> None:
         """Make no weights, and nothing that reads, writes or wants the machines of the run."""
-        config = self.config["describe"]
+        config = self.config[self.subcommand]
         if config.world_size is None:
             config.world_size = _get_world_size(config.trainer)
-        config.data = None
+        if self.subcommand == "describe":
+            config.data = None
+        elif config.data is not None:
+            _leave_unread(config.data)
         arguments = config.model.get("init_args")
         if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
             arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
@@ -258,8 +318,8 @@ class FSDP2CLI(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer; to describe a model it needs no launcher's environment."""
-        if self.subcommand == "describe":
+        """Make the Trainer; without a run it needs no launcher's environment."""
+        if self.subcommand in _WITHOUT_RUN:
             kwargs["plugins"] = [LightningEnvironment()]
         return super().instantiate_trainer(**kwargs)
 
@@ -294,6 +354,13 @@ def _get_world_size(trainer: Namespace) -> int:
             " ranks, such as --world_size=8."
         )
     return count * int(trainer.num_nodes)
+
+
+def _leave_unread(data: Namespace) -> None:
+    """Let a data module of this package be made where its files are not; its batches have the same shapes."""
+    if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
+        elsewhere = {name: None for name in _SOURCES if name in data.init_args}
+        data.init_args.update(Namespace(**elsewhere, dataset="unread"))
 
 
 def _get_gpu_arguments() -> list[str]:

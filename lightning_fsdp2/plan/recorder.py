@@ -158,6 +158,9 @@ class Recording:
     marks: list[tuple[int, str]]
     """Moments at which a part of the step begins, and its name."""
 
+    phases: list[tuple[int, str]]
+    """The same for ``"forward"``, ``"backward"`` and ``"optimizer"``."""
+
     @cached_property
     def collectives(self) -> list[Collective]:
         """In the order in which they are called; those of micro-batches that are alike once."""
@@ -192,10 +195,10 @@ class StepRecorder(TorchDispatchMode):
         self._operations: list[Operation] = []
         self._changes: list[tuple[int, Allocation, int]] = []
         self._marks: list[tuple[int, str]] = []
+        self._phases: list[tuple[int, str]] = []
         self._live: dict[int, Allocation] = {}
         self._kinds: dict[Any, _OperationKind] = {}
         self._blocks = ExitStack()
-        self._phase = ""
         self.times = 1
         """How often the step does what comes next."""
 
@@ -233,14 +236,19 @@ class StepRecorder(TorchDispatchMode):
                 self.label([kwargs["out"]], COMMUNICATION_BUFFERS)
         return result
 
-    def begin(self, phase: str) -> None:
-        """Begin a phase of the step."""
-        self._phase = phase
-        self.mark(phase)
+    @property
+    def part(self) -> str:
+        """The part of the step that was begun last."""
+        return self._marks[-1][1]
 
-    def mark(self, name: str) -> None:
+    def begin(self, phase: str, part: str | None = None) -> None:
+        """Begin a phase of the step, with a part of it."""
+        self._phases.append((len(self._operations), phase))
+        self.mark(part or phase)
+
+    def mark(self, part: str) -> None:
         """Begin a part of a phase."""
-        self._marks.append((len(self._operations), name))
+        self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """Say what tensors are; the first word counts."""
@@ -257,7 +265,7 @@ class StepRecorder(TorchDispatchMode):
     def get_recording(self) -> Recording:
         """What was written down so far."""
         changes = [(moment, allocation.category, change) for moment, allocation, change in self._changes]
-        return Recording(self._operations, changes, self._marks)
+        return Recording(self._operations, changes, self._marks, self._phases)
 
     def _read(self, kind: "_OperationKind", args: Any, kwargs: Any, result: Any) -> Operation:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -275,7 +283,7 @@ class StepRecorder(TorchDispatchMode):
     def _observe(self, storage: torch.UntypedStorage) -> Allocation:
         # torch keeps one Python object per storage, alive as long as the storage is
         if id(storage) not in self._live:
-            self._live[id(storage)] = Allocation(self._phase)
+            self._live[id(storage)] = Allocation(self._phases[-1][1] if self._phases else "")
             weakref.finalize(storage, self._free, id(storage))
         allocation = self._live[id(storage)]
         self._change(allocation, storage.nbytes())

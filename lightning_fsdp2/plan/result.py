@@ -71,6 +71,9 @@ class RankPlan:
 
     time: StepTime
     traffic: list[Traffic]
+    phases: list[tuple[float, str]]
+    """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, as in the timeline."""
+
     timeline: list[Moment] = field(repr=False)
     """Thinned out; the peak is in it."""
 
@@ -204,6 +207,7 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         overlapped_axes: As for :func:`~lightning_fsdp2.plan.roofline.get_step_time`.
     """
     peak, moment = _find_peak(recording)
+    starts = [0.0, *itertools.accumulate(get_seconds(operation, device) for operation in recording.operations)]
     return RankPlan(
         rank=rank,
         peak=peak,
@@ -211,7 +215,8 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         flops=recording.flops,
         time=get_step_time(recording.operations, device, overlapped_axes=overlapped_axes),
         traffic=_add_up_traffic(recording, device, overlapped_axes),
-        timeline=_build_timeline(recording, device),
+        phases=[(starts[begin], name) for begin, name in recording.phases],
+        timeline=_build_timeline(recording, starts),
     )
 
 
@@ -221,9 +226,10 @@ def without_offloaded(recording: Recording) -> Recording:
     A CPU is the only device that can be simulated without another one's driver, and there the recipe leaves the policy
     out: the shards are in host memory anyway.
     """
-    end = next(moment for moment, name in recording.marks if name == "optimizer")
+    end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change[1] not in _OFFLOADED and change[0] < end]
-    return Recording(recording.operations[:end], kept, [mark for mark in recording.marks if mark[0] < end])
+    marks, phases = ([part for part in parts if part[0] < end] for parts in (recording.marks, recording.phases))
+    return Recording(recording.operations[:end], kept, marks, phases)
 
 
 def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
@@ -261,9 +267,8 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
     return sorted(traffic, key=lambda entry: entry.seconds, reverse=True)
 
 
-def _build_timeline(recording: Recording, device: Device, samples: int = 500) -> list[Moment]:
+def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
     """The highest of each of ``samples`` stretches of the step; of micro-batches that are alike, one."""
-    starts = [0.0, *itertools.accumulate(get_seconds(operation, device) for operation in recording.operations)]
     current: Counter[str] = Counter()
     highest: dict[int, tuple[int, Moment]] = {}
     for moment, category, change in recording.changes:

@@ -35,7 +35,7 @@ _NOT_MODELLED = (
 )
 _TIMES = (
     "Times are bounds, not forecasts: operations at the peak rates of the data sheet, one kernel each; collectives as rings"
-    " over the slowest link, without latency; causal attention counted in full."
+    " over the slowest link, without latency."
 )
 _COMPILED = "Planned without torch.compile, which fuses operations and reuses memory: compiled, a step needs less of both."
 _OFFLOADED = (

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,7 @@ from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
 from lightning_fsdp2.parallel.materialize import allocate
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
-from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, get_layer_lists
 from lightning_fsdp2.plan.recorder import (
     ACTIVATIONS,
     GRADIENTS,
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
 _MICRO_BATCHES = 3
 """Of an accumulation: the first makes gradients, the last reduces them, and all between do the same."""
+
+
+_BATCHES = 10**6
+"""More than an epoch has, so that none ends."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def simulate(
             _run_step(trainer, fake_batch)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
-                with _mark_units(recorder, module, description):
+                with _mark_blocks(recorder, module):
                     _run_step(trainer, fake_batch, recorder)
                 recording = recorder.get_recording()
         strategy.teardown()
@@ -196,7 +200,10 @@ def _connect(trainer: Any, module: Any) -> None:
     module.trainer = trainer
     trainer.state.fn = TrainerFn.FITTING
     trainer.state.stage = RunningStage.TRAINING
-    trainer.fit_loop.max_batches = float("inf")
+    # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
+    trainer.fit_loop._combined_loader = SimpleNamespace(iterables=())
+    trainer.fit_loop.max_batches = _BATCHES
+    trainer.fit_loop.max_epochs = 1
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
@@ -234,8 +241,8 @@ class _Phases(Callback):
         self._recorder = recorder
 
     def on_before_backward(self, trainer: "Trainer", pl_module: "LightningModule", loss: Tensor) -> None:
-        self._recorder.begin("backward")
         self._recorder.label_rest(ACTIVATIONS, phase="forward")
+        self._recorder.begin("backward", part=self._recorder.part.replace("forward", "backward"))
 
     def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer) -> None:
         self._recorder.begin("optimizer")
@@ -243,13 +250,13 @@ class _Phases(Callback):
 
 
 @contextmanager
-def _mark_units(recorder: StepRecorder, module: nn.Module, description: Description) -> Iterator[None]:
-    """Let the recorder know which unit computes."""
+def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
+    """Let the recorder know which block of layers computes; a head must do without hooks for its loss in chunks."""
 
-    def begin_forward(name: str, inner: nn.Module, args: Any) -> None:
+    def begin_forward(name: str, block: nn.Module, args: Any) -> None:
         recorder.mark(f"{'recomputation' if is_in_backward() else 'forward'} of {name}")
 
-    def end_forward(name: str, inner: nn.Module, args: Any, output: Any) -> None:
+    def end_forward(name: str, block: nn.Module, args: Any, output: Any) -> None:
         if is_in_backward():
             recorder.mark(f"backward of {name}")
             return
@@ -258,13 +265,12 @@ def _mark_units(recorder: StepRecorder, module: nn.Module, description: Descript
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: recorder.mark(f"backward of {name}"))
 
-    names = [name for unit in description.units for name in unit.modules if name in dict(module.named_modules())]
+    names = {block: name for name, block in module.named_modules()}
     handles = []
-    for name in names:
-        inner = module.get_submodule(name)
+    for block in (block for blocks in get_layer_lists(module) for block in blocks):
         # before FSDP2's own, which gathers the unit
-        handles.append(inner.register_forward_pre_hook(partial(begin_forward, name), prepend=True))
-        handles.append(inner.register_forward_hook(partial(end_forward, name)))
+        handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
+        handles.append(block.register_forward_hook(partial(end_forward, names[block])))
     yield
     for handle in handles:
         handle.remove()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from lightning_fsdp2._refusals import is_refusal
+
 T = TypeVar("T")
 
 
@@ -22,8 +24,8 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
         The number of a task and its result, as they end.
 
     Raises:
-        Exception: The first that a task raises; the others are stopped.
-        RuntimeError: When a process was killed.
+        Exception: The first refusal that a task raises; the others are stopped.
+        RuntimeError: When a task raises something else, with its traceback, or its process was killed.
     """
     context = multiprocessing.get_context("fork")
     waiting = list(enumerate(tasks))[::-1]
@@ -49,19 +51,9 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     try:
         answer = pickle.dumps((task(), None))
     except BaseException as error:
-        error.add_note(traceback.format_exc())
-        answer = _pickle_error(error)
+        answer = pickle.dumps((None, error if is_refusal(error) else RuntimeError(traceback.format_exc())))
     sender.send_bytes(answer)
     os._exit(0)  # what the parent does at its exit is the parent's
-
-
-def _pickle_error(error: BaseException) -> bytes:
-    try:
-        answer = pickle.dumps((None, error))
-        pickle.loads(answer)
-    except Exception:  # its class wants other arguments than its message
-        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    return answer
 
 
 def _receive(receiver: Connection, process: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_KINDS = {
+COLLECTIVE_KINDS = {
     # c10d: what torch.distributed and FSDP2 call, under whichever Python name of their torch version
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
@@ -58,7 +58,7 @@ class StepCounter(TorchDispatchMode):
         if namespace != "profiler":
             self.operations[f"{namespace}::{name}"] += 1
         if namespace in ("c10d", "_c10d_functional") and name not in _NOT_COLLECTIVES:
-            kind = _KINDS.get(name, name)
+            kind = COLLECTIVE_KINDS.get(name, name)
             self.collectives[kind] += 1
             self.elements.setdefault(kind, []).append(max((t.numel() for t in _tensors_in(args)), default=0))
         return func(*args, **(kwargs or {}))

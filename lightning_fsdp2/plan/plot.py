@@ -1,0 +1,99 @@
+"""A picture of a :class:`~lightning_fsdp2.plan.Plan`: memory over the step, and traffic by axis."""
+
+import os
+from typing import Any
+
+from lightning_fsdp2.plan.recorder import CATEGORIES
+from lightning_fsdp2.plan.result import Plan, RankPlan
+
+_GIB = 2**30
+
+_COLORS = ("#0072B2", "#56B4E9", "#004D73", "#E69F00", "#F0C75E", "#CC79A7", "#009E73", "#D55E00", "#999999")
+"""By category, told apart by those who see no red or no green (https://jfly.uni-koeln.de/color/)."""
+
+_PHASES = {"forward": "#ffffff", "backward": "#f2f2f2", "optimizer": "#e3e3e3"}
+
+
+def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draw the rank that needs the most memory.
+
+    Args:
+        plan: What to draw.
+        path: ``.png``, ``.svg``, ``.pdf``: what matplotlib writes.
+
+    Raises:
+        ImportError: When matplotlib is not installed.
+        ValueError: When matplotlib does not write such files.
+    """
+    figure_class = _import_figure()
+    rank = max(plan.ranks, key=lambda rank: rank.peak_bytes)
+    figure = figure_class(figsize=(10, 8), layout="constrained")
+    if os.path.splitext(path)[1].removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        known = ", ".join(f".{name}" for name in sorted(figure.canvas.get_supported_filetypes()))
+        raise ValueError(f"plot={str(path)!r}: matplotlib writes {known}; use .png or .svg.")
+    mesh = " \N{MULTIPLICATION SIGN} ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
+    figure.suptitle(f"{plan.model}, {mesh or '1 rank'}: rank {rank.rank}")
+    memory, traffic = figure.subplots(2, 1, height_ratios=(3, max(1, len(rank.traffic) / 4)))
+    _draw_memory(memory, plan, rank)
+    _draw_traffic(traffic, rank)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
+    seconds = [moment.seconds for moment in rank.timeline]
+    shown = [name for name in CATEGORIES if any(moment.bytes[name] for moment in rank.timeline)]
+    colors = dict(zip(CATEGORIES, _COLORS, strict=True))
+    _shade_phases(axes, rank, end=seconds[-1])
+    axes.stackplot(
+        seconds,
+        [[moment.bytes[name] / _GIB for moment in rank.timeline] for name in shown],
+        labels=shown,
+        colors=[colors[name] for name in shown],
+        step="post",
+    )
+    peak, budget = rank.peak_bytes / _GIB, plan.budget / _GIB
+    axes.axhline(budget, color="black", linestyle="--", linewidth=1)
+    axes.set(
+        xlim=(0, seconds[-1]),
+        ylim=(0, 1.15 * peak),  # the budget may be far above, or below
+        xlabel="seconds since the begin of the step, if nothing overlaps",
+        ylabel="GiB",
+        title=f"Memory: at its peak {peak:.1f} of {budget:.1f} GiB, in the {rank.peak_at}",
+    )
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def _shade_phases(axes: Any, rank: RankPlan, *, end: float) -> None:
+    begins = [seconds for seconds, _ in rank.phases]
+    for begin, stop, (_, name) in zip(begins, [*begins[1:], end], rank.phases, strict=True):
+        axes.axvspan(begin, stop, color=_PHASES.get(name, "white"), zorder=0)
+        if stop - begin > 0.06 * end:
+            axes.annotate(name, ((begin + stop) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top")
+
+
+def _draw_traffic(axes: Any, rank: RankPlan) -> None:
+    entries = [entry for entry in rank.traffic if entry.bytes >= 2**20][::-1]
+    names = [f"{entry.kind} over {entry.axis}" for entry in entries]
+    sizes = [entry.bytes / _GIB for entry in entries]
+    bars = axes.barh(names, sizes, color=["#56B4E9" if entry.overlaps else "#D55E00" for entry in entries])
+    labels = [
+        f" {size:,.1f} GiB in {entry.calls}, {entry.seconds * 1e3:,.0f} ms"
+        for size, entry in zip(sizes, entries, strict=True)
+    ]
+    axes.bar_label(bars, labels)
+    axes.margins(x=0.45)  # for the labels
+    axes.set(
+        xlabel="GiB of whole tensors in a step",
+        title="Traffic: blue beside operations, red waited for" if entries else "No traffic",
+    )
+
+
+def _import_figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            'A plot needs matplotlib: pip install "lightning-fsdp2[plot]", or leave `plot` out.'
+        ) from error
+    return Figure

@@ -1,0 +1,166 @@
+"""A :class:`~lightning_fsdp2.plan.Plan` as a person reads it."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from lightning_fsdp2.describe_table import TIMES, build_table, format_bytes, format_count, make_console
+from lightning_fsdp2.plan.result import Plan, RankPlan
+
+
+def write_plan(plan: Plan, file: TextIO) -> None:
+    """Write the tables of a plan, 100 columns wide or as wide as the terminal is."""
+    console = make_console(file)
+    console.print(_build_summary(plan), "")
+    console.print(_build_placement_table(plan), "")
+    console.print(_build_memory_table(plan), "")
+    if plan.ranks[0].traffic:
+        console.print(_build_traffic_table(plan.ranks[0]), "")
+    console.print(_build_time_summary(plan), "")
+    console.print(_build_verdict(plan))
+    for note in plan.notes:
+        console.print(f"\n{note}")
+
+
+def _build_summary(plan: Plan) -> Table:
+    is_all = plan.trained_parameters == plan.parameters
+    trained = "all" if is_all else format_count(plan.trained_parameters)
+    nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
+    return _build_grid(
+        {
+            "model": plan.model,
+            "parameters": f"{format_count(plan.parameters)}, {trained} trained",
+            "strategy": f"{plan.strategy} on {plan.world_size} ranks: {plan.device.name.upper()}, {nodes}",
+            "mesh": TIMES.join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+            "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in plan.precision.items()),
+            "micro-batch": ", ".join(f"{name} {TIMES.join(map(str, shape))}" for name, shape in plan.batch.shapes.items()),
+            "step": _describe_step(plan),
+        }
+    )
+
+
+def _describe_step(plan: Plan) -> str:
+    batch = plan.batch
+    tokens = "" if batch.tokens is None else f", {batch.tokens:,} tokens"
+    micro_batches = f"{batch.accumulation} micro-batches" if batch.accumulation > 1 else "1 micro-batch"
+    return f"{micro_batches} on each data parallel rank: {batch.samples:,} samples{tokens}"
+
+
+def _build_placement_table(plan: Plan) -> Table:
+    axes = list(dict.fromkeys(axis for group in plan.placements for axis in group["placement"]))
+    table = build_table("Parameters", "Tensors", "Of all ranks", "Of rank 0")
+    for axis in axes:
+        table.add_column(axis)
+    for group in sorted(plan.placements, key=lambda group: group["bytes"], reverse=True):
+        placement = group["placement"]
+        table.add_row(
+            "sharded" if set(placement.values()) - {"whole"} else "whole",
+            str(group["tensors"]),
+            format_count(group["parameters"]),
+            format_bytes(group["bytes"]),
+            *(placement.get(axis, "whole") for axis in axes),
+        )
+    return table
+
+
+def _build_memory_table(plan: Plan) -> Table:
+    table = build_table("Memory at its peak", *(f"Rank {rank.rank}" for rank in plan.ranks))
+    for category in plan.ranks[0].peak:
+        if any(rank.peak[category] for rank in plan.ranks):
+            table.add_row(category, *(format_bytes(rank.peak[category]) for rank in plan.ranks))
+    table.add_section()
+    table.add_row("all", *(format_bytes(rank.peak_bytes) for rank in plan.ranks), style="bold")
+    table.add_row("in the", *(rank.peak_at for rank in plan.ranks))
+    return table
+
+
+def _build_traffic_table(rank: RankPlan) -> Table:
+    table = build_table(f"Collectives of rank {rank.rank} in a step", "Ranks", "Nodes", "Calls", "Size", "Time")
+    table.add_column("")
+    for entry in rank.traffic:
+        table.add_row(
+            f"{entry.kind} over {entry.axis}",
+            str(entry.ranks),
+            str(entry.nodes),
+            str(entry.calls),
+            format_bytes(entry.bytes),
+            _format_seconds(entry.seconds),
+            "beside operations" if entry.overlaps else "waited for",
+        )
+    return table
+
+
+def _build_time_summary(plan: Plan) -> Table:
+    slowest = max(plan.ranks, key=lambda rank: rank.time.longest)
+    time, flops = slowest.time, slowest.flops
+    rows = {
+        "step": f"{_format_seconds(plan.shortest)} if all overlaps that can, {_format_seconds(plan.longest)} if nothing does",
+        "": f"operations {_format_seconds(time.compute)} ({flops / 1e12:,.1f} TFLOP), collectives"
+        f" {_format_seconds(time.exposed)} waited for and {_format_seconds(time.overlappable)} beside operations",
+    }
+    if plan.batch.tokens is not None:
+        slow, fast = (plan.batch.tokens / seconds for seconds in (plan.longest, plan.shortest))
+        rows["tokens"] = f"{slow:,.0f} to {fast:,.0f} per second on all ranks, {slow / plan.world_size:,.0f} to"
+        rows["tokens"] += f" {fast / plan.world_size:,.0f} per rank"
+    if plan.utilisation is not None:
+        rows["MFU"] = f"at most {plan.utilisation:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s"
+    return _build_grid(rows)
+
+
+def _build_verdict(plan: Plan) -> RenderableType:
+    device, budget = plan.device, plan.budget
+    of = f"{format_bytes(plan.peak_bytes)} of {format_bytes(budget)}, which are {budget / device.memory:.0%} of the"
+    of += f" {format_bytes(device.memory)} of {device.name.upper()}"
+    if plan.fits:
+        return Text.assemble(("fits", "bold green"), f": {of}")
+    missing = format_bytes(plan.peak_bytes - budget)
+    lines: list[RenderableType] = [Text.assemble((f"does not fit by {missing}", "bold red"), f": {of}")]
+    if plan.changes:
+        table = build_table("What would help most", "Peak", "Less by", "Step")
+        for change in plan.changes:
+            table.add_row(
+                change.name,
+                format_bytes(change.peak_bytes),
+                format_bytes(plan.peak_bytes - change.peak_bytes),
+                f"{_format_seconds(change.shortest)} to {_format_seconds(change.longest)}",
+            )
+        lines += ["", table]
+    return Group(*lines)
+
+
+def _build_grid(rows: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), value)
+    return table
+
+
+def _format_seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def write_json(plan: Plan, path: str) -> None:
+    """Write all numbers of a plan to a file, or to the output for ``"-"``."""
+    text = f"{json.dumps(plan.to_dict(), indent=2)}\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal; yields what sets it."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("planning", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,141 @@
+"""A small Llama, to be planned and to be trained; and what processes that train it really send and allocate."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from helpers.collectives import COLLECTIVE_KINDS
+from helpers.ranks import run_ranks
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import CausalLM
+from lightning_fsdp2._torch_compat import get_process_group
+
+VOCABULARY, WIDTH, KEY_VALUE_WIDTH, MLP_WIDTH, LAYERS = 4096, 64, 32, 128, 2
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": MLP_WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+BATCH, LENGTH = 2, 512
+STEPS = 4
+
+Call = tuple[str, int, int]
+"""Kind, ranks of the group, bytes."""
+
+
+def make_module(**options: Any) -> CausalLM:
+    # `foreach` is what AdamW does by default on a GPU, and a plan takes it for
+    return CausalLM(config=LLAMA, optimizer=partial(AdamW, foreach=True), **options)
+
+
+def make_batch(size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.ones(size, length, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def make_trainer(strategy: Any, *, ranks: int = 1, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"precision": "bf16-mixed", "gradient_clip_val": 1.0, **options},
+    )
+
+
+class CollectiveLog(TorchDispatchMode):
+    """The collectives of its block over groups of the mesh."""
+
+    def __init__(self, control_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.control_group = control_group
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = COLLECTIVE_KINDS.get(func._schema.name.split("::")[1])
+        if kind is not None and func._schema.name.startswith(("c10d::", "_c10d_functional::")):
+            group = get_process_group(args)
+            if group.group_name != self.control_group.group_name:  # of a few bytes, in host memory
+                sizes = [sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, result)]
+                self.calls.append((kind.replace("_", "-"), group.size(), max(sizes)))
+        return result
+
+
+class Watch(pl.Callback):
+    """Logs the collectives of the second step, and how much the third and the fourth allocate at their peaks."""
+
+    def __init__(self, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self.added: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, micro_batch = divmod(batch_idx, self.accumulation)
+        if micro_batch == 0 and step > 0:
+            allocations = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.inside: Any = CollectiveLog(trainer.strategy._control_group) if step == 1 else allocations
+            self.inside.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, micro_batch = divmod(batch_idx, self.accumulation)
+        if micro_batch < self.accumulation - 1 or step == 0:
+            return
+        self.inside.__exit__(None, None, None)
+        if step == 1:
+            self.calls = self.inside.calls
+        else:
+            self.added.append(find_peak(self.inside))
+
+
+def find_peak(run: profile) -> int:
+    """Bytes that torch's allocator has given out at the most, above those at the begin of the profile."""
+
+    def walk(events: Any) -> Any:
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                yield event.start_time_ns, event.extra_fields.alloc_size
+            yield from walk(event.children)
+
+    total = peak = 0
+    for _, size in sorted(walk(run.profiler.kineto_results.experimental_event_tree())):  # type: ignore[union-attr]
+        total += size
+        peak = max(peak, total)
+    return peak
+
+
+def train(
+    make_strategy: Callable[[], Any], ranks: int, *, module: dict[str, Any] | None = None, **options: Any
+) -> tuple[list[Call], int]:
+    """Rank 0's collectives of a step, and the bytes that a step adds to what is there before it."""
+    accumulation = options.get("accumulate_grad_batches", 1)
+
+    def run() -> tuple[list[Call], list[int]]:
+        watch = Watch(accumulation)
+        trainer = make_trainer(make_strategy(), ranks=ranks, callbacks=[watch], **options)
+        sequence = {name: tensor[0] for name, tensor in make_batch().items()}
+        trainer.fit(make_module(**(module or {})), DataLoader([sequence] * BATCH * ranks * accumulation * STEPS, BATCH))
+        return watch.calls, watch.added
+
+    results = run_ranks(run, ranks, group=False)
+    # a thread of gloo may let go of what it has sent a moment late, which adds to a peak
+    return results[0][0], min(added for _, steps in results for added in steps)
