@@ -123,8 +123,8 @@ def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
         (entry,) = [entry for entry in planned.traffic if entry.kind == kind]
         return entry.calls, entry.bytes
 
-    for kind in ("all-gather", "reduce-scatter"):
-        assert [9 * number for number in count(few, kind)] == [4 * number for number in count(many, kind)]
+    assert [9 * number for number in count(few, "all-gather")] == [4 * number for number in count(many, "all-gather")]
+    assert count(few, "reduce-scatter") == count(many, "reduce-scatter")  # once in a step
     assert 4 * many.flops == 9 * few.flops
     assert few.peak == many.peak
 
@@ -132,7 +132,8 @@ def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
 def test_the_last_rank_of_uneven_shards_holds_less() -> None:
     first, last = (plan(3, FSDP2Strategy, rank=rank) for rank in (0, 2))
     assert not first[2].is_even
-    assert last[0].peak[WEIGHTS] < first[0].peak[WEIGHTS]
+    assert last[0].peak[OPTIMIZER_STATES] < first[0].peak[OPTIMIZER_STATES]
+    assert last[0].peak[WEIGHTS] == first[0].peak[WEIGHTS]  # FSDP2 fills shards up
 
 
 # ---------------------------------------------------------------------- what cannot be simulated
