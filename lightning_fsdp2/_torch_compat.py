@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -326,16 +326,16 @@ def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(argument)
-    return dist.distributed_c10d._resolve_process_group(names[-1])
+    return cast(Any, dist.distributed_c10d)._resolve_process_group(names[-1])
 
 
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """How many floating-point operations one of torch's operations takes; None for those without products.
 
-    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15), whose arguments say, as those of others
-    do, whether it is causal: then half of the products are left out, as kernels do.
+    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15). Where it is causal, half of the
+    products are left out, as kernels leave them out.
     """
-    formulas = {
+    formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
     }

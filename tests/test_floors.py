@@ -9,7 +9,7 @@ import lightning_fsdp2
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_torch_compat", "_lightning_compat", "_attention_kernels", "config", "data", "schedulers"},
+    {"_refusals", "_torch_compat", "_lightning_compat", "_attention_kernels", "config", "data", "schedulers"},
     {"mesh", "_cli_types"},
     {"parallel"},
     {"parallelizer", "checkpoint"},
@@ -18,6 +18,7 @@ FLOORS = (
     {"strategies"},
     {"describe"},
     {"describe_table"},
+    {"plan"},
     {"cli"},
     {"__main__"},
 )

@@ -133,9 +133,7 @@ class _Trainer(Trainer):
             plot: File to draw memory and traffic in, .png or .svg.
             processes: How many plans are computed at once; None for as many as there are CPUs.
         """
-        target = get_device(
-            device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node
-        )
+        target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
         with show_progress() as on_progress, _without_infos():
             plan = plan_run(
                 self,
@@ -229,7 +227,7 @@ class FSDP2CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Lightning's, and those of a Trainer that trains nothing."""
-        return {**LightningCLI.subcommands(), **dict.fromkeys(_WITHOUT_RUN, {"model", "datamodule"})}
+        return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in _WITHOUT_RUN}}
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]

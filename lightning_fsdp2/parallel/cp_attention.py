@@ -187,11 +187,12 @@ class _Mask:
                 f"cp_size={running.group.size()}: {running.model} changes the causal mask by a function of its own,"
                 " which may read tensors that are split over the ranks. Use cp_size=1 for it."
             )
-        pattern = Pattern(_get_window(mask_function, running), running.documents, running.padding)
+        with with_values():
+            window = _get_window(mask_function, running)
+        pattern = Pattern(window, running.documents, running.padding)
         return SequenceMask(pattern, running.length, running.method, running.group)
 
 
-@with_values()
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
     """Find the sliding window of a mask by asking what some queries see."""
     last, keys = running.length - 1, torch.arange(running.length)

@@ -1,1 +1,20 @@
 """Memory, traffic and time of a run on any number of devices, computed on one without any."""
+
+from lightning_fsdp2.plan.devices import DEVICES, Device, get_device
+from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, Traffic
+from lightning_fsdp2.plan.roofline import StepTime
+from lightning_fsdp2.plan.run import plan_run
+
+__all__ = [
+    "DEVICES",
+    "Batch",
+    "Change",
+    "Device",
+    "Moment",
+    "Plan",
+    "RankPlan",
+    "StepTime",
+    "Traffic",
+    "get_device",
+    "plan_run",
+]

@@ -73,8 +73,8 @@ DEVICES = {
     ),
 }
 """The 80 GB A100, H100 (SXM), H200, B200 and MI300X, eight to a node, with one adapter of 200 (A100) or 400 Gbit/s for
-each. From the data sheets of DGX A100, H100, H200 and B200, and of AMD's MI300X platform; link bandwidths are those of one
-direction, half of what is printed there."""
+each. From the data sheets of DGX A100, H100, H200 and B200, and of AMD's MI300X platform; link bandwidths are those of
+one direction, half of what is printed there."""
 
 
 def get_device(

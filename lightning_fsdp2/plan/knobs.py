@@ -1,6 +1,5 @@
 """What a plan can set otherwise without training something else: layout, recomputation, and how a batch is cut."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -97,8 +96,8 @@ def get_batch_size(batch: Any) -> int:
     sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
     if len(sizes) != 1:
         raise ValueError(
-            f"batch: its tensors have first dims {sorted(sizes)}, where a plan looks for the number of samples; give tensors"
-            " of shape [samples, ...]."
+            f"batch: its tensors have first dims {sorted(sizes)}, where a plan looks for the number of samples; give"
+            " tensors of shape [samples, ...]."
         )
     return sizes.pop()
 
@@ -109,7 +108,9 @@ def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
-def build_config(before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool) -> dict[str, Any]:
+def build_config(
+    before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool
+) -> dict[str, Any]:
     """What to add to the YAML of the run.
 
     Args:
@@ -136,25 +137,3 @@ def build_config(before: Knobs, after: Knobs, *, strategy: str, names_batch_size
     if "batch_size" in different and names_batch_size:
         config["data"] = {"init_args": {"batch_size": after.batch_size}}
     return config
-
-
-def list_remedies(knobs: Knobs, *, world_size: int, per_node: int) -> Iterator[Knobs]:
-    """Runs that need less memory, most of them, each for another reason."""
-    for amount in ("selective", "full"):
-        yield replace(knobs, activation_checkpointing=amount)
-    if knobs.loss == "full":
-        yield replace(knobs, loss="chunked", loss_parallel=False)
-    if knobs.tp > 1:
-        yield replace(knobs, sequence_parallel=True)
-        if knobs.loss != "chunked":
-            yield replace(knobs, loss_parallel=True)
-    if knobs.batch_size % 2 == 0:
-        yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
-    if knobs.dp_replicate > 1:
-        yield replace(knobs, dp_replicate=1)
-    if knobs.dp % (2 * knobs.dp_replicate) == 0:
-        halved = replace(knobs, dp=knobs.dp // 2, accumulation=2 * knobs.accumulation)
-        if 2 * knobs.tp <= per_node:
-            yield replace(halved, tp=2 * knobs.tp, sequence_parallel=True)
-        yield replace(halved, cp=2 * knobs.cp)
-    yield replace(knobs, offload_policy=True)

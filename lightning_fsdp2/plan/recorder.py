@@ -109,7 +109,6 @@ class Collective:
     is_of_unit: bool
     """Whether FSDP2 gathers the weights of a unit, or reduces its gradients."""
 
-
     bytes: int
     """Of the whole tensor: what each rank has behind an all-gather, and before a reduce-scatter."""
 

@@ -19,7 +19,6 @@ from lightning_fsdp2.plan.recorder import (
 )
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
 
-
 _OFFLOADED = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES)
 
 

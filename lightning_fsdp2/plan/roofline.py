@@ -1,8 +1,8 @@
 """How long a step takes at the least: as long as its slowest resource, at the rates of the data sheet.
 
-The roofline model (https://doi.org/10.1145/1498765.1498785): an operation takes as long as its products at the peak rate,
-or as its reads and writes at the memory's, whichever is longer. A collective takes as long as a ring needs for its bytes
-over the slowest link of its group, latency left out.
+The roofline model (https://doi.org/10.1145/1498765.1498785): an operation takes as long as its products at the peak
+rate, or as its reads and writes at the memory's, whichever is longer. A collective takes as long as a ring needs for
+its bytes over the slowest link of its group, latency left out.
 """
 
 from collections.abc import Collection, Iterable
@@ -75,8 +75,10 @@ def get_seconds(operation: Operation, device: Device) -> float:
 
 @cache
 def get_bandwidth(group: Group, device: Device) -> float:
-    """Bytes per second between one rank of ``group`` and the next: over several nodes, as many adapters as a node has ranks
-    of it."""
+    """Bytes per second from one rank of ``group`` to the next.
+
+    Over several nodes a ring goes through as many network adapters at once as a node has ranks of the group.
+    """
     nodes = {rank // device.per_node for rank in group.ranks}
     if len(nodes) == 1:
         return device.link_bandwidth

@@ -9,11 +9,11 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,16 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward, with_values
-from lightning_fsdp2.config import DDPConfig, FSDP2Config
+from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward
 from lightning_fsdp2.describe import Description, describe_sharded, simulate_mesh
-from lightning_fsdp2.managers import DDPManager, FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
-from lightning_fsdp2.parallel.materialize import allocate
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, get_layer_lists
+from lightning_fsdp2.plan.fake_managers import replace_manager
 from lightning_fsdp2.plan.recorder import (
     ACTIVATIONS,
     GRADIENTS,
@@ -92,7 +89,7 @@ def simulate(
     packed = nullcontext() if _is_packed(batch) else assume_unpacked_sequences()
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
         _connect(trainer, module)
-        strategy.manager_class = partial(_FAKE_MANAGERS[type(strategy.config)], mode=mode)
+        replace_manager(strategy, mode)
         strategy.enter_mesh(mesh)
         with torch.device("meta"):
             call._call_configure_model(trainer)
@@ -123,8 +120,8 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
     raise TypeError(
-        f"plan runs the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them, such as"
-        " trainer.strategy=fsdp2, or measure on devices. (Megatron-FSDP works in buffers that it makes on CUDA alone.)"
+        f"plan runs the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them, such"
+        " as trainer.strategy=fsdp2, or measure on devices. (Megatron-FSDP works in buffers that it makes on CUDA.)"
     )
 
 
@@ -132,66 +129,6 @@ def _is_packed(batch: Any) -> bool:
     """Whether sequences hold several documents, which transformers looks for in values."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
-
-
-class _FakeFSDP2Manager(FSDP2Manager):
-    """Allocates fake shards in place of weights, and compiles nothing: that needs values."""
-
-    def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
-        super().__init__(replace(config, enable_compile=False, enable_async_tensor_parallel=False), device_mesh)
-        self._mode = mode
-
-    def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
-        super().parallelize(model, materializes=False)
-        return _allocate(model, self._mode)
-
-
-class _FakeDDPManager(DDPManager):
-    """Allocates fake weights."""
-
-    def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
-        super().__init__(config, device_mesh)
-        self._mode = mode
-
-    def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
-        super().prepare(model, materializes=False)
-        _allocate(model, self._mode)
-
-    def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
-        wrapper = super().replicate(model, broadcast_buffers=broadcast_buffers)
-        if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
-            # torch's own wants the result of a collective, of which the fake group has none
-            wrapper.register_comm_hook(dist.group.WORLD, _reduce)
-        wrapper.reducer = _Reducer(wrapper.reducer)
-        return wrapper
-
-
-class _Reducer:
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def _rebuild_buckets(self) -> bool:
-        with with_values():
-            return self._reducer._rebuild_buckets()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-
-def _reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    dist.all_reduce(bucket.buffer(), group=group)
-    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
-    reduced.set_result(bucket.buffer())
-    return reduced
-
-
-_FAKE_MANAGERS: dict[type, Any] = {FSDP2Config: _FakeFSDP2Manager, DDPConfig: _FakeDDPManager}
-
-
-def _allocate(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    with mode:
-        allocate(model, torch.device("cpu"))
-    return model
 
 
 def _connect(trainer: Any, module: Any) -> None:
@@ -290,7 +227,11 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
 
 def _find_user(trace: TracebackType | None) -> str:
     """The innermost line outside of torch."""
-    frames = [frame for frame in traceback.extract_tb(trace) if Path(torch.__file__).parent not in Path(frame.filename).parents]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if Path(torch.__file__).parent not in Path(frame.filename).parents
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 
@@ -313,7 +254,7 @@ def _is_even(module: nn.Module) -> bool:
         parts = [1] * parameter.ndim
         for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             if not placement.is_replicate():
-                parts[placement.dim] *= ranks
+                parts[cast(Any, placement).dim] *= ranks
         if any(size % number for size, number in zip(parameter.shape, parts, strict=True)):
             return False
     return True
@@ -322,7 +263,7 @@ def _is_even(module: nn.Module) -> bool:
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
     """By torch's names of process groups."""
     axes: dict[str, list[str]] = {}
-    groups = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     for view in get_views(mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
@@ -334,5 +275,5 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
     """Sizes of the vocabularies, and of what a tensor parallel rank has of them."""
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
-    sizes = {model.config.get_text_config().vocab_size for model in get_hf_models(module)}
+    sizes = {cast(Any, model).config.get_text_config().vocab_size for model in get_hf_models(module)}
     return sizes | {-(-size // tp) for size in sizes}

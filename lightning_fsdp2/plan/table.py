@@ -41,7 +41,9 @@ def _build_summary(plan: Plan) -> Table:
             "strategy": f"{plan.strategy} on {plan.world_size} ranks: {plan.device.name.upper()}, {nodes}",
             "mesh": TIMES.join(f"{axis} {size}" for axis, size in plan.mesh.items()),
             "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in plan.precision.items()),
-            "micro-batch": ", ".join(f"{name} {TIMES.join(map(str, shape))}" for name, shape in plan.batch.shapes.items()),
+            "micro-batch": ", ".join(
+                f"{name} {TIMES.join(map(str, shape))}" for name, shape in plan.batch.shapes.items()
+            ),
             "step": _describe_step(plan),
         }
     )
@@ -102,7 +104,8 @@ def _build_time_summary(plan: Plan) -> Table:
     slowest = max(plan.ranks, key=lambda rank: rank.time.longest)
     time, flops = slowest.time, slowest.flops
     rows = {
-        "step": f"{_format_seconds(plan.shortest)} if all overlaps that can, {_format_seconds(plan.longest)} if nothing does",
+        "step": f"{_format_seconds(plan.shortest)} if all overlaps that can,"
+        f" {_format_seconds(plan.longest)} if nothing does",
         "": f"operations {_format_seconds(time.compute)} ({flops / 1e12:,.1f} TFLOP), collectives"
         f" {_format_seconds(time.exposed)} waited for and {_format_seconds(time.overlappable)} beside operations",
     }

@@ -29,7 +29,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
     """
     context = multiprocessing.get_context("fork")
     waiting = list(enumerate(tasks))[::-1]
-    running: dict[Connection, tuple[int, Any]] = {}
+    running: dict[Any, tuple[int, Any]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < (processes or len(os.sched_getaffinity(0))):
@@ -40,8 +40,8 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
                 sender.close()
                 running[receiver] = number, process
             for receiver in wait(list(running)):
-                number, process = running.pop(receiver)  # type: ignore[index]
-                yield number, _receive(receiver, process)  # type: ignore[arg-type]
+                number, process = running.pop(receiver)
+                yield number, _receive(receiver, process)
     finally:
         for _, process in running.values():
             process.kill()

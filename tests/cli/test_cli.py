@@ -22,8 +22,8 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fsdp2
-from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2._refusals import is_refusal
+from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.cli.names import expand_arguments
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.models.lora import build_lora_config

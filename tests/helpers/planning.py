@@ -7,8 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from helpers.collectives import COLLECTIVE_KINDS
-from helpers.ranks import run_ranks
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.optim import AdamW
@@ -17,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from helpers.collectives import COLLECTIVE_KINDS
+from helpers.ranks import run_ranks
 from lightning_fsdp2 import CausalLM
 from lightning_fsdp2._torch_compat import get_process_group
 
@@ -77,7 +77,9 @@ class CollectiveLog(TorchDispatchMode):
         if kind is not None and func._schema.name.startswith(("c10d::", "_c10d_functional::")):
             group = get_process_group(args)
             if group.group_name != self.control_group.group_name:  # of a few bytes, in host memory
-                sizes = [sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, result)]
+                sizes = [
+                    sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, result)
+                ]
                 self.calls.append((kind.replace("_", "-"), group.size(), max(sizes)))
         return result
 

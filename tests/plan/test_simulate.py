@@ -23,9 +23,9 @@ from helpers.planning import (
 from helpers.ranks import run_ranks
 
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.plan.devices import DEVICES
 from lightning_fsdp2.plan.recorder import OPTIMIZER_STATES, UNSHARDED_WEIGHTS, WEIGHTS
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
-from lightning_fsdp2.plan.devices import DEVICES
 from lightning_fsdp2.plan.simulate import Simulation, simulate
 
 # elements
@@ -37,9 +37,7 @@ TENSORS = 3 + 9 * LAYERS
 
 FULL = FSDP2Config(activation_checkpointing="full")
 SEQUENCE_PARALLEL = FSDP2Config(sequence_parallel=True)
-SELECTIVE_LOSS_PARALLEL = FSDP2Config(
-    sequence_parallel=True, loss_parallel=True, activation_checkpointing="selective"
-)
+SELECTIVE_LOSS_PARALLEL = FSDP2Config(sequence_parallel=True, loss_parallel=True, activation_checkpointing="selective")
 
 CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "1 rank": (1, FSDP2Strategy, {}),
