@@ -58,7 +58,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
         dp_replicate=sizes.dp_replicate,
         tp=sizes.tp,
         cp=sizes.cp,
-        activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing="full" if config.activation_checkpointing is True else config.activation_checkpointing,
         sequence_parallel=getattr(config, "sequence_parallel", False),
         loss_parallel=getattr(config, "loss_parallel", False),
         offload_policy=getattr(config, "offload_policy", None) is not None,

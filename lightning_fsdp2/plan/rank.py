@@ -1,5 +1,6 @@
 """One rank of a planned run."""
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ class Run:
     def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
         """Simulate a rank of it; changes trainer and module, so that it is for a process of its own."""
         torch.set_num_threads(1)
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it speaks of a run
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         strategy = self.trainer.strategy
         simulation = simulate(

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_fsdp2._refusals import is_refusal
+from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.plan.knobs import Knobs, get_differences
 from lightning_fsdp2.plan.rank import PlannedRank, Run
 from lightning_fsdp2.plan.result import Change, Plan
@@ -23,11 +25,8 @@ def find_changes(
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Change]:
     """Plan what might help; return those that help most: what fits, the fastest first, and then what needs least."""
-    remedies = [
-        other
-        for other in dict.fromkeys(_list_remedies(knobs, world_size=run.world_size, per_node=run.device.per_node))
-        if get_differences(knobs, other)
-    ]
+    shards = isinstance(run.trainer.strategy.config, FSDP2Config)
+    remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
     changes = []
     tasks = [partial(_try, run, remedy) for remedy in remedies]
     for done, (number, planned) in enumerate(run_in_processes(tasks, processes=processes), start=1):
@@ -35,14 +34,14 @@ def find_changes(
             on_progress(done, len(tasks))
         if planned is None or planned.plan.peak_bytes >= plan.peak_bytes:
             continue
-        remedy, share = remedies[number], knobs.samples / remedies[number].samples
+        remedy = remedies[number]
         changes.append(
             Change(
                 name=", ".join(f"{name}={value!r}" for name, value in get_differences(knobs, remedy).items()),
                 config=describe_config(remedy),
                 peak_bytes=planned.plan.peak_bytes,
-                shortest=planned.plan.time.shortest * share,
-                longest=planned.plan.time.longest * share,
+                shortest=planned.plan.time.shortest,
+                longest=planned.plan.time.longest,
             )
         )
     fitting = sorted((c for c in changes if c.peak_bytes <= plan.budget), key=lambda change: change.longest)
@@ -54,22 +53,26 @@ def _try(run: Run, knobs: Knobs) -> PlannedRank | None:
     """None for what the strategy or the model refuses."""
     try:
         return run.plan_rank(knobs, 0)
-    except ValueError:
+    except ValueError as error:
+        if not is_refusal(error):
+            raise
         return None
 
 
-def _list_remedies(knobs: Knobs, *, world_size: int, per_node: int) -> Iterator[Knobs]:
-    """Runs that need less memory, most of them, each for another reason."""
+def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
+    """Runs that train the same and may need less memory, each for another reason."""
     for amount in ("selective", "full"):
         yield replace(knobs, activation_checkpointing=amount)
     if knobs.loss == "full":
         yield replace(knobs, loss="chunked", loss_parallel=False)
+    if knobs.batch_size % 2 == 0:
+        yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
+    if not shards:
+        return
     if knobs.tp > 1:
         yield replace(knobs, sequence_parallel=True)
         if knobs.loss != "chunked":
             yield replace(knobs, loss_parallel=True)
-    if knobs.batch_size % 2 == 0:
-        yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
     if knobs.dp_replicate > 1:
         yield replace(knobs, dp_replicate=1)
     if knobs.dp % (2 * knobs.dp_replicate) == 0:

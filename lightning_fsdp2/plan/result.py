@@ -113,7 +113,7 @@ class Change:
     """Of the run so planned."""
 
     shortest: float
-    """Seconds of its step, for as many samples as before."""
+    """Seconds of its step, which has as many samples as before."""
 
     longest: float
 

@@ -1,0 +1,180 @@
+"""Plans of whole runs, each of its ranks in a process of its own."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
+from lightning_fsdp2.plan import Device, Plan, get_device, plan_run
+
+SMALL = replace(get_device("h100"), memory=40 * 2**20)
+"""Too small for the Llama of the tests."""
+
+
+def plan(strategy: Any = None, batch: Any = None, *, trainer: dict[str, Any] | None = None, **options: Any) -> Plan:
+    made = make_trainer(FSDP2Strategy() if strategy is None else strategy, **(trainer or {}))
+    if batch is None and "datamodule" not in options:
+        batch = make_batch()
+    return plan_run(made, options.pop("module", None) or make_module(), batch, **{"world_size": 4, **options})
+
+
+def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
+    planned = plan(FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True)), device="h100")
+    assert planned.model == "CausalLM (LlamaForCausalLM)"
+    assert planned.mesh == {"dp_replicate": 1, "dp_shard": 2, "context_parallel": 1, "tensor_parallel": 2}
+    assert (planned.world_size, planned.nodes) == (4, 1)
+    assert planned.batch.shapes == {"input_ids": (BATCH, LENGTH), "labels": (BATCH, LENGTH)}
+    assert (planned.batch.samples, planned.batch.tokens) == (2 * BATCH, 2 * BATCH * LENGTH)
+    assert sum(group["parameters"] for group in planned.placements) == planned.parameters
+    assert [rank.rank for rank in planned.ranks] == [0]  # all hold as much
+    assert planned.fits
+    assert planned.changes == []
+    assert 0 < planned.shortest < planned.longest
+    assert 0 < planned.utilisation < 1
+    axes = {(entry.kind, entry.axis) for entry in planned.ranks[0].traffic}
+    assert {("all-gather", "dp_shard_cp"), ("reduce-scatter", "tensor_parallel")} <= axes
+    timeline = planned.ranks[0].timeline
+    assert max(sum(moment.bytes.values()) for moment in timeline) == planned.peak_bytes
+
+
+def test_it_is_plain_values_for_json() -> None:
+    plain = json.loads(json.dumps(plan().to_dict()))
+    assert plain["peak_bytes"] == sum(plain["ranks"][0]["peak"].values())
+    assert plain["world_size"] == 4
+
+
+def test_the_users_own_trainer_and_module_stay_as_they_are() -> None:
+    trainer, module = make_trainer(FSDP2Strategy(), accumulate_grad_batches=2), make_module()
+    first = plan_run(trainer, module, make_batch(), world_size=2)
+    assert module.model is None
+    assert trainer.accumulate_grad_batches == 2
+    assert plan_run(trainer, module, make_batch(), world_size=2) == first
+
+
+def test_ranks_that_are_asked_for() -> None:
+    assert [rank.rank for rank in plan(ranks=[3, 1]).ranks] == [1, 3]
+    uneven = plan(world_size=3)
+    assert [rank.rank for rank in uneven.ranks] == [0, 2]
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_a_data_module_of_this_package_is_asked_for_shapes_and_reads_nothing() -> None:
+    data = TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=BATCH, global_batch_size=4 * BATCH)
+    planned = plan(datamodule=data, world_size=2)
+    assert planned.batch.shapes["input_ids"] == (BATCH, LENGTH)
+    assert (planned.batch.accumulation, planned.batch.samples) == (2, 4 * BATCH)
+
+
+def test_documents_that_are_kept_apart_take_memory_for_their_masks() -> None:
+    options = {"dataset": "nowhere", "sequence_length": LENGTH, "batch_size": BATCH}
+    together = plan(datamodule=TextDataModule(**options))
+    apart = plan(datamodule=TextDataModule(**options, separate_documents=True))
+    assert apart.peak_bytes - together.peak_bytes >= BATCH * LENGTH * LENGTH  # a mask of bools
+
+
+class OwnData(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader([{name: tensor[0] for name, tensor in make_batch(1).items()}] * 6, 3)
+
+
+def test_of_other_data_modules_the_first_batch_is_read() -> None:
+    assert plan(datamodule=OwnData()).batch.shapes["labels"] == (3, LENGTH)
+
+
+class Regressor(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        for layer in self.layers:
+            inputs = layer(inputs).relu()
+        return (inputs - targets).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_any_module() -> None:
+    planned = plan(batch=(torch.zeros(8, 256), torch.zeros(8, 256)), module=Regressor(), trainer={"precision": "32-true"})
+    assert planned.parameters == 3 * (256 * 256 + 256)
+    assert planned.batch.tokens is None
+    assert planned.utilisation is None
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    "strategy", [FSDP2Strategy, lambda: DDPStrategy(DDPConfig(activation_checkpointing=False))], ids=["fsdp2", "ddp"]
+)
+def test_each_change_that_is_named_gives_what_it_says(strategy: Any) -> None:
+    planned = plan(strategy(), device=SMALL, datamodule=make_data(BATCH))
+    assert not planned.fits
+    assert 1 <= len(planned.changes) <= 3
+    for change in planned.changes:
+        assert change.peak_bytes < planned.peak_bytes
+        again = plan_with(strategy(), change.config, device=SMALL)
+        assert again.peak_bytes == change.peak_bytes
+        assert (again.shortest, again.longest) == pytest.approx((change.shortest, change.longest))
+
+
+def plan_with(strategy: Any, config: dict[str, Any], *, device: Device) -> Plan:
+    """Set what a change's YAML says, by hand."""
+    trainer = config.get("trainer", {})
+    options = dict(trainer.get("strategy", {}).get("init_args", {}))
+    flags = options.pop("config", {})
+    made = type(strategy)(config=type(strategy.config)(**flags), **options)
+    data = make_data(**{"batch_size": BATCH, **config.get("data", {}).get("init_args", {})})
+    trainer_options = {name: value for name, value in trainer.items() if name != "strategy"}
+    module = make_module(**config.get("model", {}).get("init_args", {}))
+    return plan(made, datamodule=data, module=module, device=device, suggest=False, trainer=trainer_options)
+
+
+def make_data(batch_size: int) -> TextDataModule:
+    return TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=batch_size)
+
+
+def test_what_is_offloaded_is_not_counted() -> None:
+    kept, offloaded = (
+        plan(FSDP2Strategy(config=FSDP2Config(offload_policy=policy))) for policy in (None, True)
+    )
+    peak = offloaded.ranks[0].peak
+    assert not any(peak[name] for name in ("weights", "gradients", "optimizer states"))
+    assert kept.peak_bytes > offloaded.peak_bytes
+    assert any("host memory" in note for note in offloaded.notes)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "v100"}, "device='v100' is not known"),
+        ({"world_size": 0}, "world_size=0 is not a number of ranks"),
+        ({"world_size": 12}, "world_size=12 is no multiple of the 8 devices of a node; use 8"),
+        ({"ranks": [4]}, "ranks=.4.: choose among 0 to 3"),
+        ({"strategy": FSDP2Strategy(tp_size=3)}, "tp_size=3 = 3 does not divide the world size 4"),
+        ({"strategy": FSDP2Strategy(tp_size=4)}, "tp_size=4 does not divide num_key_value_heads=2"),
+        ({"batch": {"input_ids": torch.zeros(2, 8), "other": torch.zeros(3)}}, "first dims .2, 3."),
+        ({"datamodule": None, "batch": None}, "A plan needs the shapes of a batch"),
+        (
+            {"datamodule": TextDataModule(dataset="nowhere", batch_size=3, global_batch_size=16)},
+            "global_batch_size=16 is no multiple of batch_size=3",
+        ),
+    ],
+)
+def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(options.pop("strategy", None), **options)
