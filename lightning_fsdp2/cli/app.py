@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 import torch
+import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -27,8 +28,9 @@ from lightning_fsdp2.describe_table import write_tables
 from lightning_fsdp2.parallelizer import import_class_from_path
 from lightning_fsdp2.plan.devices import get_device
 from lightning_fsdp2.plan.plot import draw_plan
-from lightning_fsdp2.plan.run import plan_run
-from lightning_fsdp2.plan.table import show_progress, write_json, write_plan
+from lightning_fsdp2.plan.result import Plan
+from lightning_fsdp2.plan.run import plan_run, search_run
+from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
 from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
@@ -113,6 +115,8 @@ class _Trainer(Trainer):
         devices_per_node: int | None = None,
         ranks: list[int] | None = None,
         suggest: bool = True,
+        search: str | None = None,
+        search_seconds: float = 600,
         json: str | None = None,
         plot: str | None = None,
         processes: int | None = None,
@@ -129,29 +133,37 @@ class _Trainer(Trainer):
             devices_per_node: How many devices the fast links join; 8 for all of them.
             ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
             suggest: Whether to plan what would help if it does not fit.
+            search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
+            search_seconds: After which no other layout is begun.
             json: File to write all numbers to; - for the output, in place of the tables.
             plot: File to draw memory and traffic in, .png or .svg.
             processes: How many plans are computed at once; None for as many as there are CPUs.
         """
         target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
+        options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, _without_infos():
-            plan = plan_run(
-                self,
-                model,
-                datamodule=datamodule,
-                world_size=cast(int, world_size),
-                device=target,
-                ranks=ranks,
-                suggest=suggest,
-                processes=processes,
-                on_progress=on_progress,
-            )
+            options |= {"processes": processes, "on_progress": on_progress}
+            if search is None:
+                plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
+            else:
+                plan = self._search(model, search, seconds=search_seconds, **options)
+        if plan is None:
+            return
         if json != "-":
             write_plan(plan, sys.stdout)
         if json is not None:
             write_json(plan, json)
         if plot is not None:
             draw_plan(plan, plot)
+
+    def _search(self, model: LightningModule, path: str, **options: Any) -> Plan | None:
+        """Print the best layouts, and write the first; return its plan, if any fits."""
+        result = search_run(self, model, **options)
+        write_search(result, sys.stdout)
+        if result.plan is not None:
+            Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
+            sys.stdout.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
+        return result.plan
 
 
 class _HelpFormatter(DefaultHelpFormatter):

@@ -3,18 +3,24 @@
 from lightning_fsdp2.plan.devices import DEVICES, Device, get_device
 from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, Traffic
 from lightning_fsdp2.plan.roofline import StepTime
-from lightning_fsdp2.plan.run import plan_run
+from lightning_fsdp2.plan.run import SearchResult, plan_run, search_run
+from lightning_fsdp2.plan.search import Cache, Candidate, Search
 
 __all__ = [
     "DEVICES",
     "Batch",
+    "Cache",
+    "Candidate",
     "Change",
     "Device",
     "Moment",
     "Plan",
     "RankPlan",
+    "Search",
+    "SearchResult",
     "StepTime",
     "Traffic",
     "get_device",
     "plan_run",
+    "search_run",
 ]

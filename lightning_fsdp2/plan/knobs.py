@@ -102,6 +102,12 @@ def get_batch_size(batch: Any) -> int:
     return sizes.pop()
 
 
+def get_sequence_length(batch: Any) -> int | None:
+    """Tokens of a sample; None for batches without ``input_ids``."""
+    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
+    return tokens.size(-1) if isinstance(tokens, Tensor) else None
+
+
 def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
     """The knobs that differ, and what they are ``after``; without those that follow from others."""
     names = [field.name for field in fields(Knobs) if field.name != "dp"]

@@ -2,19 +2,21 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.describe import Description
 from lightning_fsdp2.mesh import DATA_PARALLEL, DP_REPLICATE, DP_SHARD, TENSOR_PARALLEL
+from lightning_fsdp2.plan.blocks import Repetition, Summary, get_optional_repetition, shorten, summarize
 from lightning_fsdp2.plan.devices import Device
-from lightning_fsdp2.plan.knobs import Knobs, apply_knobs
+from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, without_offloaded
-from lightning_fsdp2.plan.simulate import simulate
+from lightning_fsdp2.plan.simulate import Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,41 @@ class Run:
 
     def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
         """Simulate a rank of it; changes trainer and module, so that it is for a process of its own."""
-        torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it speaks of a run
-        batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
-        strategy = self.trainer.strategy
-        simulation = simulate(
-            self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank
-        )
-        overlapped = _get_overlapped_axes(strategy.config)
-        recording = without_offloaded(simulation.recording) if knobs.offload_policy else simulation.recording
+        batch, simulation = self._simulate(knobs, rank)
+        overlapped = get_overlapped_axes(self.trainer.strategy.config)
         return PlannedRank(
-            build_rank_plan(rank, recording, self.device, overlapped_axes=overlapped),
+            build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped),
             self._get_facts(simulation.description, batch, knobs),
             simulation.is_even,
         )
+
+    def summarize(self, knobs: Knobs, repetitions: int) -> tuple[Summary, Repetition | None]:
+        """Simulate rank 0 with so many repetitions of the model's layers, in a process of its own.
+
+        Returns:
+            What it takes, and of how many repetitions it would have been; None for a model that was not made shorter.
+        """
+        found = None
+
+        def shorten_if_possible(module: nn.Module) -> None:
+            nonlocal found
+            found = get_optional_repetition(module)
+            if found is not None:
+                shorten(module, found, repetitions)
+
+        _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
+        return summarize(simulation.recording), found
+
+    def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
+        torch.set_num_threads(1)
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it speaks of a run
+        batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
+        simulation = simulate(
+            self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
+        )
+        if knobs.offload_policy:
+            simulation = replace(simulation, recording=without_offloaded(simulation.recording))
+        return batch, simulation
 
     def _get_facts(self, description: Description, batch: Any, knobs: Knobs) -> dict[str, Any]:
         compute = getattr(torch, description.precision["compute"])
@@ -74,7 +97,7 @@ class Run:
         }
 
 
-def _get_overlapped_axes(config: Any) -> tuple[str, ...]:
+def get_overlapped_axes(config: Any) -> tuple[str, ...]:
     """Axes whose collectives run beside operations, apart from those of FSDP2's units."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
@@ -82,14 +105,13 @@ def _get_overlapped_axes(config: Any) -> tuple[str, ...]:
 
 
 def _get_model_flops(module: Any, batch: Any, knobs: Knobs) -> float | None:
-    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
-    if tokens is None:
+    length = get_sequence_length(batch)
+    if length is None:
         return None
     try:
-        per_token = get_flops_per_token(module, tokens.size(-1))
+        return get_flops_per_token(module, length) * length * knobs.samples
     except ValueError:
         return None
-    return per_token * tokens.size(-1) * knobs.samples
 
 
 def _group_placements(description: Description) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ need not exist.
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -87,14 +87,14 @@ _AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
 """One group can be several axes: without context parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Group:
     """Ranks that communicate."""
 
     axes: tuple[str, ...]
     """Those of the views of the mesh that consist of these ranks; none for a group that is not of the mesh."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = field(hash=False)  # they may be many, and `axes` tells them apart
 
 
 @dataclass(frozen=True)

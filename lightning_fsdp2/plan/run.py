@@ -1,8 +1,9 @@
 """Plan a run: simulate ranks of it, and look for what would help if it does not fit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,12 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.devices import Device, get_device
-from lightning_fsdp2.plan.knobs import Knobs, build_config, read_knobs
+from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Plan
+from lightning_fsdp2.plan.search import Cache, Search, search
 from lightning_fsdp2.plan.simulate import check_strategy
 from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.strategies import FSDP2Strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -39,6 +42,18 @@ _OFFLOADED = (
     " copying, takes is not modelled."
 )
 _ALIKE = "All ranks hold as much: rank 0 stands for them."
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found."""
+
+    search: Search
+    plan: Plan | None
+    """Of the best; None if nothing fits."""
+
+    configs: list[dict[str, Any]]
+    """What to add to the YAML of the run for each of ``search.best``."""
 
 
 def plan_run(
@@ -82,11 +97,84 @@ def plan_run(
         ValueError: For a device that is not known, a rank that does not exist, and what the strategy would raise for
             these sizes and this model; when there is no batch, or the step depends on values.
     """
+    run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
+    plan = _plan(run, knobs, _check_ranks(ranks, world_size), adds_last=ranks is None, processes=processes)
+    if plan.fits or not suggest:
+        return plan
+    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
+    changes = find_changes(run, knobs, plan, describe_config, processes=processes, on_progress=on_progress)
+    return replace(plan, changes=changes)
+
+
+def search_run(
+    trainer: "Trainer",
+    module: "LightningModule",
+    batch: Any = None,
+    *,
+    datamodule: "LightningDataModule | None" = None,
+    world_size: int,
+    device: str | Device = "h100",
+    seconds: float = 600,
+    cache: Cache | None = None,
+    processes: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """Find the layout in which a run takes the shortest steps, with the samples and the numerics that it has.
+
+    Tried are tensor parallel sizes within a node, context parallel sizes, replicas that are nodes, what is computed
+    again in backward, and the sizes of micro-batches.
+
+    Args:
+        trainer: As for :func:`plan_run`.
+        module: As there.
+        batch: As there.
+        datamodule: As there.
+        world_size: As there.
+        device: As there.
+        seconds: After which no other layout is begun.
+        cache: Of what was simulated before; None keeps nothing.
+        processes: As there.
+        on_progress: As there.
+
+    Returns:
+        What was found; the plan of the best one is that of the whole model.
+
+    Raises:
+        TypeError: When the strategy is not ``FSDP2Strategy``.
+        ValueError: As there.
+    """
+    if not isinstance(trainer.strategy, FSDP2Strategy):
+        raise TypeError(
+            f"A search varies the mesh of FSDP2Strategy, and {type(trainer.strategy).__name__} has none; use"
+            " trainer.strategy=fsdp2."
+        )
+    run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
+    found = search(
+        run,
+        knobs,
+        budget=_get_budget(run.device),
+        sequence_length=get_sequence_length(run.batch),
+        seconds=seconds,
+        cache=cache or Cache(None, ""),
+        processes=processes,
+        on_progress=on_progress,
+    )
+    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
+    for number, candidate in enumerate(found.best):
+        plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
+        if plan.fits:
+            best = found.best[number:]
+            return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
+    return SearchResult(found, None, [])
+
+
+def _prepare(
+    trainer: Any, module: Any, batch: Any, datamodule: Any, world_size: int, device: str | Device
+) -> tuple[Run, Knobs]:
     target = get_device(device) if isinstance(device, str) else device
     nodes = _get_nodes(world_size, target)
     check_strategy(trainer.strategy)
     batch = get_batch(datamodule) if batch is None else batch
-    run = Run(trainer, module, batch, world_size, nodes, target)
     knobs = read_knobs(
         trainer,
         module,
@@ -95,26 +183,30 @@ def plan_run(
         num_nodes=nodes,
         accumulation=_get_accumulation(trainer, datamodule, world_size, nodes),
     )
-    tasks = [partial(run.plan_rank, knobs, rank) for rank in _check_ranks(ranks, world_size)]
-    planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes))]
+    return Run(trainer, module, batch, world_size, nodes, target), knobs
+
+
+def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
+    """Plan ``ranks``, and the last one, too, if it holds something else."""
+    tasks = [partial(run.plan_rank, knobs, rank) for rank in ranks]
+    planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
     is_even = planned[0].is_even
-    if ranks is None and not is_even:
-        planned += [rank for _, rank in run_in_processes([partial(run.plan_rank, knobs, world_size - 1)])]
-    plan = Plan(
+    if adds_last and not is_even:
+        planned += [rank for _, rank in run_in_processes([partial(run.plan_rank, knobs, run.world_size - 1)])]
+    return Plan(
         **planned[0].facts,
-        device=target,
-        nodes=nodes,
-        batch=_describe_batch(batch, knobs),
+        device=run.device,
+        nodes=run.nodes,
+        batch=_describe_batch(run.batch, knobs),
         ranks=[rank.plan for rank in planned],
-        budget=int(SHARE_OF_MEMORY * target.memory),
+        budget=_get_budget(run.device),
         changes=[],
-        notes=_get_notes(trainer.strategy, is_even=ranks is None and is_even),
+        notes=_get_notes(run.trainer.strategy, is_even=adds_last and is_even),
     )
-    if plan.fits or not suggest:
-        return plan
-    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    changes = find_changes(run, knobs, plan, describe_config, processes=processes, on_progress=on_progress)
-    return replace(plan, changes=changes)
+
+
+def _get_budget(device: Device) -> int:
+    return int(SHARE_OF_MEMORY * device.memory)
 
 
 def get_batch(datamodule: "LightningDataModule | None") -> Any:
@@ -177,12 +269,12 @@ def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
 
 def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
     named = batch.items() if isinstance(batch, dict) else enumerate(tree_leaves(batch))
-    tokens = batch.get("input_ids") if isinstance(batch, dict) else None
+    length = get_sequence_length(batch)
     return Batch(
-        shapes={str(name): tuple(value.shape) for name, value in named if isinstance(value, Tensor)},
+        shapes={str(name): (knobs.batch_size, *value.shape[1:]) for name, value in named if isinstance(value, Tensor)},
         accumulation=knobs.accumulation,
         samples=knobs.samples,
-        tokens=None if tokens is None else tokens.numel() // knobs.batch_size * knobs.samples,
+        tokens=None if length is None else length * knobs.samples,
     )
 
 

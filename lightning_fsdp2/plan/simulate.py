@@ -7,7 +7,7 @@ shapes and dtypes and take no memory.
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +66,14 @@ class Simulation:
 
 
 def simulate(
-    trainer: "Trainer", module: "LightningModule", batch: Any, *, world_size: int, num_nodes: int = 1, rank: int = 0
+    trainer: "Trainer",
+    module: "LightningModule",
+    batch: Any,
+    *,
+    world_size: int,
+    num_nodes: int = 1,
+    rank: int = 0,
+    change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
     """Run a step of ``module`` as one of ``world_size`` ranks would, behind the step that makes the optimizer's states.
 
@@ -78,6 +85,7 @@ def simulate(
         world_size: Number of ranks.
         num_nodes: What ``dp_replicate_size="auto"`` stands for.
         rank: Which of them.
+        change: Called with ``module`` when its model is built, and before it is sharded.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
@@ -93,6 +101,7 @@ def simulate(
         strategy.enter_mesh(mesh)
         with torch.device("meta"):
             call._call_configure_model(trainer)
+        change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
         is_even = _is_even(module)

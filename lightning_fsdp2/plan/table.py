@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.describe_table import TIMES, build_table, format_bytes, format_count, make_console
+from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.result import Plan, RankPlan
+from lightning_fsdp2.plan.run import SearchResult
 
 
 def write_plan(plan: Plan, file: TextIO) -> None:
@@ -28,6 +30,37 @@ def write_plan(plan: Plan, file: TextIO) -> None:
     console.print(_build_verdict(plan))
     for note in plan.notes:
         console.print(f"\n{note}")
+
+
+def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
+    """Write the best layouts of a search, and what became of the others."""
+    console, found = make_console(file), result.search
+    if found.best:
+        table = build_table("Layout", "Micro-batches", "Peak", "Step")
+        table.add_column("What takes the time")
+        for candidate in found.best[:limit]:
+            knobs, taken = candidate.knobs, candidate.time
+            table.add_row(
+                _describe_layout(knobs),
+                f"{knobs.accumulation}{TIMES}{knobs.batch_size}",
+                format_bytes(candidate.peak_bytes),
+                f"{_format_seconds(taken.shortest)} to {_format_seconds(taken.longest)}",
+                candidate.reason,
+            )
+        console.print(table, "")
+    counts = [f"{found.tried} layouts were planned, of which {found.too_large} do not fit"]
+    counts += [f"{sum(found.refused.values())} are refused"] if found.refused else []
+    counts += [f"{found.left_out} were left out for lack of time"] if found.left_out else []
+    console.print(f"{'; '.join(counts)}.")
+    for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
+        console.print(f"\n{count}{TIMES}{reason}")
+
+
+def _describe_layout(knobs: Knobs) -> str:
+    amount = knobs.activation_checkpointing
+    sizes = {"replicas": knobs.dp_replicate, "shards": knobs.dp // knobs.dp_replicate, "cp": knobs.cp, "tp": knobs.tp}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([TIMES.join(parts) or "1 rank", f"{amount} AC" if amount else "no AC"])
 
 
 def _build_summary(plan: Plan) -> Table:

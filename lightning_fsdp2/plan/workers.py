@@ -39,9 +39,9 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
                 process.start()
                 sender.close()
                 running[receiver] = number, process
-            for receiver in wait(list(running)):
-                number, process = running.pop(receiver)
-                yield number, _receive(receiver, process)
+            for ready in wait(list(running)):
+                number, process = running.pop(ready)
+                yield number, _receive(ready, process)
     finally:
         for _, process in running.values():
             process.kill()
@@ -56,7 +56,7 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     os._exit(0)  # what the parent does at its exit is the parent's
 
 
-def _receive(receiver: Connection, process: Any) -> Any:
+def _receive(receiver: Any, process: Any) -> Any:
     try:
         result, error = pickle.loads(receiver.recv_bytes())
     except EOFError:

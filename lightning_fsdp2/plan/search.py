@@ -1,0 +1,247 @@
+"""Search the layout of a run: plan those that obey the rules, and rank those that fit by the time of a step.
+
+Each is planned by two and three repetitions of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
+"""
+
+import hashlib
+import itertools
+import os
+import pickle
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp2._refusals import is_refusal
+from lightning_fsdp2.plan.blocks import FEW, MORE, Repetition, Summary, extrapolate
+from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
+from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
+from lightning_fsdp2.plan.workers import run_in_processes
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
+_SHORTEST_PART = 1024
+"""Tokens of a sequence that a context parallel rank has at the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, and what a step of it takes on rank 0."""
+
+    knobs: Knobs
+    peak_bytes: int
+    time: StepTime
+    reason: str
+    """What the time goes into."""
+
+    @property
+    def middle(self) -> float:
+        """Seconds half-way between all overlapping and nothing."""
+        return (self.time.shortest + self.time.longest) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What was tried for a run."""
+
+    best: list[Candidate]
+    """Those that fit, the fastest first."""
+
+    tried: int
+    too_large: int
+    """How many do not fit."""
+
+    refused: dict[str, int]
+    """Why layouts were dropped before they were planned to the end, and how many."""
+
+    left_out: int
+    """Those that there was no time for."""
+
+
+def search(
+    run: Run,
+    knobs: Knobs,
+    *,
+    budget: int,
+    sequence_length: int | None,
+    seconds: float,
+    cache: "Cache",
+    processes: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Search:
+    """Try the layouts of a run, with the samples of its step.
+
+    Args:
+        run: What is planned.
+        knobs: As it is.
+        budget: Bytes that a peak may take.
+        sequence_length: Of its samples; None keeps context parallelism out.
+        seconds: After which no other layout is begun.
+        cache: Of what was simulated before.
+        processes: How many simulations run at once.
+        on_progress: Called with how many simulations are done, and how many there will be as far as is known.
+    """
+    end = time.monotonic() + seconds
+    layouts = list(list_layouts(run, knobs, sequence_length))
+    fitting: list[Candidate] = []
+    refused: Counter[str] = Counter()
+    too_large = left_out = tried = 0
+    for batch_size in _MICRO_BATCHES:
+        wave = [k for layout in layouts if (k := _with_batch_size(layout, knobs.samples, batch_size)) is not None]
+        if not wave:
+            break
+        results = simulate_all(run, wave, end=end, cache=cache, processes=processes, on_progress=on_progress)
+        layouts = []
+        for candidate, result in results:
+            if isinstance(result, str):
+                refused[result] += 1
+            elif result is None:
+                left_out += 1
+            else:
+                tried += 1
+                found = _weigh(run, candidate, result)
+                if found.peak_bytes <= budget:
+                    fitting.append(found)
+                    layouts.append(candidate)  # may fit with more, too
+                else:
+                    too_large += 1
+    return Search(
+        best=sorted(fitting, key=lambda candidate: candidate.middle),
+        tried=tried,
+        too_large=too_large,
+        refused=dict(refused),
+        left_out=left_out,
+    )
+
+
+def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
+    """Those that the rules of thumb leave: tensor parallelism within a node, and replicas that are nodes."""
+    tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
+    cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
+    for tp, cp in itertools.product(tp_sizes, cp_sizes):
+        dp, rest = divmod(run.world_size, tp * cp)
+        replicas = {1, run.nodes} if dp and dp % run.nodes == 0 and dp > run.nodes else {1}
+        for replicate, amount in itertools.product(sorted(replicas), _RECOMPUTATIONS):
+            if rest == 0:
+                yield replace(
+                    knobs,
+                    dp=dp,
+                    dp_replicate=replicate,
+                    tp=tp,
+                    cp=cp,
+                    activation_checkpointing=amount,
+                    sequence_parallel=tp > 1,
+                    loss_parallel=tp > 1 and knobs.loss != "chunked",
+                    batch_size=1,
+                )
+
+
+def _with_batch_size(layout: Knobs, samples: int, batch_size: int) -> Knobs | None:
+    """None where the samples of a step do not make whole micro-batches of all data parallel ranks."""
+    accumulation, rest = divmod(samples, layout.dp * batch_size)
+    return None if rest else replace(layout, batch_size=batch_size, accumulation=accumulation)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    return itertools.takewhile(lambda size: size <= most, (2**exponent for exponent in itertools.count()))
+
+
+class Cache:
+    """What was simulated before, in a folder: one file for each layout.
+
+    Args:
+        folder: None keeps nothing.
+        run: Tells runs apart: text of all that a simulation depends on, apart from the layout.
+    """
+
+    def __init__(self, folder: Path | None, run: str) -> None:
+        self._folder = folder
+        self._run = run
+
+    def get(self, knobs: Knobs) -> Summary | str | None:
+        """The summary of a layout, or why it was refused; None if it was not tried."""
+        path = self._get_path(knobs)
+        return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
+
+    def put(self, knobs: Knobs, result: Summary | str) -> None:
+        """Keep a result; one that is written is whole."""
+        path = self._get_path(knobs)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.replace(path)
+
+    def _get_path(self, knobs: Knobs) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{hashlib.sha256(f'{self._run}{knobs}'.encode()).hexdigest()}.pickle"
+
+
+def simulate_all(
+    run: Run,
+    layouts: list[Knobs],
+    *,
+    end: float,
+    cache: Cache,
+    processes: int | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[Knobs, Summary | str | None]]:
+    """Yield each layout with what it takes, why it is refused, or None if there was no time for it."""
+    known = {layout: result for layout in layouts if (result := cache.get(layout)) is not None}
+    yield from known.items()
+    missing = [layout for layout in layouts if layout not in known]
+    tasks = [partial(_try, run, layout, times, end) for layout in missing for times in (FEW, MORE)]
+    halves: dict[int, Any] = {}
+    for done, (number, result) in enumerate(run_in_processes(tasks, processes=processes), start=1):
+        if on_progress is not None:
+            on_progress(done, len(tasks))
+        halves[number] = result
+        first = number // 2 * 2
+        if first in halves and first + 1 in halves:
+            layout, whole = missing[number // 2], _combine(halves.pop(first), halves.pop(first + 1))
+            if whole is not None:
+                cache.put(layout, whole)
+            yield layout, whole
+
+
+def _try(run: Run, knobs: Knobs, repetitions: int, end: float) -> Any:
+    if time.monotonic() > end:
+        return None
+    try:
+        return run.summarize(knobs, repetitions)
+    except ValueError as error:
+        if not is_refusal(error):
+            raise
+        return str(error)
+
+
+def _combine(few: Any, more: Any) -> Summary | str | None:
+    for half in (few, more):
+        if half is None or isinstance(half, str):
+            return half
+    repetition: Repetition | None = few[1]
+    return few[0] if repetition is None else extrapolate(few[0], more[0], repetition.times)
+
+
+def _weigh(run: Run, knobs: Knobs, summary: Summary) -> Candidate:
+    overlapped = get_overlapped_axes(run.trainer.strategy.config)
+    taken = get_step_time(summary.operations, run.device, overlapped_axes=overlapped)
+    return Candidate(knobs=knobs, peak_bytes=summary.peak_bytes, time=taken, reason=_explain(summary, taken, run))
+
+
+def _explain(summary: Summary, taken: StepTime, run: Run) -> str:
+    seconds: dict[str, float] = defaultdict(float)
+    for operation in summary.operations:
+        call = operation.collective
+        seconds["operations" if call is None else call.axis] += get_seconds(operation, run.device) * operation.times
+    total = sum(seconds.values()) or 1.0
+    largest = sorted(seconds.items(), key=itemgetter(1), reverse=True)
+    parts = [f"{name} {share / total:.0%}" for name, share in largest[:3] if share > 0.01 * total]
+    return ", ".join(parts)
