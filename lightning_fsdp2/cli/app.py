@@ -143,6 +143,7 @@ class _Trainer(Trainer):
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, _without_infos():
             options |= {"processes": processes, "on_progress": on_progress}
+            plan: Plan | None
             if search is None:
                 plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
             else:
