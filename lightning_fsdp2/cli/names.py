@@ -19,16 +19,22 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_fsdp2.strategies.names import STRATEGIES
 
 _FLAG = "--trainer.strategy"
+_HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
     """Write out the short name of a strategy in ``--trainer.strategy NAME``, and say of a class path that it is one.
+
+    Options of commands may be written with hyphens, as ``--world-size``.
 
     Lightning takes a strategy without options for a name, whatever it looks like
     (https://github.com/Lightning-AI/pytorch-lightning/issues/19682).
     """
     expanded: list[str] = []
     for argument in args:
+        if _HYPHENATED.match(argument):
+            flag, equals, value = argument.partition("=")
+            argument = f"--{flag[2:].replace('-', '_')}{equals}{value}"
         if expanded[-1:] == [_FLAG]:
             argument = f"{expanded.pop()}={argument}"
         flag, _, name = argument.partition("=")

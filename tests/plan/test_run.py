@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
+from helpers.planning import BATCH, LENGTH, make_batch, make_module, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
@@ -106,7 +106,9 @@ class Regressor(pl.LightningModule):
 
 
 def test_any_module() -> None:
-    planned = plan(batch=(torch.zeros(8, 256), torch.zeros(8, 256)), module=Regressor(), trainer={"precision": "32-true"})
+    planned = plan(
+        batch=(torch.zeros(8, 256), torch.zeros(8, 256)), module=Regressor(), trainer={"precision": "32-true"}
+    )
     assert planned.parameters == 3 * (256 * 256 + 256)
     assert planned.batch.tokens is None
     assert planned.utilisation is None
@@ -146,9 +148,7 @@ def make_data(batch_size: int) -> TextDataModule:
 
 
 def test_what_is_offloaded_is_not_counted() -> None:
-    kept, offloaded = (
-        plan(FSDP2Strategy(config=FSDP2Config(offload_policy=policy))) for policy in (None, True)
-    )
+    kept, offloaded = (plan(FSDP2Strategy(config=FSDP2Config(offload_policy=policy))) for policy in (None, True))
     peak = offloaded.ranks[0].peak
     assert not any(peak[name] for name in ("weights", "gradients", "optimizer states"))
     assert kept.peak_bytes > offloaded.peak_bytes

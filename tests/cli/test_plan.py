@@ -1,0 +1,90 @@
+"""``lightning-fsdp2 plan``: what a person sees of a plan, and what else it writes."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.planning import LENGTH, LLAMA
+
+from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.describe_table import TIMES
+
+
+def write_yaml(folder: Path, **data: Any) -> str:
+    strategy = {"class_path": "fsdp2", "init_args": {"tp_size": 2, "config": {"sequence_parallel": True}}}
+    trainer = {"accelerator": "gpu", "devices": 8, "precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    sizes = {
+        "path": "/not/on/this/machine",
+        "sequence_length": LENGTH,
+        "batch_size": 2,
+        "global_batch_size": 16,
+        **data,
+    }
+    config = {
+        "trainer": {**trainer, "strategy": strategy},
+        "model": {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": LLAMA}},
+        "data": {"class_path": "lightning_fsdp2.TextDataModule", "init_args": sizes},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return f"--config={path}"
+
+
+def run(*args: str) -> str:
+    with redirect_stdout(io.StringIO()) as output:
+        FSDP2CLI(["plan", *args])
+    return output.getvalue()
+
+
+def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) -> None:
+    output, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    printed = run(write_yaml(tmp_path), "--world-size=16", f"--json={output}", f"--plot={picture}")
+    assert max(map(len, printed.splitlines())) <= 100
+    for text in (
+        "FSDP2Strategy on 16 ranks: H100 HBM3, 2 nodes",
+        "dp_replicate 1 x dp_shard 8 x context_parallel 1 x tensor_parallel 2".replace(" x ", TIMES),
+        "1 micro-batch on each data parallel rank: 16 samples, 8,192 tokens",
+        "reduce-scatter over tensor_parallel",
+        "fits: ",
+        "rank 0 stands for them",
+        "Not modelled",
+    ):
+        assert text in printed, printed
+    plain = json.loads(output.read_text())
+    assert (plain["world_size"], plain["nodes"], plain["fits"]) == (16, 2, True)
+    assert "<svg" in picture.read_text()
+
+
+def test_what_does_not_fit_is_told_with_what_would_help(tmp_path: Path) -> None:
+    printed = run(write_yaml(tmp_path), "--world_size=8", "--memory=0.04", "--device=a100")
+    assert "does not fit by" in printed
+    assert "of the 41.0 MiB of A100" in printed
+    assert "What would help most" in printed
+
+
+def test_numbers_alone(tmp_path: Path) -> None:
+    plain = json.loads(run(write_yaml(tmp_path), "--ranks=[7]", "--json=-"))
+    assert [rank["rank"] for rank in plain["ranks"]] == [7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--device=v100"], "device='v100' is not known; use a100, h100, h200, b200, mi300x."),
+        (["--world_size=12"], "world_size=12 is no multiple of the 8 devices of a node"),
+        (["--trainer.strategy.tp_size=4"], "tp_size=4 does not divide num_key_value_heads=2"),
+        (["--data.global_batch_size=15"], "global_batch_size=15 is no multiple of batch_size=2"),
+        (["--trainer.strategy=ddp"], "plan runs the steps of FSDP2Strategy and DDPStrategy"),
+        (["--plot=plan.txt"], "matplotlib writes"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(flags: list[str], error: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        FSDP2CLI(["plan", write_yaml(tmp_path), *flags])
+    assert exit_.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert error in line
