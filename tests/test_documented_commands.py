@@ -39,6 +39,8 @@ COMMANDS = {
     "lightning-fsdp2 verify checkpoints/last.ckpt": FROM_YAML,
     "lightning-fsdp2 export checkpoints/last.ckpt my-model": FROM_YAML,
     "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
+    "lightning-fsdp2 plan --config run.yaml --world_size 64": RUN,
+    "lightning-fsdp2 plan --config run.yaml --world_size 64 --search best.yaml": PARSED,
     "lightning-fsdp2 quickstart": WHEEL,
     "lightning-fsdp2 --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
         "tests/cli/test_cli.py::test_shell_completion"
@@ -126,11 +128,25 @@ def read_run_yaml(page: str) -> dict[str, Any]:
     return config
 
 
+OVERLAY = {
+    "trainer": {
+        "accumulate_grad_batches": 2,
+        "strategy": {
+            "class_path": "lightning_fsdp2.FSDP2Strategy",
+            "init_args": {"dp_size": "auto", "tp_size": 2, "config": {"activation_checkpointing": "full"}},
+        },
+    },
+    "data": {"init_args": {"batch_size": 4}},
+}
+"""As a search writes it."""
+
+
 @pytest.fixture
 def _run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("a few words of it\n" * 40)
     Path("run.yaml").write_text(yaml.safe_dump(read_run_yaml("README.md")))
+    Path("best.yaml").write_text(yaml.safe_dump(OVERLAY))
     Path("configs").symlink_to(ROOT / "configs")
 
 

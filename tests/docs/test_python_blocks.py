@@ -60,6 +60,16 @@ FAST = "token_mean_loss(self, logits"
 def do_nothing(names: Names) -> None: ...
 
 
+def make_run() -> Names:
+    strategy = FSDP2Strategy()
+    return {"module": CausalLM(config=TINY), "trainer": pl.Trainer(strategy=strategy, precision="bf16-mixed")}
+
+
+def check_plan(names: Names) -> None:
+    assert names["plan"].world_size == 64
+    assert names["plan"].fits
+
+
 @dataclass(frozen=True)
 class Scene:
     """Around one block, which is the only one with ``marker`` in it."""
@@ -212,6 +222,7 @@ SCENES = [
     Scene("whole = gather_sequence(self.model, logits)", make_step, check_positions),
     Scene("wrapper, optimizer = MegatronFSDPManager", make_micro_batches, context=cuda_on_cpu),
     Scene("model = DDPManager(", make_model, check_replicated),
+    Scene("plan_run(trainer, module", make_run, check_plan, ranks=1),
     Scene("register_tp_plan(MyModelForCausalLM", make_classes, check_registered, ranks=1),
 ]
 
