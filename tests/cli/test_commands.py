@@ -82,7 +82,18 @@ def test_errors_are_one_line(args: list[str], error: str, capsys: pytest.Capture
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
-    commands = ["fit", "validate", "test", "predict", "describe", "quickstart", "consolidate", "verify", "export"]
+    commands = [
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "describe",
+        "plan",
+        "quickstart",
+        "consolidate",
+        "verify",
+        "export",
+    ]
     assert [line.split()[0] for line in out.splitlines() if line.startswith("    ") and line[4] != " "] == commands
     assert "verify              Read a checkpoint from start to end" in out
     assert run("export", "--help") == 0
