@@ -140,6 +140,8 @@ class _Trainer(Trainer):
             processes: How many plans are computed at once; None for as many as there are CPUs.
         """
         target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
+        if search is not None and ranks is not None:
+            raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, _without_infos():
             options |= {"processes": processes, "on_progress": on_progress}

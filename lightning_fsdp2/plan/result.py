@@ -104,7 +104,7 @@ class Change:
     """Something to set otherwise, with what it gives."""
 
     name: str
-    """Such as ``FSDP2Config(activation_checkpointing="full")``."""
+    """Such as ``activation_checkpointing='full'``."""
 
     config: dict[str, Any]
     """What to add to the YAML of the run."""

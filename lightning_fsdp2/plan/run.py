@@ -93,6 +93,7 @@ def plan_run(
         The plan.
 
     Raises:
+        RuntimeError: When this process belongs to a process group.
         TypeError: When the strategy is another one.
         ValueError: For a device that is not known, a rank that does not exist, and what the strategy would raise for
             these sizes and this model; when there is no batch, or the step depends on values.
@@ -246,7 +247,7 @@ def _get_nodes(world_size: int, device: Device) -> int:
     if world_size > device.per_node and world_size % device.per_node:
         raise ValueError(
             f"world_size={world_size} is no multiple of the {device.per_node} devices of a node; use"
-            f" {world_size // device.per_node * device.per_node}, or say how many a node has (per_node)."
+            f" {world_size // device.per_node * device.per_node}, or say how many a node has (devices_per_node)."
         )
     return max(1, world_size // device.per_node)
 

@@ -80,6 +80,7 @@ def test_numbers_alone(tmp_path: Path) -> None:
         (["--data.global_batch_size=15"], "global_batch_size=15 is no multiple of batch_size=2"),
         (["--trainer.strategy=ddp"], "plan runs the steps of FSDP2Strategy and DDPStrategy"),
         (["--plot=plan.txt"], "matplotlib writes"),
+        (["--search=best.yaml", "--ranks=[1]"], "a search plans rank 0; leave ranks out."),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(flags: list[str], error: str, tmp_path: Path, capsys: Any) -> None:

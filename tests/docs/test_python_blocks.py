@@ -78,6 +78,7 @@ class Scene:
     prepare: Callable[[], Names] = dict
     check: Callable[[Names], None] = do_nothing
     ranks: int = 2
+    group: bool = True
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -222,7 +223,7 @@ SCENES = [
     Scene("whole = gather_sequence(self.model, logits)", make_step, check_positions),
     Scene("wrapper, optimizer = MegatronFSDPManager", make_micro_batches, context=cuda_on_cpu),
     Scene("model = DDPManager(", make_model, check_replicated),
-    Scene("plan_run(trainer, module", make_run, check_plan, ranks=1),
+    Scene("plan_run(trainer, module", make_run, check_plan, ranks=1, group=False),
     Scene("register_tp_plan(MyModelForCausalLM", make_classes, check_registered, ranks=1),
 ]
 
@@ -251,7 +252,7 @@ def run(block: Block, folder: Path) -> None:
             exec(compile(text, str(block), "exec"), names)
             scene.check(names)
 
-    run_ranks(run_rank, scene.ranks)
+    run_ranks(run_rank, scene.ranks, group=scene.group)
 
 
 @pytest.fixture
