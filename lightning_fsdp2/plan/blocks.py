@@ -1,23 +1,25 @@
 """Plan a model by a few of its layers: what they take grows by the same amount with each of them.
 
-A model of many layers is a few kinds of blocks over and over. Simulated with two and with three repetitions, the third
+A model of many layers is a few kinds of blocks over and over. Simulated with four and with five repetitions, the fifth
 one's part is known, and so is any number of them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
-from lightning_fsdp2.plan.recorder import CATEGORIES, Operation, Recording
+from lightning_fsdp2.plan.recorder import Operation, Recording
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Under which names blocks know their own number."""
 
-FEW, MORE = 2, 3
-"""Repetitions that are simulated: the first and the last block may differ from those between."""
+FEW, MORE = 4, 5
+"""Repetitions that are simulated: the first two and the last two differ from those between, in what is prefetched and
+not yet reduced."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,13 @@ class Summary:
     """A recording, without the order."""
 
     operations: list[Operation]
-    peaks: dict[str, dict[str, float]]
-    """Bytes by category when the most are in use, by phase."""
+    peaks: dict[str, int]
+    """The most bytes that are in use in each part of the step."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the phase that needs most."""
-        return int(max(sum(peak.values()) for peak in self.peaks.values()))
+        """Of the part that needs most."""
+        return max(self.peaks.values())
 
 
 def get_optional_repetition(module: nn.Module) -> Repetition | None:
@@ -70,33 +72,64 @@ def _get_layer_types(model: Any) -> list[str]:
     return getattr(model.config.get_text_config(), "layer_types", None) or []
 
 
-def shorten(module: nn.Module, repetition: Repetition, times: int) -> None:
-    """Leave out all but ``times`` repetitions, in place."""
+def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
+    """Leave out all but ``times`` repetitions, in place; return the names of the blocks of each."""
     (blocks,) = get_layer_lists(module)
-    del blocks[repetition.first + times * repetition.period :]
+    kept = blocks[: repetition.first + times * repetition.period]
+    left_out = set(blocks[len(kept) :])
+    for container in module.modules():
+        for name, child in [*container.named_children()]:
+            if child in left_out:
+                delattr(container, name)
+    names = {block: name for name, block in module.named_modules()}
+    starts = range(repetition.first, len(kept), repetition.period)
+    return [[names[block] for block in kept[start : start + repetition.period]] for start in starts]
 
 
-def summarize(recording: Recording) -> Summary:
-    """Add up equal operations, and find the peak of each phase."""
+def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -> Summary:
+    """Add up equal operations, and find the peak of each part of the step.
+
+    Args:
+        recording: Of a step.
+        repetitions: Names of the blocks of each. Their parts are named by how far from the first and the last they
+            are, as :func:`extrapolate` needs them.
+    """
     counts: Counter[Operation] = Counter()
     for operation in recording.operations:
         counts[replace(operation, times=1)] += operation.times
-    ends = [*(begin for begin, _ in recording.phases[1:]), len(recording.operations) + 1]
-    phases = iter([*zip(ends, (name for _, name in recording.phases), strict=True)])
-    current: Counter[str] = Counter()
-    peaks: dict[str, dict[str, float]] = {}
-    end, phase = next(phases)
-    for moment, category, change in recording.changes:
-        while moment >= end:
-            end, phase = next(phases)
-        current[category] += change
-        if phase not in peaks or current.total() > sum(peaks[phase].values()):
-            peaks[phase] = {name: current[name] for name in CATEGORIES}
-    return Summary([replace(operation, times=count) for operation, count in counts.items()], peaks)
+    places = _get_places(repetitions)
+    peaks: Counter[str] = Counter()
+    current = 0
+    changes = iter(recording.changes)
+    change = next(changes, None)
+    ends = [*(begin for begin, _ in recording.marks[1:]), len(recording.operations) + 1]
+    for end, (_, part) in zip(ends, recording.marks, strict=True):
+        highest = current
+        while change is not None and change[0] < end:
+            current += change[2]
+            highest = max(highest, current)
+            change = next(changes, None)
+        what, _, block = part.rpartition(" ")
+        for name in [f"{what} {place}" for place in places[block]] if block in places else [part]:
+            peaks[name] = max(peaks[name], highest)
+    return Summary([replace(operation, times=count) for operation, count in counts.items()], dict(peaks))
+
+
+def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Of the first two and the last two repetitions, by names of their blocks."""
+    places = defaultdict(list)
+    for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
+        for number, blocks in enumerate(ordered[: FEW // 2]):
+            for position, block in enumerate(blocks):
+                places[block].append(f"block {position}, {number} from the {end}")
+    return places
 
 
 def extrapolate(few: Summary, more: Summary, times: int) -> Summary:
     """Tell of ``times`` repetitions from :data:`FEW` and :data:`MORE`.
+
+    From one block to the next what is in use grows or shrinks by the same amount, so that most is in use near the first
+    or near the last of them.
 
     An operation on all parameters at once has another size with each number of layers. It comes out as a negative count
     of one size and a positive of the other, whose sum is right.
@@ -106,10 +139,7 @@ def extrapolate(few: Summary, more: Summary, times: int) -> Summary:
     for summary, factor in ((few, 1 - steps), (more, steps)):
         for operation in summary.operations:
             counts[replace(operation, times=1)] += operation.times * factor
-    peaks = {
-        phase: {name: few.peaks[phase][name] * (1 - steps) + peak[name] * steps for name in CATEGORIES}
-        for phase, peak in more.peaks.items()
-    }
+    peaks = {part: peak + (more.peaks[part] - peak) * steps for part, peak in few.peaks.items()}
     return Summary([replace(operation, times=count) for operation, count in counts.items() if count], peaks)
 
 

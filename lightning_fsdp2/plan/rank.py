@@ -61,15 +61,16 @@ class Run:
             What it takes, and of how many repetitions it would have been; None for a model that was not made shorter.
         """
         found = None
+        names: list[list[str]] = []
 
         def shorten_if_possible(module: nn.Module) -> None:
-            nonlocal found
+            nonlocal found, names
             found = get_optional_repetition(module)
             if found is not None:
-                shorten(module, found, repetitions)
+                names = shorten(module, found, repetitions)
 
         _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
-        return summarize(simulation.recording), found
+        return summarize(simulation.recording, names), found
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Search the layout of a run: plan those that obey the rules, and rank those that fit by the time of a step.
 
-Each is planned by two and three repetitions of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
+Each is planned by four and five repetitions of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
 from lightning_fsdp2.plan.workers import run_in_processes
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_LARGEST_MICRO_BATCH = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
 _SHORTEST_PART = 1024
 """Tokens of a sequence that a context parallel rank has at the least."""
@@ -87,29 +87,29 @@ def search(
         on_progress: Called with how many simulations are done, and how many there will be as far as is known.
     """
     end = time.monotonic() + seconds
-    layouts = list(list_layouts(run, knobs, sequence_length))
     fitting: list[Candidate] = []
     refused: Counter[str] = Counter()
     too_large = left_out = tried = 0
-    for batch_size in _MICRO_BATCHES:
-        wave = [k for layout in layouts if (k := _with_batch_size(layout, knobs.samples, batch_size)) is not None]
-        if not wave:
-            break
+    wave = [*list_layouts(run, knobs, sequence_length)]
+    while wave:
         results = simulate_all(run, wave, end=end, cache=cache, processes=processes, on_progress=on_progress)
-        layouts = []
-        for candidate, result in results:
+        wave = []
+        for layout, result in results:
             if isinstance(result, str):
                 refused[result] += 1
             elif result is None:
                 left_out += 1
             else:
                 tried += 1
-                found = _weigh(run, candidate, result)
-                if found.peak_bytes <= budget:
+                found = _weigh(run, layout, result)
+                fits = found.peak_bytes <= budget
+                if fits:
                     fitting.append(found)
-                    layouts.append(candidate)  # may fit with more, too
                 else:
                     too_large += 1
+                following = _get_next(layout, fits=fits)
+                if following is not None:
+                    wave.append(following)
     return Search(
         best=sorted(fitting, key=lambda candidate: candidate.middle),
         tried=tried,
@@ -120,31 +120,44 @@ def search(
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Those that the rules of thumb leave: tensor parallelism within a node, and replicas that are nodes."""
+    """Those that the rules of thumb leave: tensor parallelism within a node, and replicas that are nodes.
+
+    With a sample in a micro-batch, and nothing computed again; :func:`search` goes on from there.
+    """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
     for tp, cp in itertools.product(tp_sizes, cp_sizes):
         dp, rest = divmod(run.world_size, tp * cp)
-        replicas = {1, run.nodes} if dp and dp % run.nodes == 0 and dp > run.nodes else {1}
-        for replicate, amount in itertools.product(sorted(replicas), _RECOMPUTATIONS):
-            if rest == 0:
-                yield replace(
-                    knobs,
-                    dp=dp,
-                    dp_replicate=replicate,
-                    tp=tp,
-                    cp=cp,
-                    activation_checkpointing=amount,
-                    sequence_parallel=tp > 1,
-                    loss_parallel=tp > 1 and knobs.loss != "chunked",
-                    batch_size=1,
-                )
+        if rest or knobs.samples % dp:
+            continue
+        for replicate in sorted({1, run.nodes} if dp % run.nodes == 0 and dp > run.nodes else {1}):
+            yield replace(
+                knobs,
+                dp=dp,
+                dp_replicate=replicate,
+                tp=tp,
+                cp=cp,
+                activation_checkpointing=False,
+                sequence_parallel=tp > 1,
+                loss_parallel=tp > 1 and knobs.loss != "chunked",
+                batch_size=1,
+                accumulation=knobs.samples // dp,
+            )
 
 
-def _with_batch_size(layout: Knobs, samples: int, batch_size: int) -> Knobs | None:
-    """None where the samples of a step do not make whole micro-batches of all data parallel ranks."""
-    accumulation, rest = divmod(samples, layout.dp * batch_size)
-    return None if rest else replace(layout, batch_size=batch_size, accumulation=accumulation)
+def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
+    """What else to try of a layout.
+
+    More samples in a micro-batch, if it fits; computing again would only take time. More is computed again, if it does
+    not fit; nor would a larger micro-batch.
+    """
+    if fits:
+        larger = 2 * layout.batch_size
+        if larger > _LARGEST_MICRO_BATCH or layout.accumulation % 2:
+            return None
+        return replace(layout, batch_size=larger, accumulation=layout.accumulation // 2)
+    more = _RECOMPUTATIONS[_RECOMPUTATIONS.index(layout.activation_checkpointing) + 1 :]
+    return replace(layout, activation_checkpointing=more[0]) if more else None
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

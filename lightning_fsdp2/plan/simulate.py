@@ -110,11 +110,11 @@ def simulate(
             strategy.setup_training(trainer)
             _choose_foreach(trainer.optimizers)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            _run_step(trainer, fake_batch)
+            _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
                 with _mark_blocks(recorder, module):
-                    _run_step(trainer, fake_batch, recorder)
+                    _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
                 recording = recorder.get_recording()
         strategy.teardown()
     return Simulation(description, recording, is_even)
@@ -160,11 +160,12 @@ def _choose_foreach(optimizers: list[Optimizer]) -> None:
                 group["foreach"] = True
 
 
-def _run_step(trainer: Any, batch: Any, recorder: StepRecorder | None = None) -> None:
-    """What the Trainer's training loop does with the micro-batches of an optimizer step."""
+def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRecorder | None = None) -> None:
+    """What the Trainer's training loop does with ``micro_batches`` of an optimizer step, or all if it has less."""
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
-    micro_batches = min(accumulated, _MICRO_BATCHES)
+    micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
+    loop.batch_progress.current.reset()  # a step begins where the number of batches divides
     callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
     for micro_batch in range(micro_batches):
         if recorder is not None:
