@@ -59,6 +59,8 @@ _LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name:
 _SOURCES = ("path", "validation_path", "validation_split", "test_path", "test_split")
 """Options of data modules that say what to read, apart from the dataset."""
 
+_CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_fsdp2" / "plans")
+
 _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
 
 
@@ -81,6 +83,9 @@ def main(args: ArgsType = None) -> None:
 
 class _Trainer(Trainer):
     """Lightning's, which can also say what it would train."""
+
+    run_config = ""
+    """Text of the config that it was made of, with its model and data."""
 
     def describe(
         self,
@@ -117,6 +122,7 @@ class _Trainer(Trainer):
         suggest: bool = True,
         search: str | None = None,
         search_seconds: float = 600,
+        cache_dir: str | None = _CACHE,
         json: str | None = None,
         plot: str | None = None,
         processes: int | None = None,
@@ -135,6 +141,7 @@ class _Trainer(Trainer):
             suggest: Whether to plan what would help if it does not fit.
             search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
             search_seconds: After which no other layout is begun.
+            cache_dir: Folder that keeps what a search has simulated, for the next one; null keeps nothing.
             json: File to write all numbers to; - for the output, in place of the tables.
             plot: File to draw memory and traffic in, .png or .svg.
             processes: How many plans are computed at once; None for as many as there are CPUs.
@@ -149,7 +156,9 @@ class _Trainer(Trainer):
             if search is None:
                 plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
             else:
-                plan = self._search(model, search, seconds=search_seconds, **options)
+                plan = self._search(
+                    model, search, seconds=search_seconds, cache_dir=cache_dir, cache_key=self.run_config, **options
+                )
         if plan is None:
             return
         if json != "-":
@@ -324,11 +333,13 @@ class FSDP2CLI(LightningCLI):
         arguments = config.model.get("init_args")
         if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
             arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
+        run_config = str((config.trainer, config.model, config.data))
         config.trainer.update(
             Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None)
         )
         with torch.device("meta"), _without_infos():
             super().instantiate_classes()
+        cast(_Trainer, self.trainer).run_config = run_config
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer; without a run it needs no launcher's environment."""

@@ -4,12 +4,11 @@ from lightning_fsdp2.plan.devices import DEVICES, Device, get_device
 from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, Traffic
 from lightning_fsdp2.plan.roofline import StepTime
 from lightning_fsdp2.plan.run import SearchResult, plan_run, search_run
-from lightning_fsdp2.plan.search import Cache, Candidate, Search
+from lightning_fsdp2.plan.search import Candidate, Search
 
 __all__ = [
     "DEVICES",
     "Batch",
-    "Cache",
     "Candidate",
     "Change",
     "Device",

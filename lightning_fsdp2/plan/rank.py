@@ -16,7 +16,7 @@ from lightning_fsdp2.plan.blocks import Repetition, Summary, get_optional_repeti
 from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, without_offloaded
-from lightning_fsdp2.plan.simulate import Simulation, simulate
+from lightning_fsdp2.plan.simulate import Simulation, describe_model, simulate
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Run:
 
         _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
         return summarize(simulation.recording, names), found
+
+    def describe_model(self) -> str:
+        """Text of the module as it is built, in a process of its own."""
+        return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)

@@ -4,18 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2.data.module import SequenceDataModule
+from lightning_fsdp2.plan.cache import Cache, get_fingerprint
 from lightning_fsdp2.plan.devices import Device, get_device
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Plan
-from lightning_fsdp2.plan.search import Cache, Search, search
+from lightning_fsdp2.plan.search import Search, search
 from lightning_fsdp2.plan.simulate import check_strategy
 from lightning_fsdp2.plan.workers import run_in_processes
 from lightning_fsdp2.strategies import FSDP2Strategy
@@ -116,7 +118,8 @@ def search_run(
     world_size: int,
     device: str | Device = "h100",
     seconds: float = 600,
-    cache: Cache | None = None,
+    cache_dir: str | Path | None = None,
+    cache_key: str = "",
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
@@ -133,7 +136,9 @@ def search_run(
         world_size: As there.
         device: As there.
         seconds: After which no other layout is begun.
-        cache: Of what was simulated before; None keeps nothing.
+        cache_dir: Folder that keeps what was simulated, for the next search of this run; None keeps nothing.
+        cache_key: What tells runs apart where neither the module as it is built, nor its batch, the Trainer's options
+            and the Python files that are loaded do: such as what the optimizer is told.
         processes: As there.
         on_progress: As there.
 
@@ -142,7 +147,7 @@ def search_run(
 
     Raises:
         TypeError: When the strategy is not ``FSDP2Strategy``.
-        ValueError: As there.
+        ValueError: As there, and when ``cache_dir`` cannot be written to.
     """
     if not isinstance(trainer.strategy, FSDP2Strategy):
         raise TypeError(
@@ -150,13 +155,17 @@ def search_run(
             " trainer.strategy=fsdp2."
         )
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
+    cache = None
+    if cache_dir is not None:
+        [(_, fingerprint)] = run_in_processes([partial(get_fingerprint, run)])
+        cache = Cache(cache_dir, f"{cache_key} {fingerprint}")
     found = search(
         run,
         knobs,
         budget=_get_budget(run.device),
         sequence_length=get_sequence_length(run.batch),
         seconds=seconds,
-        cache=cache or Cache(None, ""),
+        cache=cache,
         processes=processes,
         on_progress=on_progress,
     )

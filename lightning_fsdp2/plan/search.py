@@ -3,21 +3,18 @@
 Each is planned by four and five repetitions of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
 """
 
-import hashlib
 import itertools
-import os
-import pickle
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from lightning_fsdp2._refusals import is_refusal
 from lightning_fsdp2.plan.blocks import FEW, MORE, Repetition, Summary, extrapolate
+from lightning_fsdp2.plan.cache import Cache
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
@@ -70,7 +67,7 @@ def search(
     budget: int,
     sequence_length: int | None,
     seconds: float,
-    cache: "Cache",
+    cache: Cache | None,
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Search:
@@ -82,41 +79,51 @@ def search(
         budget: Bytes that a peak may take.
         sequence_length: Of its samples; None keeps context parallelism out.
         seconds: After which no other layout is begun.
-        cache: Of what was simulated before.
+        cache: Of what was simulated before; None keeps nothing.
         processes: How many simulations run at once.
         on_progress: Called with how many simulations are done, and how many there will be as far as is known.
     """
-    end = time.monotonic() + seconds
-    fitting: list[Candidate] = []
+    options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
+    simulate = partial(simulate_all, run, end=time.monotonic() + seconds, **options)
+    tried: list[Candidate] = []
     refused: Counter[str] = Counter()
-    too_large = left_out = tried = 0
-    wave = [*list_layouts(run, knobs, sequence_length)]
-    while wave:
-        results = simulate_all(run, wave, end=end, cache=cache, processes=processes, on_progress=on_progress)
-        wave = []
-        for layout, result in results:
-            if isinstance(result, str):
-                refused[result] += 1
-            elif result is None:
+    left_out = 0
+    layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
+    # those that send most come last, so that the time is not enough for them rather than for others
+    for _, group in itertools.groupby(layouts, key=_get_model_parallel_size):
+        for outcome in _climb(run, [*group], budget, simulate):
+            if isinstance(outcome, Candidate):
+                tried.append(outcome)
+            elif outcome is None:
                 left_out += 1
             else:
-                tried += 1
-                found = _weigh(run, layout, result)
-                fits = found.peak_bytes <= budget
-                if fits:
-                    fitting.append(found)
-                else:
-                    too_large += 1
-                following = _get_next(layout, fits=fits)
-                if following is not None:
-                    wave.append(following)
+                refused[outcome] += 1
+    fitting = [candidate for candidate in tried if candidate.peak_bytes <= budget]
     return Search(
         best=sorted(fitting, key=lambda candidate: candidate.middle),
-        tried=tried,
-        too_large=too_large,
+        tried=len(tried),
+        too_large=len(tried) - len(fitting),
         refused=dict(refused),
         left_out=left_out,
     )
+
+
+def _climb(run: Run, layouts: list[Knobs], budget: int, simulate: Any) -> Iterator[Candidate | str | None]:
+    """Try layouts, and then what follows from what they need; yield also why one is refused, and None for no time."""
+    while layouts:
+        following = []
+        for layout, result in simulate(layouts):
+            if not isinstance(result, Summary):
+                yield result
+                continue
+            candidate = _weigh(run, layout, result)
+            yield candidate
+            following.append(_get_next(layout, fits=candidate.peak_bytes <= budget))
+        layouts = [layout for layout in following if layout is not None]
+
+
+def _get_model_parallel_size(layout: Knobs) -> int:
+    return layout.tp * layout.cp
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
@@ -164,50 +171,17 @@ def _powers_of_two(most: int) -> Iterator[int]:
     return itertools.takewhile(lambda size: size <= most, (2**exponent for exponent in itertools.count()))
 
 
-class Cache:
-    """What was simulated before, in a folder: one file for each layout.
-
-    Args:
-        folder: None keeps nothing.
-        run: Tells runs apart: text of all that a simulation depends on, apart from the layout.
-    """
-
-    def __init__(self, folder: Path | None, run: str) -> None:
-        self._folder = folder
-        self._run = run
-
-    def get(self, knobs: Knobs) -> Summary | str | None:
-        """The summary of a layout, or why it was refused; None if it was not tried."""
-        path = self._get_path(knobs)
-        return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
-
-    def put(self, knobs: Knobs, result: Summary | str) -> None:
-        """Keep a result; one that is written is whole."""
-        path = self._get_path(knobs)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(pickle.dumps(result))
-        temporary.replace(path)
-
-    def _get_path(self, knobs: Knobs) -> Path | None:
-        if self._folder is None:
-            return None
-        return self._folder / f"{hashlib.sha256(f'{self._run}{knobs}'.encode()).hexdigest()}.pickle"
-
-
 def simulate_all(
     run: Run,
     layouts: list[Knobs],
     *,
     end: float,
-    cache: Cache,
+    cache: Cache | None,
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Knobs, Summary | str | None]]:
     """Yield each layout with what it takes, why it is refused, or None if there was no time for it."""
-    known = {layout: result for layout in layouts if (result := cache.get(layout)) is not None}
+    known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
     yield from known.items()
     missing = [layout for layout in layouts if layout not in known]
     tasks = [partial(_try, run, layout, times, end) for layout in missing for times in (FEW, MORE)]
@@ -219,7 +193,7 @@ def simulate_all(
         first = number // 2 * 2
         if first in halves and first + 1 in halves:
             layout, whole = missing[number // 2], _combine(halves.pop(first), halves.pop(first + 1))
-            if whole is not None:
+            if cache is not None and whole is not None:
                 cache.put(layout, whole)
             yield layout, whole
 

@@ -94,13 +94,9 @@ def simulate(
     """
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    packed = nullcontext() if _is_packed(batch) else assume_unpacked_sequences()
+    packed = nullcontext() if is_packed(batch) else assume_unpacked_sequences()
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
-        _connect(trainer, module)
-        replace_manager(strategy, mode)
-        strategy.enter_mesh(mesh)
-        with torch.device("meta"):
-            call._call_configure_model(trainer)
+        _build_model(trainer, module, mesh, mode)
         change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
@@ -120,6 +116,15 @@ def simulate(
     return Simulation(description, recording, is_even)
 
 
+def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
+    """Text of all parameters and buffers of the module that :func:`simulate` would shard, and its models' configs."""
+    with simulate_mesh(trainer.strategy, world_size=world_size, num_nodes=num_nodes, rank=0) as mesh:
+        _build_model(trainer, module, mesh, FakeTensorMode(allow_non_fake_inputs=True))
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
+        return "\n".join([str(module), *texts, *(str(model.config) for model in get_hf_models(module))])
+
+
 def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     """Return a strategy whose steps can be simulated.
 
@@ -134,10 +139,18 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     )
 
 
-def _is_packed(batch: Any) -> bool:
+def is_packed(batch: Any) -> bool:
     """Whether sequences hold several documents, which transformers looks for in values."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMode) -> None:
+    _connect(trainer, module)
+    replace_manager(trainer.strategy, mode)
+    trainer.strategy.enter_mesh(mesh)
+    with torch.device("meta"):
+        call._call_configure_model(trainer)
 
 
 def _connect(trainer: Any, module: Any) -> None:
@@ -271,15 +284,15 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """By torch's names of process groups."""
-    axes: dict[str, list[str]] = {}
-    groups: dict[str, dist.ProcessGroup] = {}
+    """By torch's names of process groups, of which several may join the same ranks."""
+    axes: dict[tuple[int, ...], list[str]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
     for view in get_views(mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
-            axes.setdefault(group.group_name, []).append(axis)
-            groups[group.group_name] = group
-    return {name: Group(tuple(axes[name]), tuple(dist.get_process_group_ranks(groups[name]))) for name in axes}
+            ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
+            axes.setdefault(ranks[group.group_name], []).append(axis)
+    return {name: Group(tuple(axes[members]), members) for name, members in ranks.items()}
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:

@@ -7,7 +7,7 @@ import pytest
 from helpers.planning import BATCH, LENGTH, make_module, make_trainer
 
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.plan import Cache, SearchResult, get_device, search_run
+from lightning_fsdp2.plan import SearchResult, get_device, search_run
 
 
 def run_search(strategy: Any = None, **options: Any) -> SearchResult:
@@ -19,8 +19,7 @@ def run_search(strategy: Any = None, **options: Any) -> SearchResult:
 
 @pytest.mark.slow
 def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, "this run")
-    result = run_search(memory=0.05, cache=cache)
+    result = run_search(memory=0.05, cache_dir=tmp_path)
     found = result.search
     assert found.best
     assert result.plan is not None
@@ -33,9 +32,10 @@ def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     assert all(candidate.knobs.samples == 8 for candidate in found.best)
     assert {candidate.knobs.tp for candidate in found.best} <= {1, 2}  # within a node
     assert len(result.configs) == len(found.best)
-    again = run_search(memory=0.05, cache=cache, seconds=0)
-    assert again.search.best == found.best  # nothing was simulated again
-    assert again.search.left_out == 0
+    again = run_search(memory=0.05, cache_dir=tmp_path, seconds=0)
+    assert again.search == found  # nothing was simulated again
+    other = run_search(memory=0.05, cache_dir=tmp_path, seconds=0, cache_key="another optimizer")
+    assert other.search.left_out > 0
 
 
 def test_without_time_nothing_is_tried() -> None:
@@ -53,3 +53,10 @@ def test_what_is_not_varied_stays() -> None:
     strategy = FSDP2Strategy(config=FSDP2Config(enable_fsdp2_prefetch=False))
     run_search(strategy, seconds=0)
     assert strategy.config.enable_fsdp2_prefetch is False
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="cache_dir='.*file' cannot be written to; name another folder, or None"):
+        run_search(cache_dir=file)

@@ -1,0 +1,86 @@
+"""What searches have simulated before, in a folder."""
+
+import hashlib
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_fsdp2.plan.blocks import Summary
+from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.simulate import is_packed
+
+
+class Cache:
+    """One file for each layout of each run.
+
+    Args:
+        folder: Made where it does not exist.
+        run: Text that tells runs apart.
+
+    Raises:
+        ValueError: When ``folder`` cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path, run: str) -> None:
+        self._folder = Path(folder).expanduser()
+        self._run = run
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            is_writable = os.access(self._folder, os.W_OK)
+        except OSError:
+            is_writable = False
+        if not is_writable:
+            raise ValueError(
+                f"cache_dir={str(folder)!r} cannot be written to; name another folder, or None (null) to keep nothing."
+            )
+
+    def get(self, knobs: Knobs) -> Summary | str | None:
+        """The summary of a layout, or why it was refused; None if it was not tried."""
+        path = self._get_path(knobs)
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def put(self, knobs: Knobs, result: Summary | str) -> None:
+        """Keep a result; one that is written is whole."""
+        path = self._get_path(knobs)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.replace(path)
+
+    def _get_path(self, knobs: Knobs) -> Path:
+        return self._folder / f"{hashlib.sha256(f'{self._run} {knobs}'.encode()).hexdigest()}.pickle"
+
+
+def get_fingerprint(run: Run) -> str:
+    """Text that changes with the model, the batch, the Trainer's options, and the code; changes ``run``, too.
+
+    The code is every Python file that is loaded once the model is built: those of the run, of torch and of the others.
+    What an optimizer is told does not show in it.
+    """
+    trainer, batch = run.trainer, run.batch
+    shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)
+    parts: list[Any] = [
+        run.describe_model(),
+        shapes,
+        is_packed(batch),
+        (run.world_size, run.nodes),
+        (trainer.precision, trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
+        trainer.strategy.config,
+        sorted(_iterate_code()),
+    ]
+    return repr(parts)
+
+
+def _iterate_code() -> Iterator[tuple[str, int, int]]:
+    """Names of loaded modules, with when their files changed and how large they are."""
+    for name, module in [*sys.modules.items()]:
+        path = getattr(module, "__file__", None)
+        if path is not None and os.path.exists(path):
+            status = os.stat(path)
+            yield name, status.st_mtime_ns, status.st_size
