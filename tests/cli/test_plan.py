@@ -71,6 +71,19 @@ def test_numbers_alone(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in plain["ranks"]] == [7]
 
 
+@pytest.mark.slow
+def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_yaml(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options = ["--world_size=8", "--devices_per_node=4", "--memory=0.05", "--cache_dir=cache"]
+    printed = run(config, *options, "--search=best.yaml", "--json=found.json")
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "best.yaml has the first of them: fit --config RUN.yaml --config best.yaml" in printed
+    planned = json.loads(run(config, "--config=best.yaml", *options, "--json=-"))
+    assert planned == json.loads(Path("found.json").read_text())
+    assert planned["batch"]["samples"] == 16
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
