@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.distributed import device_mesh
 from torch.distributed.checkpoint import _state_dict_stager, filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
@@ -295,14 +296,24 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    broadcast = dist.broadcast_object_list
-    # what no rank sends would be read from memory as it comes; this rank's own objects stand for those of others
-    dist.broadcast_object_list = lambda *args, **kwargs: None
-    try:
+
+    def new_group(ranks: Sequence[int], **options: Any) -> Any:
+        return make_group(ranks=ranks, **options) if rank in ranks else None
+
+    def chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        chunks = [*torch.chunk(tensor, num_chunks, dim=dim)]
+        return [*chunks, *[chunks[0].new_empty(0)] * (num_chunks - len(chunks))]
+
+    make_group = dist.new_group
+    with ExitStack() as patches:
+        patches.callback(dist.destroy_process_group)
+        # what no rank sends would be read from memory as it comes; this rank's own objects stand for those of others
+        patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
+        # torch makes the groups of all ranks, and FSDP2 an empty tensor for each that has no shard of a parameter: more
+        # work than all the rest on ten thousand ranks
+        patches.enter_context(_replaced(device_mesh, "new_group", new_group))
+        patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", chunk_with_empty))
         yield
-    finally:
-        dist.broadcast_object_list = broadcast
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -317,11 +328,18 @@ def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[
         resize(storage, size)
         observe(storage)
 
-    torch.UntypedStorage.resize_ = resize_and_observe  # type: ignore[method-assign, assignment]
+    with _replaced(torch.UntypedStorage, "resize_", resize_and_observe):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
 def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:

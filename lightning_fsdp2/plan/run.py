@@ -241,11 +241,12 @@ def get_batch(datamodule: "LightningDataModule | None") -> Any:
 
 def _get_config_builder(strategy: Any, datamodule: Any, knobs: Knobs) -> Callable[[Knobs], dict[str, Any]]:
     is_ours = isinstance(datamodule, SequenceDataModule)
-    package = type(strategy).__module__
+    kind = type(strategy)
+    package = "lightning_fsdp2" if kind.__module__.startswith("lightning_fsdp2.") else kind.__module__
     return partial(
         build_config,
         knobs,
-        strategy=f"{'lightning_fsdp2' if package.startswith('lightning_fsdp2.') else package}.{type(strategy).__name__}",
+        strategy=f"{package}.{kind.__name__}",
         names_batch_size=is_ours,
         has_global_batch=is_ours and datamodule.global_batch_size is not None,
     )

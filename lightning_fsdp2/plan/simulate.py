@@ -118,7 +118,8 @@ def simulate(
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
     """Text of all parameters and buffers of the module that :func:`simulate` would shard, and its models' configs."""
-    with simulate_mesh(trainer.strategy, world_size=world_size, num_nodes=num_nodes, rank=0) as mesh:
+    strategy = check_strategy(trainer.strategy)
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
         _build_model(trainer, module, mesh, FakeTensorMode(allow_non_fake_inputs=True))
         tensors = [*module.named_parameters(), *module.named_buffers()]
         texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]

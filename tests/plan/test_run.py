@@ -38,7 +38,7 @@ def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
     assert 0 < planned.shortest < planned.longest
     assert 0 < planned.utilisation < 1
     axes = {(entry.kind, entry.axis) for entry in planned.ranks[0].traffic}
-    assert {("all-gather", "dp_shard_cp"), ("reduce-scatter", "tensor_parallel")} <= axes
+    assert {("all-gather", "dp_shard"), ("reduce-scatter", "tensor_parallel")} <= axes
     timeline = planned.ranks[0].timeline
     assert max(sum(moment.bytes.values()) for moment in timeline) == planned.peak_bytes
 

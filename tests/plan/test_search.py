@@ -58,5 +58,5 @@ def test_what_is_not_varied_stays() -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ValueError, match="cache_dir='.*file' cannot be written to; name another folder, or None"):
+    with pytest.raises(ValueError, match=r"cache_dir='.*file' cannot be written to; name another folder, or None"):
         run_search(cache_dir=file)
