@@ -68,7 +68,10 @@ COMMANDS = {
         "tests/cli/test_commands.py::test_export_writes_a_model_of_hugging_face"
     ),
 }
-"""Commands without their comments; `describe` of a recipe is run by tests/test_configs.py."""
+"""Commands without their comments."""
+
+OF_RECIPES = ("lightning-fsdp2 describe --config configs/", "lightning-fsdp2 plan --config configs/")
+"""Run by tests/test_configs.py and tests/benchmarks/test_plans.py."""
 
 
 def read_commands(text: str) -> list[tuple[str, str]]:
@@ -99,7 +102,7 @@ def test_each_is_run_by_a_test_or_marked() -> None:
         (name, command)
         for name, command, comment in DOCUMENTED
         if "needs GPUs" not in comment
-        and not (command.startswith("lightning-fsdp2 describe --config configs/"))
+        and not command.startswith(OF_RECIPES)
         and re.sub(r' ARGS=".*"', "", command) not in COMMANDS
     ]
     assert loose == []
