@@ -1,6 +1,6 @@
 """Work, traffic, memory and time of a rank under context parallelism, beside the least that they could be.
 
-The first table is of a simulated mesh, as in ``memory.py``: layers of a Llama-3-8B train on one long sequence, by each
+The first table is of a simulated mesh, as plans are: layers of a Llama-3-8B train on one long sequence, by each
 rank in turn, and what is printed is the most that any of them has to do. FLOPs are those of the matrix products and of
 the attention kernels, where a causal call of n queries has n (n + 1) / 2 pairs of a query and a key. Bytes are what a
 rank sends for attention, as if each collective were a ring of its ranks. Activations are what waits for backward.
@@ -34,13 +34,14 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.memory import ACTIVATIONS, LLAMA_3_8B, Run, Variant, build_step, fake_tensors, run_forked
+from benchmarks.memory import LLAMA_3_8B, Run, Variant, make_batch, make_trainer, run_forked
 from benchmarks.turns import get_median, get_ratio_cells
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.plan.recorder import ACTIVATIONS, LOGITS
+from lightning_fsdp2.plan.simulate import simulate as simulate_step
 
 METHODS = ("allgather", "ulysses")
 ALONE = "one process"
@@ -113,17 +114,26 @@ def count_attention_flops(query: Tensor, key: Tensor, *, is_causal: bool) -> int
     return 2 * batch * heads * pairs * dim
 
 
+class CountedLM(CausalLM):
+    """Counts in its optimizer steps, each of which holds its forward and its backward."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        with ShareCounter() as self.counter:
+            super().optimizer_step(*args, **kwargs)
+
+
 def simulate(run: Run, method: str, rank: int) -> Share:
     """A step of one rank in a world of fake ranks and fake tensors; nothing is computed."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.ranks)
-    with fake_tensors() as mode:
-        step = build_step(run, Variant({"context_parallel_method": method}))
-        with mode:
-            step()
-            with ShareCounter() as counter:
-                tracker = step()
-    dist.destroy_process_group()
-    kept = tracker.count(ACTIVATIONS, at="backward")
+    module = CountedLM(config=run.model)
+    trainer = make_trainer(run, Variant({"context_parallel_method": method}))
+    recording = simulate_step(trainer, module, make_batch(run), world_size=run.ranks, rank=rank).recording
+    backward = next(moment for moment, phase in recording.phases if phase == "backward")
+    kept = sum(
+        change
+        for moment, category, change in recording.changes
+        if moment < backward and category in (ACTIVATIONS, LOGITS)
+    )
+    counter = module.counter
     return Share(counter.attention_flops, counter.product_flops, counter.traffic, kept)
 
 

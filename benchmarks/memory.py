@@ -1,12 +1,10 @@
 """Peak memory of a training step per rank and by category: what each option of FSDP2Config and CausalLM saves.
 
-A Llama-3-8B is trained for a step on a simulated mesh: torch's fake process group stands for the other ranks, and fake
-tensors, which have shapes but no values, for this rank's (rank 0). It is the package's own step: the module is
-``CausalLM``, ``FSDP2Manager`` shards it, and the token mean, clipping and AdamW follow. A dispatch mode writes down
-every storage that is made, resized and freed.
+A Llama-3-8B is planned (``lightning_fsdp2.plan``): a step of the Trainer on torch's fake process group, with fake
+tensors, of which every storage that is made, resized and freed is written down.
 
-A small model is then both simulated and trained: two forked ranks with real tensors and gloo. What their step adds to
-the resident memory at its peak, as Linux counts it, is printed beside what the simulation says it adds.
+A small model is then both planned and trained: two forked ranks with real tensors and gloo. What their step adds to the
+resident memory at its peak, as Linux counts it, is printed beside what the plan says it adds.
 
     python benchmarks/memory.py
 """
@@ -18,57 +16,28 @@ import multiprocessing
 import os
 import platform
 import tempfile
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
 import transformers
+from lightning.pytorch import Trainer
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
-from transformers import masking_utils
 
-from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, parallelizer
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, FSDP2Strategy, clip_grad_norm_, create_device_mesh
 from lightning_fsdp2.mesh import DP_CP, get_mesh
-from lightning_fsdp2.parallel import cp_attention
 from lightning_fsdp2.parallel.loss import apply_token_mean_
-
-SHARDED_PARAMETERS = "sharded parameters"
-GATHERED_PARAMETERS = "gathered parameters"
-SHARDED_GRADIENTS = "sharded gradients"
-UNSHARDED_GRADIENTS = "unsharded gradients"
-OPTIMIZER_STATE = "optimizer state"
-COLLECTIVE_BUFFERS = "collective buffers"
-ACTIVATIONS = "activations"
-TEMPORARIES = "temporaries"
-CATEGORIES = (
-    SHARDED_PARAMETERS,
-    SHARDED_GRADIENTS,
-    OPTIMIZER_STATE,
-    GATHERED_PARAMETERS,
-    UNSHARDED_GRADIENTS,
-    COLLECTIVE_BUFFERS,
-    ACTIVATIONS,
-    TEMPORARIES,
-)
-OFFLOADED = (SHARDED_PARAMETERS, SHARDED_GRADIENTS, OPTIMIZER_STATE)
-"""What FSDP2's ``CPUOffloadPolicy`` keeps on the host, where the optimizer then runs."""
+from lightning_fsdp2.plan import RankPlan, plan_run
+from lightning_fsdp2.plan.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""
@@ -139,140 +108,6 @@ class Run:
         return f"dp {self.ranks // self.tp_size}{tp}"
 
 
-@dataclass(eq=False)
-class Allocation:
-    """A storage. What it is may turn out after it was made, so its category is read at the end."""
-
-    category: str = TEMPORARIES
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which the most bytes are in use."""
-
-    phase: str
-    bytes: dict[str, int]
-    """By category; they add up to the peak."""
-
-    @property
-    def total(self) -> int:
-        """All categories together."""
-        return sum(self.bytes.values())
-
-    @property
-    def added(self) -> int:
-        """What the step adds to what is there before it."""
-        return self.total - self.bytes[SHARDED_PARAMETERS] - self.bytes[OPTIMIZER_STATE]
-
-
-class MemoryTracker(TorchDispatchMode):
-    """Writes down every change in the bytes that storages hold, and what the storages are.
-
-    FSDP2's own operations tell its tensors apart: what it copies in, gathers, copies out, and reduces. Of all others,
-    activations are those made in forward that are alive when backward begins, the step's inputs and the model's
-    buffers included; temporaries are the rest, among them what backward computes again. What tensor parallelism
-    gathers or reduces is one or the other. Workspace that an operation takes for itself is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changes: list[tuple[Allocation, int]] = []
-        self._phases: dict[str, int] = {}
-        self._live: dict[int, Allocation] = {}
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_observe(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            self._observe(storage)
-
-        # how FSDP2 frees gathered parameters: no operation that a dispatch mode could see
-        self._observe_resizes = patch.object(torch.UntypedStorage, "resize_", resize_and_observe)
-
-    def __enter__(self) -> "MemoryTracker":
-        self._observe_resizes.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._observe_resizes.stop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor: its local tensors come by next
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._observe(tensor.untyped_storage())
-        match func._schema.name:
-            case "fsdp::all_gather_copy_in":
-                self.label([*args[0], args[1]], COLLECTIVE_BUFFERS)
-            case "fsdp::split_with_sizes_copy":
-                self.label(kwargs["out"], GATHERED_PARAMETERS)
-            case "fsdp::chunk_cat":
-                self.label(args[0], UNSHARDED_GRADIENTS)
-                self.label([kwargs["out"]], COLLECTIVE_BUFFERS)
-        return result
-
-    def begin(self, phase: str) -> None:
-        """Mark the begin of a part of the step."""
-        self._phases[phase] = len(self._changes)
-
-    def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what tensors are; the first word counts."""
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            _set_category(self._observe(local.untyped_storage()), category)
-
-    def label_rest(self, category: str) -> None:
-        """Say what all tensors are that are alive now and not labelled yet."""
-        for allocation in self._live.values():
-            _set_category(allocation, category)
-
-    def find_peak(self, *, without: Iterable[str] = (), until: str | None = None) -> Peak:
-        """The peak of all categories but ``without``, of the phases before ``until``."""
-        current: Counter[str] = Counter()
-        total, highest, peak, moment = 0, 0, Counter(current), 0
-        end = None if until is None else self._phases[until]
-        for index, (allocation, change) in enumerate(self._changes[:end]):
-            if allocation.category in without:
-                continue
-            current[allocation.category] += change
-            total += change
-            if total > highest:
-                highest, peak, moment = total, current.copy(), index
-        phase = [name for name, begin in self._phases.items() if begin <= moment][-1]
-        return Peak(phase, {category: peak[category] for category in CATEGORIES})
-
-    def count(self, category: str, *, at: str) -> int:
-        """Bytes of a category when a phase begins."""
-        changes = self._changes[: self._phases[at]]
-        return sum(change for allocation, change in changes if allocation.category == category)
-
-    def _observe(self, storage: torch.UntypedStorage) -> Allocation:
-        # torch keeps one Python object per storage, alive as long as the storage is
-        if id(storage) not in self._live:
-            self._live[id(storage)] = Allocation()
-            weakref.finalize(storage, self._free, id(storage))
-        allocation = self._live[id(storage)]
-        self._change(allocation, storage.nbytes())
-        return allocation
-
-    def _free(self, key: int) -> None:
-        self._change(self._live.pop(key), 0)
-
-    def _change(self, allocation: Allocation, size: int) -> None:
-        if size != allocation.size:
-            self._changes.append((allocation, size - allocation.size))
-            allocation.size = size
-
-
-def _set_category(allocation: Allocation, category: str) -> None:
-    if allocation.category == TEMPORARIES:
-        allocation.category = category
-
-
 def main() -> None:
     """Print the table of each simulated mesh, and that of the small model's real and simulated run."""
     arguments = parse_arguments()
@@ -306,26 +141,26 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
     for name in variants:
         if not is_measurable(run, VARIANTS[name]):
             continue
-        (peak,) = run_forked(partial(simulate, run, VARIANTS[name]), 1)
-        cells = [f"{size / 2**30:.2f}" for size in (*peak.bytes.values(), peak.total)]
-        print(f"| {name} | {' | '.join(cells)} | {peak.phase} |", flush=True)
+        planned = plan(run, VARIANTS[name])
+        cells = [f"{size / 2**30:.2f}" for size in (*planned.peak.values(), planned.peak_bytes)]
+        print(f"| {name} | {' | '.join(cells)} | {planned.peak_at} |", flush=True)
     print()
 
 
 def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
-    """Print a row for each variant of the small model, simulated and trained by processes; MiB."""
-    columns = ("peak, simulated", "peak, tracked", "added, simulated", "added, resident", "simulated / resident")
+    """Print a row for each variant of the small model, planned and trained by processes; MiB."""
+    columns = ("peak, planned", "added, planned", "added, resident", "planned / resident")
     print(f"| ranks | variant | {' | '.join(columns)} |")
     print(f"|---|---|{'--:|' * len(columns)}")
     for run in runs:
         for name in variants:
             if not is_measurable(run, VARIANTS[name]) or VARIANTS[name].is_offloaded:
                 continue
-            (simulated,) = run_forked(partial(simulate, run, VARIANTS[name]), 1)
+            planned = plan(run, VARIANTS[name])
             with tempfile.TemporaryDirectory() as folder:
-                (tracked, resident), *_ = run_forked(partial(train, run, VARIANTS[name], folder), run.ranks)
-            sizes = [f"{size / 2**20:.1f}" for size in (simulated.total, tracked.total, simulated.added, resident)]
-            print(f"| {run} | {name} | {' | '.join(sizes)} | {simulated.added / resident:.3f} |", flush=True)
+                resident, *_ = run_forked(partial(train, run, VARIANTS[name], folder), run.ranks)
+            sizes = [f"{size / 2**20:.1f}" for size in (planned.peak_bytes, count_added(planned), resident)]
+            print(f"| {run} | {name} | {' | '.join(sizes)} | {count_added(planned) / resident:.3f} |", flush=True)
 
 
 def is_measurable(run: Run, variant: Variant) -> bool:
@@ -339,24 +174,28 @@ def run_forked(function: Callable[[int], Any], ranks: int) -> list[Any]:
         return list(pool.map(function, range(ranks)))
 
 
-def simulate(run: Run, variant: Variant, rank: int = 0) -> Peak:
-    """The peak of one rank in a world of fake ranks and fake tensors; nothing is computed."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.ranks)
-    with fake_tensors() as mode:
-        step = build_step(run, variant)
-        with mode:
-            step()
-            tracker = step()
-    dist.destroy_process_group()
-    if variant.is_offloaded:
-        # on a CPU mesh, the only one that can be simulated without a GPU's driver, the package leaves offloading out:
-        # the shards are in host memory anyway. So what the policy keeps there, and the optimizer, are taken out here.
-        return tracker.find_peak(without=OFFLOADED, until="optimizer")
-    return tracker.find_peak()
+def plan(run: Run, variant: Variant) -> RankPlan:
+    """Of rank 0, without anything being computed."""
+    trainer = make_trainer(run, variant)
+    return plan_run(trainer, make_module(run, variant), make_batch(run), world_size=run.ranks, suggest=False).ranks[0]
 
 
-def train(run: Run, variant: Variant, folder: str, rank: int) -> tuple[Peak, int]:
-    """The peak of a real run as tracked, and what a step added to the resident memory as Linux counted it."""
+def make_trainer(run: Run, variant: Variant) -> Trainer:
+    """Of the run, for a plan of it."""
+    strategy = FSDP2Strategy(tp_size=run.tp_size, cp_size=run.cp_size, config=make_config(run, variant))
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
+    return Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", gradient_clip_val=1.0, **options
+    )
+
+
+def count_added(planned: RankPlan) -> int:
+    """What the step adds to what is there before it: weights, gradients that are as large, and optimizer states."""
+    return planned.peak_bytes - 2 * planned.peak[WEIGHTS] - planned.peak[OPTIMIZER_STATES]
+
+
+def train(run: Run, variant: Variant, folder: str, rank: int) -> int:
+    """What a step of a real run adds to the resident memory at its peak, as Linux counts it."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     store = dist.FileStore(f"{folder}/store", run.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60))
@@ -364,10 +203,10 @@ def train(run: Run, variant: Variant, folder: str, rank: int) -> tuple[Peak, int
     step()
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins anew
     before = read_resident_memory("VmRSS")
-    tracker = step()
+    step()
     added = read_resident_memory("VmHWM") - before
     dist.barrier()  # a rank that ends before its peers would make them fail
-    return tracker.find_peak(), added
+    return added
 
 
 def read_resident_memory(name: str) -> int:
@@ -376,64 +215,45 @@ def read_resident_memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-@contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Let :func:`build_step` allocate fake tensors, and make them of the mode it yields."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    materialize = parallelizer.materialize
-
-    def materialize_fake(*args: Any) -> None:
-        with mode:
-            materialize(*args)
-
-    with (
-        # until here all is on the meta device; DeviceMesh reads the values of its own tensors, so they must be real
-        patch.object(parallelizer, "materialize", materialize_fake),
-        # rank 0's random state, which nobody sends to the others
-        patch.object(dist, "broadcast_object_list"),
-        # reads positions to find packed sequences, and takes fake ones for packed
-        patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
-        # reads what a mask lets some queries see; here it is a causal one
-        patch.object(cp_attention, "_get_window", return_value=None),
-    ):
-        yield mode
+def make_config(run: Run, variant: Variant) -> FSDP2Config:
+    """Options of the strategy."""
+    return FSDP2Config(sequence_parallel=run.tp_size > 1, **variant.config)
 
 
-def build_step(run: Run, variant: Variant) -> Callable[[], MemoryTracker]:
+def make_module(run: Run, variant: Variant) -> CausalLM:
+    """Without its model, which is built later."""
+    # `foreach` is what AdamW does by default on a GPU
+    return CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
+
+
+def make_batch(run: Run) -> dict[str, Tensor]:
+    """Of a data parallel rank."""
+    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def build_step(run: Run, variant: Variant) -> Callable[[], None]:
     """Shard a module as ``FSDP2Strategy`` does under ``precision="bf16-mixed"``, and return a step of its training.
 
     The first step makes the optimizer's state and fills the caches of DTensor; the second is one of many.
     """
-    config = FSDP2Config(sequence_parallel=run.tp_size > 1, **variant.config)
+    config = make_config(run, variant)
     mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type="cpu")
-    # `foreach` is what AdamW does by default on a GPU
-    module = CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
+    module = make_module(run, variant)
     with torch.device("meta"):
         module.configure_model()
     FSDP2Manager(config, mesh).parallelize(module)
     return partial(train_step, module, module.configure_optimizers(), run, get_mesh(mesh, DP_CP).get_group())
 
 
-def train_step(module: CausalLM, optimizer: Optimizer, run: Run, group: dist.ProcessGroup) -> MemoryTracker:
-    """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step."""
-    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length))
-    parameters = list(module.parameters())
-    with MemoryTracker() as tracker:
-        tracker.label(parameters, SHARDED_PARAMETERS)
-        tracker.label((t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), OPTIMIZER_STATE)
-        tracker.label([*module.buffers(), tokens], ACTIVATIONS)
-        tracker.begin("forward")
-        loss = module.training_step({"input_ids": tokens, "labels": tokens}, 0)
-        tracker.begin("backward")
-        tracker.label_rest(ACTIVATIONS)
-        loss.backward()
-        tracker.begin("optimizer")
-        tracker.label((parameter.grad for parameter in parameters), SHARDED_GRADIENTS)
-        apply_token_mean_(module, group)
-        clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return tracker
+def train_step(module: CausalLM, optimizer: Optimizer, run: Run, group: dist.ProcessGroup) -> None:
+    """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step, by hand."""
+    loss = module.training_step(make_batch(run), 0)
+    optimizer.zero_grad()
+    loss.backward()
+    apply_token_mean_(module, group)
+    clip_grad_norm_([*module.parameters()], 1.0)
+    optimizer.step()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What ``lightning-fsdp2 plan`` says of five runs, and what it takes to say it on any number of ranks.
 
-    python -m benchmarks.plans            the table of docs/planning.md
-    python -m benchmarks.plans --ranks    CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
+python -m benchmarks.plans            the table of docs/planning.md
+python -m benchmarks.plans --ranks    CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
 """
 # ruff: noqa: T201
 
@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,13 @@ def build_row(name: str, planned: dict[str, Any]) -> list[str]:
     ]
 
 
-def print_row(cells: Any) -> None:
+def print_row(cells: Iterable[str]) -> None:
+    """Print a line of a table."""
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def print_runs() -> None:
+    """The table of the page."""
     print_row(COLUMNS)
     print_row(["---", *["--:"] * (len(COLUMNS) - 1)])
     for name, command in read_commands().items():

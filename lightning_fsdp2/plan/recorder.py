@@ -142,8 +142,14 @@ class Allocation:
     phase: str
     """In which it was made."""
 
-    category: str = TEMPORARIES
+    label: str = TEMPORARIES
+    is_of_vocabulary: bool = False
     size: int = 0
+
+    @property
+    def category(self) -> str:
+        """Logits are those of the vocabulary's size that nobody knows to be something else."""
+        return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ class StepRecorder(TorchDispatchMode):
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
             if tensor.ndim > 1 and tensor.size(-1) in self._vocabulary:
-                _set_category(allocation, LOGITS)
+                allocation.is_of_vocabulary = True
         if kind.is_view:
             return result
         self._operations.append(self._read(kind, args, kwargs, result))
@@ -329,5 +335,5 @@ def _count_bytes(values: Iterable[Any]) -> int:
 
 
 def _set_category(allocation: Allocation, category: str) -> None:
-    if allocation.category == TEMPORARIES:
-        allocation.category = category
+    if allocation.label == TEMPORARIES:
+        allocation.label = category

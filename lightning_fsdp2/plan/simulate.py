@@ -297,7 +297,14 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Sizes of the vocabularies, and of what a tensor parallel rank has of them."""
+    """Sizes of the vocabularies, and of what a tensor parallel rank has of them, unless other things are as large."""
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
     sizes = {cast(Any, model).config.get_text_config().vocab_size for model in get_hf_models(module)}
-    return sizes | {-(-size // tp) for size in sizes}
+    others = {
+        size for parameter in module.parameters() if sizes.isdisjoint(parameter.shape) for size in parameter.shape
+    }
+    return _add_parts(sizes, tp) - _add_parts(others, tp)
+
+
+def _add_parts(sizes: set[int], parts: int) -> set[int]:
+    return sizes | {-(-size // parts) for size in sizes}

@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from lightning_fsdp2.plan.recorder import ACTIVATIONS, LOGITS, TEMPORARIES, StepRecorder
+from lightning_fsdp2.plan.recorder import ACTIVATIONS, COMMUNICATION_BUFFERS, LOGITS, TEMPORARIES, StepRecorder
 
 
 def test_what_is_resized_and_what_is_freed_is_seen() -> None:
@@ -32,6 +32,14 @@ def test_what_forward_leaves_is_activations_and_what_is_as_wide_as_the_vocabular
     assert (LOGITS, logits.nbytes) in sizes
     assert sizes[-1] == (TEMPORARIES, 12)
     assert [name for _, name in recorder.get_recording().phases] == ["forward", "backward"]
+
+
+def test_what_is_known_is_no_logits_whatever_its_size() -> None:
+    with StepRecorder({}, vocabulary=[7]) as recorder:
+        recorder.begin("forward")
+        buffers = torch.ones(2, 7)
+        recorder.label([buffers], COMMUNICATION_BUFFERS)
+    assert [category for _, category, _ in recorder.get_recording().changes] == [COMMUNICATION_BUFFERS]
 
 
 def test_operations_by_their_products_and_their_bytes() -> None:

@@ -11,6 +11,7 @@ from helpers.planning import (
     KEY_VALUE_WIDTH,
     LAYERS,
     LENGTH,
+    LLAMA,
     MLP_WIDTH,
     VOCABULARY,
     WIDTH,
@@ -22,9 +23,9 @@ from helpers.planning import (
 )
 from helpers.ranks import run_ranks
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.plan.devices import DEVICES
-from lightning_fsdp2.plan.recorder import OPTIMIZER_STATES, UNSHARDED_WEIGHTS, WEIGHTS
+from lightning_fsdp2.plan.recorder import ACTIVATIONS, OPTIMIZER_STATES, UNSHARDED_WEIGHTS, WEIGHTS
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
 from lightning_fsdp2.plan.simulate import Simulation, simulate
 
@@ -112,6 +113,20 @@ def test_flops_by_hand() -> None:
     # scores and values in forward; in backward the scores again, and two products for each; half of it, being causal
     attention = LAYERS * (2 + 5) * BATCH * 2 * LENGTH * LENGTH * WIDTH // 2
     assert planned.flops == pytest.approx(products + attention, rel=1e-3)
+
+
+def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide() -> None:
+    def count_activations(vocabulary: int) -> int:
+        module = CausalLM(config={**LLAMA, "vocab_size": vocabulary})
+        trainer = make_trainer(FSDP2Strategy(tp_size=2, config=SEQUENCE_PARALLEL))
+        recording = simulate(trainer, module, make_batch(), world_size=2).recording
+        return sum(change for _, category, change in recording.changes if category == ACTIVATIONS and change > 0)
+
+    def run() -> list[int]:
+        return [count_activations(2 * WIDTH), count_activations(2 * WIDTH + 2)]
+
+    as_wide, wider = run_ranks(run, 1, group=False)[0]
+    assert as_wide >= wider  # what cannot be told apart is no logits
 
 
 def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
