@@ -27,7 +27,7 @@ from lightning_fsdp2.describe import describe
 from lightning_fsdp2.describe_table import write_tables
 from lightning_fsdp2.parallelizer import import_class_from_path
 from lightning_fsdp2.plan.devices import get_device
-from lightning_fsdp2.plan.plot import draw_plan
+from lightning_fsdp2.plan.plot import check_plot, draw_plan
 from lightning_fsdp2.plan.result import Plan
 from lightning_fsdp2.plan.run import plan_run, search_run
 from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
@@ -149,6 +149,10 @@ class _Trainer(Trainer):
         target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
         if search is not None and ranks is not None:
             raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
+        for name, path in {"search": search, "json": json, "plot": plot}.items():
+            _check_folder(name, path)
+        if plot is not None:
+            check_plot(plot)
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, _without_infos():
             options |= {"processes": processes, "on_progress": on_progress}
@@ -176,6 +180,13 @@ class _Trainer(Trainer):
             Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
             sys.stdout.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
         return result.plan
+
+
+def _check_folder(option: str, path: str | None) -> None:
+    if path not in (None, "-") and not os.access(Path(path).parent, os.W_OK):
+        raise ValueError(
+            f"{option}={path!r}: there is no folder {str(Path(path).parent)!r} to write to; make it first."
+        )
 
 
 class _HelpFormatter(DefaultHelpFormatter):

@@ -25,18 +25,24 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         ImportError: When matplotlib is not installed.
         ValueError: When matplotlib does not write such files.
     """
+    check_plot(path)
     figure_class = _import_figure()
     rank = max(plan.ranks, key=lambda rank: rank.peak_bytes)
     figure = figure_class(figsize=(10, 8), layout="constrained")
-    if os.path.splitext(path)[1].removeprefix(".") not in figure.canvas.get_supported_filetypes():
-        known = ", ".join(f".{name}" for name in sorted(figure.canvas.get_supported_filetypes()))
-        raise ValueError(f"plot={str(path)!r}: matplotlib writes {known}; use .png or .svg.")
     mesh = " \N{MULTIPLICATION SIGN} ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
     figure.suptitle(f"{plan.model}, {mesh or '1 rank'}: rank {rank.rank}")
     memory, traffic = figure.subplots(2, 1, height_ratios=(3, max(1, len(rank.traffic) / 4)))
     _draw_memory(memory, plan, rank)
     _draw_traffic(traffic, rank)
     figure.savefig(path, dpi=150)
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Say before there is a plan that it cannot be drawn; raises what :func:`draw_plan` does."""
+    known = _import_figure()().canvas.get_supported_filetypes()
+    if os.path.splitext(path)[1].removeprefix(".") not in known:
+        names = ", ".join(f".{name}" for name in sorted(known))
+        raise ValueError(f"plot={str(path)!r}: matplotlib writes {names}; use .png or .svg.")
 
 
 def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
