@@ -84,11 +84,11 @@ def _draw_traffic(axes: Any, rank: RankPlan) -> None:
     sizes = [entry.bytes / _GIB for entry in entries]
     bars = axes.barh(names, sizes, color=["#56B4E9" if entry.overlaps else "#D55E00" for entry in entries])
     labels = [
-        f" {size:,.1f} GiB in {entry.calls}, {entry.seconds * 1e3:,.0f} ms"
+        f" {size:,.1f} GiB in {entry.calls} calls, {entry.seconds * 1e3:,.0f} ms"
         for size, entry in zip(sizes, entries, strict=True)
     ]
     axes.bar_label(bars, labels)
-    axes.margins(x=0.45)  # for the labels
+    axes.margins(x=0.6)  # for the labels
     axes.set(
         xlabel="GiB of whole tensors in a step",
         title="Traffic: blue beside operations, red waited for" if entries else "No traffic",
