@@ -368,7 +368,8 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
 def _count_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
 ) -> int:
-    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape) // (2 if is_causal else 1)
+    count = flop_counter.sdpa_flop_count(query.shape, _get_shape(key, query), _get_shape(value, query))
+    return count // (2 if is_causal else 1)
 
 
 def _count_attention_backward(
@@ -382,8 +383,13 @@ def _count_attention_backward(
     is_causal: bool,
     **options: Any,
 ) -> int:
-    count = flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-    return count // (2 if is_causal else 1)
+    shapes = _get_shape(key, query), _get_shape(value, query)
+    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, *shapes) // (2 if is_causal else 1)
+
+
+def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
+    """Of keys or values with as many heads as the queries: torch 2.11 counts no others, and several queries use each."""
+    return (*query.shape[:2], *tensor.shape[2:])
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
