@@ -388,7 +388,7 @@ def _count_attention_backward(
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Of keys or values with as many heads as the queries: torch 2.11 counts no others, and several queries use each."""
+    """Of keys or values with as many heads as queries, which share them: torch 2.11 counts no others."""
     return (*query.shape[:2], *tensor.shape[2:])
 
 
