@@ -5,6 +5,7 @@ from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, T
 from lightning_fsdp2.plan.roofline import StepTime
 from lightning_fsdp2.plan.run import SearchResult, plan_run, search_run
 from lightning_fsdp2.plan.search import Candidate, Search
+from lightning_fsdp2.plan.table import describe
 
 __all__ = [
     "DEVICES",
@@ -19,6 +20,7 @@ __all__ = [
     "SearchResult",
     "StepTime",
     "Traffic",
+    "describe",
     "get_device",
     "plan_run",
     "search_run",

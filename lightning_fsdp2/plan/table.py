@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,13 @@ from lightning_fsdp2.describe_table import TIMES, build_table, format_bytes, for
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.result import Plan, RankPlan
 from lightning_fsdp2.plan.run import SearchResult
+
+
+def describe(plan: Plan) -> str:
+    """The tables that ``lightning-fsdp2 plan`` prints, as text of 100 columns."""
+    with StringIO() as file:
+        write_plan(plan, file)
+        return file.getvalue()
 
 
 def write_plan(plan: Plan, file: TextIO) -> None:

@@ -11,7 +11,7 @@ from helpers.planning import BATCH, LENGTH, make_batch, make_module, make_traine
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.plan import Device, Plan, get_device, plan_run
+from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
 
 SMALL = replace(get_device("h100"), memory=40 * 2**20)
 """Too small for the Llama of the tests."""
@@ -41,6 +41,13 @@ def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
     assert {("all-gather", "dp_shard"), ("reduce-scatter", "tensor_parallel")} <= axes
     timeline = planned.ranks[0].timeline
     assert max(sum(moment.bytes.values()) for moment in timeline) == planned.peak_bytes
+
+
+def test_described_it_is_the_tables_of_the_command() -> None:
+    text = describe(plan())
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("model        CausalLM (LlamaForCausalLM)")
+    assert "\nfits: " in text
 
 
 def test_it_is_plain_values_for_json() -> None:
