@@ -354,15 +354,23 @@ def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """How many floating-point operations one of torch's operations takes; None for those without products.
 
-    ``torch.utils.flop_counter`` lacks the fused attention of CPUs (2.11 to 2.15). Where it is causal, half of the
-    products are left out, as kernels leave them out.
+    ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
+    Where attention is causal, half of its products are left out, as kernels leave them out.
     """
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+        torch.ops.aten._grouped_mm: _count_grouped_products,
     }
     packet = operation.overloadpacket
     return formulas.get(packet) or flop_counter.flop_registry.get(packet)
+
+
+def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
+    """Each row of ``first`` is in the product of its group; two matrices have their groups along the inner dim."""
+    if first.ndim == second.ndim == 2:
+        return 2 * first.size(0) * first.size(1) * second.size(1)
+    return 2 * out_val.numel() * first.size(-1)
 
 
 def _count_attention(

@@ -1,7 +1,7 @@
 """Plan a model by a few of its layers: what they take grows by the same amount with each of them.
 
-A model of many layers is a few kinds of blocks over and over. Simulated with four and with five repetitions, the fifth
-one's part is known, and so is any number of them.
+A model of many layers is a few kinds of blocks over and over. Simulated with a few repetitions and with one more, the
+part of that one is known, and so is any number of them.
 """
 
 from collections import Counter, defaultdict
@@ -16,10 +16,6 @@ from lightning_fsdp2.plan.recorder import Operation, Recording
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Under which names blocks know their own number."""
-
-FEW, MORE = 4, 5
-"""Repetitions that are simulated: the first two and the last two differ from those between, in what is prefetched and
-not yet reduced."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,16 @@ class Summary:
         return max(self.peaks.values())
 
 
-def get_optional_repetition(module: nn.Module) -> Repetition | None:
-    """What repeats in the only list of blocks of ``module``; None where a short one would not tell of a long one."""
+def get_few(config: Any) -> int:
+    """How many repetitions to simulate, apart from one more, of a run with this config of ``FSDP2Strategy``.
+
+    As many blocks at each end differ from those between as FSDP2 gathers ahead, and at the least two.
+    """
+    return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
+    """What repeats in the only list of blocks of ``module``; None where ``few`` would not tell of it."""
     lists = get_layer_lists(module)
     if len(lists) != 1:
         return None
@@ -60,7 +64,7 @@ def get_optional_repetition(module: nn.Module) -> Repetition | None:
         if len(types) == len(kinds):
             kinds = list(zip(kinds, types, strict=True))
     for first in range(len(kinds)):
-        for period in range(1, (len(kinds) - first) // (MORE + 1) + 1):
+        for period in range(1, (len(kinds) - first) // (few + 2) + 1):
             repeated, rest = divmod(len(kinds) - first, period)
             if rest == 0 and kinds[first:] == kinds[first : first + period] * repeated:
                 return Repetition(first, period, repeated)
@@ -116,17 +120,17 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Of the first two and the last two repetitions, by names of their blocks."""
+    """Of the first and the last repetitions, half of :func:`get_few`, by names of their blocks."""
     places = defaultdict(list)
     for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
-        for number, blocks in enumerate(ordered[: FEW // 2]):
+        for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
             for position, block in enumerate(blocks):
                 places[block].append(f"block {position}, {number} from the {end}")
     return places
 
 
-def extrapolate(few: Summary, more: Summary, times: int) -> Summary:
-    """Tell of ``times`` repetitions from :data:`FEW` and :data:`MORE`.
+def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
+    """Tell of ``steps`` repetitions more than ``few`` has, of which ``more`` has one.
 
     From one block to the next what is in use grows or shrinks by the same amount, so that most is in use near the first
     or near the last of them.
@@ -134,7 +138,6 @@ def extrapolate(few: Summary, more: Summary, times: int) -> Summary:
     An operation on all parameters at once has another size with each number of layers. It comes out as a negative count
     of one size and a positive of the other, whose sum is right.
     """
-    steps = times - FEW
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):
         for operation in summary.operations:

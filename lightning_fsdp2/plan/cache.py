@@ -44,7 +44,10 @@ class Cache:
     def get(self, knobs: Knobs) -> Summary | str | None:
         """The summary of a layout, or why it was refused; None if it was not tried."""
         path = self._get_path(knobs)
-        return pickle.loads(path.read_bytes()) if path.exists() else None
+        try:
+            return pickle.loads(path.read_bytes()) if path.exists() else None
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
+            return None  # damaged: it will be written anew
 
     def put(self, knobs: Knobs, result: Summary | str) -> None:
         """Keep a result; one that is written is whole."""
@@ -61,7 +64,6 @@ def get_fingerprint(run: Run) -> str:
     """Text that changes with the model, the batch, the Trainer's options, and the code; changes ``run``, too.
 
     The code is every Python file that is loaded once the model is built: those of the run, of torch and of the others.
-    What an optimizer is told does not show in it.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)

@@ -42,7 +42,13 @@ class _FakeDDPManager(DDPManager):
     """Helps torch's reducer over what the fake process group and fake tensors lack."""
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
-        super().__init__(config, device_mesh)
+        if config.find_unused_parameters:
+            raise ValueError(
+                "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, and a plan"
+                " has none; plan the run without it."
+            )
+        # with a static graph a step sends and holds as much, and DDP reads values, too
+        super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:

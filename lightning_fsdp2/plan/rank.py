@@ -12,7 +12,7 @@ from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.describe import Description
 from lightning_fsdp2.mesh import DATA_PARALLEL, DP_REPLICATE, DP_SHARD, TENSOR_PARALLEL
-from lightning_fsdp2.plan.blocks import Repetition, Summary, get_optional_repetition, shorten, summarize
+from lightning_fsdp2.plan.blocks import Summary, get_few, get_optional_repetition, shorten, summarize
 from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, without_offloaded
@@ -54,23 +54,24 @@ class Run:
             simulation.is_even,
         )
 
-    def summarize(self, knobs: Knobs, repetitions: int) -> tuple[Summary, Repetition | None]:
-        """Simulate rank 0 with so many repetitions of the model's layers, in a process of its own.
+    def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
+        """Simulate rank 0 with a few repetitions of the model's layers and ``further`` ones, in a process of its own.
 
         Returns:
-            What it takes, and of how many repetitions it would have been; None for a model that was not made shorter.
+            What it takes, and how many further ones the model has; 0 if it was not made shorter.
         """
-        found = None
+        few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
 
         def shorten_if_possible(module: nn.Module) -> None:
-            nonlocal found, names
-            found = get_optional_repetition(module)
+            nonlocal left_out, names
+            found = get_optional_repetition(module, few)
             if found is not None:
-                names = shorten(module, found, repetitions)
+                left_out = found.times - few
+                names = shorten(module, found, few + further)
 
         _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
-        return summarize(simulation.recording, names), found
+        return summarize(simulation.recording, names), left_out
 
     def describe_model(self) -> str:
         """Text of the module as it is built, in a process of its own."""

@@ -7,6 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +81,8 @@ def plan_run(
         trainer: Of :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its precision,
             clipping and accumulation count; its devices, callbacks and loggers do not.
         module: Built on the meta device, or building its model there in ``configure_model``.
-        batch: A micro-batch of one data parallel rank, of tensors on any device. None takes it from ``datamodule``.
+        batch: A micro-batch of one data parallel rank, of tensors on any device. None takes it from ``datamodule``, or
+            from the module's own ``train_dataloader``.
         datamodule: Of the run. One of this package is asked for the shapes of its batches and reads nothing; of any
             other one, the first batch is read.
         world_size: Number of ranks.
@@ -184,7 +186,7 @@ def _prepare(
     target = get_device(device) if isinstance(device, str) else device
     nodes = _get_nodes(world_size, target)
     check_strategy(trainer.strategy)
-    batch = get_batch(datamodule) if batch is None else batch
+    batch = get_batch(datamodule or module) if batch is None else batch
     knobs = read_knobs(
         trainer,
         module,
@@ -219,24 +221,29 @@ def _get_budget(device: Device) -> int:
     return int(SHARE_OF_MEMORY * device.memory)
 
 
-def get_batch(datamodule: "LightningDataModule | None") -> Any:
+def get_batch(source: "LightningDataModule | LightningModule") -> Any:
     """A micro-batch of one data parallel rank.
 
     Raises:
-        ValueError: When there is no data module, or it has no batch.
+        ValueError: When the data module, or the module in its place, has no batch.
     """
-    if datamodule is None:
+    if isinstance(source, SequenceDataModule):
+        return source.build_example_batch()
+    if not is_overridden("train_dataloader", source):
         raise ValueError(
             "A plan needs the shapes of a batch: give batch={'input_ids': torch.zeros(batch_size, sequence_length,"
             " dtype=torch.long)}, or the run's datamodule."
         )
-    if isinstance(datamodule, SequenceDataModule):
-        return datamodule.build_example_batch()
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    for batch in datamodule.train_dataloader():
-        return batch
-    raise ValueError(f"{type(datamodule).__name__}.train_dataloader() has no batch; a plan needs the shapes of one.")
+    [(_, batch)] = run_in_processes([partial(_read_batch, source)])
+    if batch is None:
+        raise ValueError(f"{type(source).__name__}.train_dataloader() has no batch; a plan needs the shapes of one.")
+    return batch
+
+
+def _read_batch(source: Any) -> Any:
+    source.prepare_data()
+    source.setup("fit")
+    return next(iter(source.train_dataloader()), None)
 
 
 def _get_config_builder(strategy: Any, datamodule: Any, knobs: Knobs) -> Callable[[Knobs], dict[str, Any]]:

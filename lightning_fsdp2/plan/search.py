@@ -1,6 +1,6 @@
 """Search the layout of a run: plan those that obey the rules, and rank those that fit by the time of a step.
 
-Each is planned by four and five repetitions of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
+Each is planned by a few of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from lightning_fsdp2._refusals import is_refusal
-from lightning_fsdp2.plan.blocks import FEW, MORE, Repetition, Summary, extrapolate
+from lightning_fsdp2.plan.blocks import Summary, extrapolate
 from lightning_fsdp2.plan.cache import Cache
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
@@ -184,7 +184,7 @@ def simulate_all(
     known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
     yield from known.items()
     missing = [layout for layout in layouts if layout not in known]
-    tasks = [partial(_try, run, layout, times, end) for layout in missing for times in (FEW, MORE)]
+    tasks = [partial(_try, run, layout, further, end) for layout in missing for further in (0, 1)]
     halves: dict[int, Any] = {}
     for done, (number, result) in enumerate(run_in_processes(tasks, processes=processes), start=1):
         if on_progress is not None:
@@ -198,11 +198,11 @@ def simulate_all(
             yield layout, whole
 
 
-def _try(run: Run, knobs: Knobs, repetitions: int, end: float) -> Any:
+def _try(run: Run, knobs: Knobs, further: int, end: float) -> Any:
     if time.monotonic() > end:
         return None
     try:
-        return run.summarize(knobs, repetitions)
+        return run.summarize(knobs, further)
     except ValueError as error:
         if not is_refusal(error):
             raise
@@ -213,8 +213,8 @@ def _combine(few: Any, more: Any) -> Summary | str | None:
     for half in (few, more):
         if half is None or isinstance(half, str):
             return half
-    repetition: Repetition | None = few[1]
-    return few[0] if repetition is None else extrapolate(few[0], more[0], repetition.times)
+    summary, left_out = few
+    return extrapolate(summary, more[0], left_out) if left_out else summary
 
 
 def _weigh(run: Run, knobs: Knobs, summary: Summary) -> Candidate:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward
+from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward, with_values
 from lightning_fsdp2.describe import Description, describe_sharded, simulate_mesh
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
@@ -105,6 +105,9 @@ def simulate(
         with mode, _explain_dependence_on_data(module):
             strategy.setup_training(trainer)
             _choose_foreach(trainer.optimizers)
+            module.log = partial(_log_with_values, module.log)  # type: ignore[method-assign]
+            for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+                call._call_lightning_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
             _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
@@ -113,17 +116,26 @@ def simulate(
                     _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
                 recording = recorder.get_recording()
         strategy.teardown()
+    if all(name != "backward" for _, name in recording.phases):
+        raise ValueError(
+            f"{get_class_name(module)}: there is no backward in its step, and so nothing to plan; return a loss from"
+            " training_step, or call manual_backward."
+        )
     return Simulation(description, recording, is_even)
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
-    """Text of all parameters and buffers of the module that :func:`simulate` would shard, and its models' configs."""
+    """Text of the module that :func:`simulate` would train: its tensors, its models' configs, its optimizers."""
     strategy = check_strategy(trainer.strategy)
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
         _build_model(trainer, module, mesh, FakeTensorMode(allow_non_fake_inputs=True))
         tensors = [*module.named_parameters(), *module.named_buffers()]
         texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
-        return "\n".join([str(module), *texts, *(str(model.config) for model in get_hf_models(module))])
+        texts += [str(model.config) for model in get_hf_models(module)]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            strategy.setup_module()
+            strategy.setup_training(trainer)
+        return "\n".join([str(module), str(module.hparams), *texts, *map(repr, trainer.optimizers)])
 
 
 def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
@@ -151,7 +163,14 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMo
     replace_manager(trainer.strategy, mode)
     trainer.strategy.enter_mesh(mesh)
     with torch.device("meta"):
+        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
         call._call_configure_model(trainer)
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if real:
+        raise ValueError(
+            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, which a plan has no"
+            " place for; make the module under `with torch.device('meta')`, or its model in configure_model."
+        )
 
 
 def _connect(trainer: Any, module: Any) -> None:
@@ -187,12 +206,24 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
             recorder.times = accumulated - 2 if micro_batch == 1 < micro_batches - 1 else 1
         index = loop.batch_progress.current.ready
         loop.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, index)
         kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+        outputs: Any
         if trainer.lightning_module.automatic_optimization:
-            loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
         else:
-            loop.manual_optimization.run(kwargs)
+            outputs = loop.manual_optimization.run(kwargs)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
+        with with_values():  # of what was logged
+            trainer._logger_connector.on_batch_end()
     trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
+
+
+def _log_with_values(log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """Log zeros, which Lightning can keep and send; of fake tensors it can make no copies."""
+    with with_values():
+        log(name, torch.zeros(value.shape) if isinstance(value, Tensor) else value, *args, **options)
 
 
 class _Phases(Callback):

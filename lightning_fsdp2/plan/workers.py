@@ -26,7 +26,10 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
     Raises:
         Exception: The first refusal that a task raises; the others are stopped.
         RuntimeError: When a task raises something else, with its traceback, or its process was killed.
+        ValueError: When ``processes`` is less than 1.
     """
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes={processes} do nothing; use >= 1, or None (null) for one per CPU.")
     context = multiprocessing.get_context("fork")
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Any, tuple[int, Any]] = {}

@@ -10,11 +10,10 @@ from helpers.ranks import run_ranks
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.plan.blocks import (
-    FEW,
-    MORE,
     Repetition,
     Summary,
     extrapolate,
+    get_few,
     get_optional_repetition,
     shorten,
     summarize,
@@ -23,7 +22,7 @@ from lightning_fsdp2.plan.devices import DEVICES
 from lightning_fsdp2.plan.roofline import get_step_time
 from lightning_fsdp2.plan.simulate import simulate
 
-LAYERS = 7
+LAYERS, FEW = 7, 4
 
 
 def simulate_layers(
@@ -35,7 +34,7 @@ def simulate_layers(
 
     def change(model: torch.nn.Module) -> None:
         if repetitions is not None:
-            repetition = get_optional_repetition(model)
+            repetition = get_optional_repetition(model, get_few(config))
             assert repetition == Repetition(0, 1, layers)
             names.extend(shorten(model, repetition, repetitions))
 
@@ -75,14 +74,16 @@ def test_all_but_a_few_are_left_out(blocks: Any) -> None:
         (LAYERS, FSDP2Config(), {}),
         pytest.param(LAYERS, FSDP2Config(sequence_parallel=True), {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param(LAYERS, FSDP2Config(), {"cp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.slow),
+        pytest.param(16, FSDP2Config(fsdp2_backward_prefetch_depth=4), {"length": 24}, marks=pytest.mark.slow),
         # backward needs most at its begin with few layers, for the logits, and at its end with many, for the gradients
         pytest.param(64, FSDP2Config(activation_checkpointing="full"), {"length": 24}, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_layers_tell_of_many(layers: int, config: FSDP2Config, options: dict[str, Any]) -> None:
-    few, more = (simulate_layers(layers, count, config, **options) for count in (FEW, MORE))
-    told, whole = extrapolate(few, more, layers), simulate_layers(layers, None, config, **options)
-    assert few.peak_bytes < more.peak_bytes < whole.peak_bytes
+    few = get_few(config)
+    shorter, longer = (simulate_layers(layers, count, config, **options) for count in (few, few + 1))
+    told, whole = extrapolate(shorter, longer, layers - few), simulate_layers(layers, None, config, **options)
+    assert shorter.peak_bytes < longer.peak_bytes < whole.peak_bytes
     assert get_peaks(told) == get_peaks(whole)
     for count in (count_flops, count_bytes, count_collectives):
         assert count(told) == count(whole)
@@ -128,14 +129,14 @@ def make_blocks(*kinds: tuple[int, int]) -> torch.nn.Module:
         ([(2, 0)] * 6, Repetition(0, 1, 6)),
         ([(3, 0)] + [(2, 0)] * 6, Repetition(1, 1, 6)),  # a first block of its own, as some mixtures of experts have
         ([(2, 0), (2, 8)] * 6, Repetition(0, 2, 6)),  # windows that take turns
-        ([(2, 0)] * MORE, None),  # as many as would be simulated
+        ([(2, 0)] * (FEW + 1), None),  # as many as would be simulated
         ([(size, 0) for size in range(1, 9)], None),
     ],
 )
 def test_what_repeats_is_found(kinds: list[tuple[int, int]], expected: Repetition | None) -> None:
-    assert get_optional_repetition(make_blocks(*kinds)) == expected
+    assert get_optional_repetition(make_blocks(*kinds), FEW) == expected
 
 
 def test_several_lists_of_blocks_do_not_tell_of_each_other() -> None:
     both = torch.nn.ModuleDict({"vision": make_blocks(*[(2, 0)] * 6), "text": make_blocks(*[(2, 0)] * 8)})
-    assert get_optional_repetition(both) is None
+    assert get_optional_repetition(both, FEW) is None
