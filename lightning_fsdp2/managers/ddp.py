@@ -1,5 +1,8 @@
 """DDP for any torch loop: ``DDPManager(config, device_mesh).parallelize(model)``."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +93,12 @@ class DDPManager:
             static_graph=self.config.static_graph,
             bucket_cap_mb=self.config.bucket_cap_mb,
         )
-        if any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad):
-            wrapper.register_comm_hook(group, reduce_in_float32)
+        hook = self.get_optional_hook(parameters)
+        if hook is not None:
+            wrapper.register_comm_hook(group, hook)
         return wrapper
+
+    def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any] | None:
+        """What averages a bucket of gradients of ``parameters``; None for DDP's own way."""
+        is_bfloat16 = any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad)
+        return reduce_in_float32 if is_bfloat16 else None

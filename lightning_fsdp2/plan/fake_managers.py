@@ -1,8 +1,9 @@
 """Managers that give models fake weights: shapes and dtypes without values."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,11 @@ def replace_manager(strategy: FSDP2Strategy | DDPStrategy, mode: FakeTensorMode)
         strategy.manager_class = partial(_FakeFSDP2Manager, mode=mode)
     else:
         strategy.manager_class = partial(_FakeDDPManager, mode=mode)
+
+
+def get_buckets(strategy: FSDP2Strategy | DDPStrategy) -> list[Tensor]:
+    """In which DDP reduces gradients: what they were in the last step."""
+    return [*getattr(strategy.manager, "buckets", {}).values()]
 
 
 class _FakeFSDP2Manager(FSDP2Manager):
@@ -50,6 +56,8 @@ class _FakeDDPManager(DDPManager):
         # with a static graph a step sends and holds as much, and DDP reads values, too
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
+        self.buckets: dict[int, Tensor] = {}
+        """Where the reducer gathers gradients, by number."""
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
         super().prepare(model, materializes=False)
@@ -57,11 +65,23 @@ class _FakeDDPManager(DDPManager):
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
         wrapper = super().replicate(model, broadcast_buffers=broadcast_buffers)
-        if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
-            # the reducer's own all-reduce wants its result, which the fake group has not
-            wrapper.register_comm_hook(None, _all_reduce)
         wrapper.reducer = _Reducer(wrapper.reducer)  # type: ignore[assignment]
         return wrapper
+
+    def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
+        # the reducer's own all-reduce wants its result, which the fake group has not
+        hook = super().get_optional_hook(parameters) or _all_reduce
+
+        def observe(
+            group: dist.ProcessGroup,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]
+        ) -> torch.futures.Future[Tensor]:
+            buffer = bucket.buffer()
+            # one that was made anew, as `_Reducer` says, has values; operations see what the mode has in its place
+            self.buckets[bucket.index()] = buffer if self._mode.is_our_fake(buffer) else self._mode.from_tensor(buffer)
+            return cast(torch.futures.Future[Tensor], hook(group, bucket))
+
+        return observe
 
 
 class _Reducer:
@@ -78,11 +98,8 @@ class _Reducer:
             return bool(self._reducer._rebuild_buckets())
 
 
-def _all_reduce(
-    state: None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    dist.all_reduce(bucket.buffer())
+def _all_reduce(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)
     reduced: torch.futures.Future[Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced

@@ -32,9 +32,10 @@ from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, get_layer_lists
-from lightning_fsdp2.plan.fake_managers import replace_manager
+from lightning_fsdp2.plan.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.recorder import (
     ACTIVATIONS,
+    COMMUNICATION_BUFFERS,
     GRADIENTS,
     OPTIMIZER_STATES,
     WEIGHTS,
@@ -109,9 +110,11 @@ def simulate(
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 call._call_lightning_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            _run_step(trainer, fake_batch, micro_batches=1)
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP makes its buckets anew in the second
+                _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
+                recorder.label(get_buckets(strategy), COMMUNICATION_BUFFERS)
                 with _mark_blocks(recorder, module):
                     _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
                 recording = recorder.get_recording()
@@ -299,7 +302,8 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    # those that are parts of DDP's buckets have values, and are looked at as operations see them
+    return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 
 def _is_even(module: nn.Module) -> bool:

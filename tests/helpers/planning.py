@@ -125,6 +125,20 @@ def find_peak(run: profile) -> int:
     return peak
 
 
+def measure_peak(make_strategy: Callable[[], Any], ranks: int, config: dict[str, Any], batch: dict[str, Tensor]) -> int:
+    """The most bytes of a rank in a run, from before its module is made."""
+
+    def run() -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
+            trainer = make_trainer(make_strategy(), ranks=ranks)
+            module = CausalLM(config=config, optimizer=partial(AdamW, foreach=True))
+            sequence = {name: tensor[0] for name, tensor in batch.items()}
+            trainer.fit(module, DataLoader([sequence] * ranks * STEPS, 1))
+        return find_peak(whole)
+
+    return min(run_ranks(run, ranks, group=False))
+
+
 def train(
     make_strategy: Callable[[], Any], ranks: int, *, module: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[Call], int]:

@@ -1,6 +1,7 @@
 """A simulated step is the step of processes that really train: the same collectives, and as much memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,13 +20,21 @@ from helpers.planning import (
     make_batch,
     make_module,
     make_trainer,
+    measure_peak,
     train,
 )
 from helpers.ranks import run_ranks
+from torch.optim import AdamW
 
-from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.plan.devices import DEVICES
-from lightning_fsdp2.plan.recorder import ACTIVATIONS, OPTIMIZER_STATES, UNSHARDED_WEIGHTS, WEIGHTS
+from lightning_fsdp2.plan.recorder import (
+    ACTIVATIONS,
+    COMMUNICATION_BUFFERS,
+    OPTIMIZER_STATES,
+    UNSHARDED_WEIGHTS,
+    WEIGHTS,
+)
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
 from lightning_fsdp2.plan.simulate import Simulation, simulate
 
@@ -83,7 +92,30 @@ def test_a_simulated_step_is_that_of_processes_that_train(name: str) -> None:
     real_calls, added = train(strategy, ranks, **options)
     assert calls == real_calls
     kept = planned.peak[WEIGHTS] + planned.peak[OPTIMIZER_STATES]
+    if name.startswith("DDP"):
+        kept += planned.peak[COMMUNICATION_BUFFERS]  # its buckets
     assert planned.peak_bytes - kept == pytest.approx(added, rel=0.05)
+
+
+WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 1024}
+"""Of which weights take more than a step of few tokens does."""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DDPStrategy, lambda: DDPStrategy(DDPConfig(gradient_as_bucket_view=True))],
+    ids=["DDP", "DDP, views of buckets"],
+)
+def test_all_that_is_held_is_what_processes_hold(strategy: Callable[[], Any]) -> None:
+    batch = make_batch(1, 32)
+
+    def run() -> int:
+        module = CausalLM(config=WIDE, optimizer=partial(AdamW, foreach=True))
+        recording = simulate(make_trainer(strategy()), module, batch, world_size=2).recording
+        return build_rank_plan(0, recording, DEVICES["h100"], overlapped_axes=()).peak_bytes
+
+    (planned,) = run_ranks(run, 1, group=False)
+    assert planned == pytest.approx(measure_peak(strategy, 2, WIDE, batch), rel=0.01)
 
 
 # ---------------------------------------------------------------------- numbers that can be computed by hand
