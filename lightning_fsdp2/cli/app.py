@@ -8,6 +8,7 @@ import sys
 from argparse import Action
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -29,7 +30,7 @@ from lightning_fsdp2.parallelizer import import_class_from_path
 from lightning_fsdp2.plan.devices import get_device
 from lightning_fsdp2.plan.plot import check_plot, draw_plan
 from lightning_fsdp2.plan.result import Plan
-from lightning_fsdp2.plan.run import plan_run, search_run
+from lightning_fsdp2.plan.run import get_notes_on_extras, plan_run, search_run
 from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
 from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
@@ -86,6 +87,9 @@ class _Trainer(Trainer):
 
     run_config = ""
     """Text of the config that it was made of, with its model and data."""
+
+    left_out: Sequence[str] = ()
+    """Class paths of the config's callbacks and plugins, which it has none of."""
 
     def describe(
         self,
@@ -165,6 +169,7 @@ class _Trainer(Trainer):
                 )
         if plan is None:
             return
+        plan = replace(plan, notes=[*plan.notes, *get_notes_on_extras(self.left_out)])
         if json != "-":
             write_plan(plan, sys.stdout)
         if json is not None:
@@ -179,7 +184,17 @@ class _Trainer(Trainer):
         if result.plan is not None:
             Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
             sys.stdout.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
+        else:
+            sys.stdout.write(f"{path} was not written.\n")
         return result.plan
+
+
+def _list(extras: Any) -> list[Any]:
+    return [] if extras is None else extras if isinstance(extras, list) else [extras]
+
+
+def _get_class_name(extra: Any) -> str:
+    return str(getattr(extra, "class_path", extra))
 
 
 def _check_folder(option: str, path: str | None) -> None:
@@ -337,6 +352,9 @@ class FSDP2CLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.world_size is None:
             config.world_size = _get_world_size(config.trainer)
+        devices = _count_devices(config.trainer)
+        if self.subcommand == "plan" and config.world_size == devices * int(config.trainer.num_nodes):
+            config.devices_per_node = config.devices_per_node or devices
         if self.subcommand == "describe":
             config.data = None
         elif config.data is not None:
@@ -345,12 +363,14 @@ class FSDP2CLI(LightningCLI):
         if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
             arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
         run_config = str((config.trainer, config.model, config.data))
+        extras = [*_list(config.trainer.callbacks), *_list(config.trainer.plugins)]
         config.trainer.update(
             Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None)
         )
         with torch.device("meta"), _without_infos():
             super().instantiate_classes()
-        cast(_Trainer, self.trainer).run_config = run_config
+        trainer = cast(_Trainer, self.trainer)
+        trainer.run_config, trainer.left_out = run_config, [_get_class_name(extra) for extra in extras]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer; without a run it needs no launcher's environment."""
@@ -374,21 +394,25 @@ def _get_world_size(trainer: Namespace) -> int:
     Raises:
         ValueError: When it asks for all devices, and this machine has none of the kind.
     """
+    count = _count_devices(trainer)
+    if count < 1:
+        raise ValueError(
+            f"trainer.devices={trainer.devices!r} is what a machine has, and this one has no accelerator; give the"
+            " number of ranks, such as --world_size=8."
+        )
+    return count * int(trainer.num_nodes)
+
+
+def _count_devices(trainer: Namespace) -> int:
+    """Of a node; 0 where the config asks for all, and there is none."""
     devices: Any = trainer.devices
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
     if isinstance(devices, list):
-        count = len(devices)
-    elif str(devices) not in ("auto", "-1"):
-        count = int(devices)
-    else:
-        count = 1 if trainer.accelerator == "cpu" else torch.accelerator.device_count()
-    if count < 1:
-        raise ValueError(
-            f"trainer.devices={devices!r} is what a machine has, and this one has no accelerator; give the number of"
-            " ranks, such as --world_size=8."
-        )
-    return count * int(trainer.num_nodes)
+        return len(devices)
+    if str(devices) not in ("auto", "-1"):
+        return int(devices)
+    return 1 if trainer.accelerator == "cpu" else torch.accelerator.device_count()
 
 
 def _leave_unread(data: Namespace) -> None:

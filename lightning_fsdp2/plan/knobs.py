@@ -114,6 +114,12 @@ def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
+def describe_differences(before: Knobs, after: Knobs) -> str:
+    """Options as the config names them, with what they are ``after``."""
+    names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
+    return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
+
+
 def build_config(
     before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool
 ) -> dict[str, Any]:

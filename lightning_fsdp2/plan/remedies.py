@@ -5,12 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_fsdp2._refusals import is_refusal
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.plan.knobs import Knobs, get_differences
-from lightning_fsdp2.plan.rank import PlannedRank, Run
+from lightning_fsdp2.plan.knobs import Knobs, describe_differences
+from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.result import Change, Plan
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 
 _SUGGESTIONS = 3
 
@@ -28,16 +27,16 @@ def find_changes(
     shards = isinstance(run.trainer.strategy.config, FSDP2Config)
     remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
     changes = []
-    tasks = [partial(_try, run, remedy) for remedy in remedies]
+    tasks = [partial(get_result_or_refusal, partial(run.plan_rank, remedy, 0)) for remedy in remedies]
     for done, (number, planned) in enumerate(run_in_processes(tasks, processes=processes), start=1):
         if on_progress is not None:
             on_progress(done, len(tasks))
-        if planned is None or planned.plan.peak_bytes >= plan.peak_bytes:
+        if isinstance(planned, str) or planned.plan.peak_bytes >= plan.peak_bytes:
             continue
         remedy = remedies[number]
         changes.append(
             Change(
-                name=", ".join(f"{name}={value!r}" for name, value in get_differences(knobs, remedy).items()),
+                name=describe_differences(knobs, remedy),
                 config=describe_config(remedy),
                 peak_bytes=planned.plan.peak_bytes,
                 shortest=planned.plan.time.shortest,
@@ -47,16 +46,6 @@ def find_changes(
     fitting = sorted((c for c in changes if c.peak_bytes <= plan.budget), key=lambda change: change.longest)
     others = sorted((c for c in changes if c.peak_bytes > plan.budget), key=lambda change: change.peak_bytes)
     return [*fitting, *others][:_SUGGESTIONS]
-
-
-def _try(run: Run, knobs: Knobs) -> PlannedRank | None:
-    """None for what the strategy or the model refuses."""
-    try:
-        return run.plan_rank(knobs, 0)
-    except ValueError as error:
-        if not is_refusal(error):
-            raise
-        return None
 
 
 def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:

@@ -176,7 +176,11 @@ class Plan:
 
     @property
     def utilisation(self) -> float | None:
-        """The ceiling of model FLOPs utilisation: that of the shortest step."""
+        """The ceiling of model FLOPs utilisation: that of the shortest step.
+
+        As :class:`~lightning_fsdp2.callbacks.Throughput` counts, which takes all products of attention. Those that a
+        causal mask leaves out are not computed, so that with long sequences it may be above 1.
+        """
         if self.model_flops is None:
             return None
         return self.model_flops / self.shortest / self.world_size / self.peak_flops

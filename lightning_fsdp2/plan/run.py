@@ -44,6 +44,18 @@ _OFFLOADED = (
     "Weights, gradients and optimizer states are in host memory, and the optimizer steps there; how long that, and"
     " copying, takes is not modelled."
 )
+_BY_HAND = (
+    "The module optimizes by hand: planned is what it does with the first batches, as if it did so with all of them."
+)
+_CHANGE_STEPS = (
+    "EMAWeightAveraging",
+    "ExponentialMovingAverage",
+    "GradientAccumulationScheduler",
+    "StochasticWeightAveraging",
+    "WeightAveraging",
+)
+"""Stock callbacks that hold weights, or change how many micro-batches a step has."""
+
 _ALIKE = "All ranks hold as much: rank 0 stands for them."
 
 
@@ -151,6 +163,8 @@ def search_run(
         TypeError: When the strategy is not ``FSDP2Strategy``.
         ValueError: As there, and when ``cache_dir`` cannot be written to.
     """
+    if seconds < 0:
+        raise ValueError(f"seconds={seconds} (--search_seconds) are in the past; use a number >= 0.")
     if not isinstance(trainer.strategy, FSDP2Strategy):
         raise TypeError(
             f"A search varies the mesh of FSDP2Strategy, and {type(trainer.strategy).__name__} has none; use"
@@ -213,8 +227,22 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
         ranks=[rank.plan for rank in planned],
         budget=_get_budget(run.device),
         changes=[],
-        notes=_get_notes(run.trainer.strategy, is_even=adds_last and is_even),
+        notes=[
+            *_get_notes(run, is_even=adds_last and is_even),
+            *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
+        ],
     )
+
+
+def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
+    """Say of callbacks and plugins, given by their class paths, which of them may change what a step takes."""
+    stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
+    counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
+    return [f"Not taken into account: {', '.join(counted)}."] if counted else []
+
+
+def _get_path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _get_budget(device: Device) -> int:
@@ -297,9 +325,11 @@ def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
     )
 
 
-def _get_notes(strategy: Any, *, is_even: bool) -> list[str]:
-    config = strategy.config
+def _get_notes(run: Run, *, is_even: bool) -> list[str]:
+    config = run.trainer.strategy.config
     notes = [_ALIKE] if is_even else []
+    if not run.module.automatic_optimization:
+        notes.append(_BY_HAND)
     if getattr(config, "offload_policy", None) is not None:
         notes.append(_OFFLOADED)
     if getattr(config, "enable_compile", False):

@@ -12,13 +12,12 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from lightning_fsdp2._refusals import is_refusal
 from lightning_fsdp2.plan.blocks import Summary, extrapolate
 from lightning_fsdp2.plan.cache import Cache
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
@@ -49,6 +48,9 @@ class Search:
     best: list[Candidate]
     """Those that fit, the fastest first."""
 
+    closest: Candidate | None
+    """The one that needs least, whether or not it fits."""
+
     tried: int
     too_large: int
     """How many do not fit."""
@@ -58,6 +60,9 @@ class Search:
 
     left_out: int
     """Those that there was no time for."""
+
+    is_interrupted: bool
+    """Whether someone has ended it (``KeyboardInterrupt``)."""
 
 
 def search(
@@ -89,22 +94,29 @@ def search(
     refused: Counter[str] = Counter()
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
+    groups = itertools.groupby(layouts, key=_get_model_parallel_size)
     # those that send most come last, so that the time is not enough for them rather than for others
-    for _, group in itertools.groupby(layouts, key=_get_model_parallel_size):
-        for outcome in _climb(run, [*group], budget, simulate):
+    outcomes = itertools.chain.from_iterable(_climb(run, [*group], budget, simulate) for _, group in groups)
+    is_interrupted = False
+    try:
+        for outcome in outcomes:
             if isinstance(outcome, Candidate):
                 tried.append(outcome)
             elif outcome is None:
                 left_out += 1
             else:
                 refused[outcome] += 1
+    except KeyboardInterrupt:  # what was found is worth having
+        is_interrupted = True
     fitting = [candidate for candidate in tried if candidate.peak_bytes <= budget]
     return Search(
         best=sorted(fitting, key=lambda candidate: candidate.middle),
+        closest=min(tried, key=lambda candidate: candidate.peak_bytes, default=None),
         tried=len(tried),
         too_large=len(tried) - len(fitting),
         refused=dict(refused),
         left_out=left_out,
+        is_interrupted=is_interrupted,
     )
 
 
@@ -201,12 +213,7 @@ def simulate_all(
 def _try(run: Run, knobs: Knobs, further: int, end: float) -> Any:
     if time.monotonic() > end:
         return None
-    try:
-        return run.summarize(knobs, further)
-    except ValueError as error:
-        if not is_refusal(error):
-            raise
-        return str(error)
+    return get_result_or_refusal(partial(run.summarize, knobs, further))
 
 
 def _combine(few: Any, more: Any) -> Summary | str | None:

@@ -130,13 +130,14 @@ def simulate(
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
     """Text of the module that :func:`simulate` would train: its tensors, its models' configs, its optimizers."""
     strategy = check_strategy(trainer.strategy)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
-        _build_model(trainer, module, mesh, FakeTensorMode(allow_non_fake_inputs=True))
+        _build_model(trainer, module, mesh, mode)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
         texts += [str(model.config) for model in get_hf_models(module)]
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            strategy.setup_module()
+        strategy.setup_module()
+        with mode:
             strategy.setup_training(trainer)
         return "\n".join([str(module), str(module.hparams), *texts, *map(repr, trainer.optimizers)])
 

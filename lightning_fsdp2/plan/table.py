@@ -56,10 +56,14 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
                 candidate.reason,
             )
         console.print(table, "")
-    counts = [f"{found.tried} layouts were planned, of which {found.too_large} do not fit"]
-    counts += [f"{sum(found.refused.values())} are refused"] if found.refused else []
-    counts += [f"{found.left_out} were left out for lack of time"] if found.left_out else []
+    counts = [f"Layouts: {found.tried} planned, of which {found.too_large} do not fit"]
+    counts += [f"{sum(found.refused.values())} refused"] if found.refused else []
+    counts += [f"{found.left_out} left out for lack of time"] if found.left_out else []
+    counts += ["others left out, interrupted"] if found.is_interrupted else []
     console.print(f"{'; '.join(counts)}.")
+    if result.plan is None and found.closest is not None:
+        needed, layout = format_bytes(found.closest.peak_bytes), _describe_layout(found.closest.knobs)
+        console.print(f"Nothing fits. Least is needed by {layout}: {needed}.")
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
         console.print(f"\n{count}{TIMES}{reason}")
 
@@ -155,14 +159,15 @@ def _build_time_summary(plan: Plan) -> Table:
         rows["tokens"] = f"{slow:,.0f} to {fast:,.0f} per second on all ranks, {slow / plan.world_size:,.0f} to"
         rows["tokens"] += f" {fast / plan.world_size:,.0f} per rank"
     if plan.utilisation is not None:
-        rows["MFU"] = f"at most {plan.utilisation:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s"
+        rows["MFU"] = f"at most {plan.utilisation:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s, as Throughput counts:"
+        rows["MFU"] += " all of attention, causal or not"
     return _build_grid(rows)
 
 
 def _build_verdict(plan: Plan) -> RenderableType:
     device, budget = plan.device, plan.budget
-    of = f"{format_bytes(plan.peak_bytes)} of {format_bytes(budget)}, which are {budget / device.memory:.0%} of the"
-    of += f" {format_bytes(device.memory)} of {device.name.upper()}"
+    of = f"{format_bytes(plan.peak_bytes)} of {format_bytes(budget)} ({budget / device.memory:.0%} of the"
+    of += f" {format_bytes(device.memory)} of {device.name.upper()})"
     if plan.fits:
         return Text.assemble(("fits", "bold green"), f": {of}")
     missing = format_bytes(plan.peak_bytes - budget)

@@ -50,6 +50,16 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
             process.kill()
 
 
+def get_result_or_refusal(task: Callable[[], T]) -> T | str:
+    """What ``task`` returns, or the message of the strategy, the model or the data that it is refused with."""
+    try:
+        return task()
+    except ValueError as error:
+        if not is_refusal(error):
+            raise
+        return str(error)
+
+
 def _run(task: Callable[[], Any], sender: Connection) -> None:
     try:
         answer = pickle.dumps((task(), None))

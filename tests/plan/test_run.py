@@ -8,9 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.planning import BATCH, LENGTH, make_batch, make_module, make_trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
 
 SMALL = replace(get_device("h100"), memory=40 * 2**20)
@@ -121,6 +122,78 @@ def test_any_module() -> None:
     assert planned.utilisation is None
 
 
+class Hooked(Regressor):
+    """Does what many modules do."""
+
+    def setup(self, stage: str) -> None:
+        self.scale = 2.0
+
+    def on_train_start(self) -> None:
+        self.offset = torch.ones(1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([(torch.zeros(256), torch.zeros(256))] * 8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.scale * super().training_step(batch, batch_idx) + self.offset.sum()
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return {"loss": loss, "other": loss.detach()}
+
+
+def test_a_module_with_hooks_a_log_and_data_of_its_own() -> None:
+    planned = plan(module=Hooked(), datamodule=None, trainer={"precision": "32-true", "gradient_clip_val": None})
+    assert planned.batch.shapes == {"0": (8, 256), "1": (8, 256)}
+    assert [entry.bytes for entry in planned.ranks[0].traffic if entry.kind == "all-reduce"] == [4]  # of the log
+
+
+class ByHand(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class OwnCallback(pl.Callback): ...
+
+
+def test_what_is_not_planned_is_said() -> None:
+    batch = (torch.zeros(8, 256), torch.zeros(8, 256))
+    callbacks = [OwnCallback(), pl.callbacks.Timer(), StochasticWeightAveraging(0.1)]
+    planned = plan(batch=batch, module=ByHand(), trainer={"gradient_clip_val": None, "callbacks": callbacks})
+    notes = "\n".join(planned.notes)
+    assert "optimizes by hand" in notes
+    assert "Not taken into account:" in notes
+    assert "OwnCallback" in notes
+    assert "StochasticWeightAveraging" in notes
+    assert "Timer" not in notes
+
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_the_products_of_experts_count() -> None:
+    (rank,) = plan(batch=make_batch(1, 256), module=CausalLM(config=MIXTRAL), world_size=1).ranks
+    experts = 2 * 3 * 128 * 256  # of each token, in a layer
+    layer = experts + 4 * 128 * 128 + 128 * 4
+    attention = (2 + 5) * 2 * 256 * 256 * 128 // 2  # scores and values, and five in backward; half, being causal
+    assert rank.flops == pytest.approx(6 * 256 * (2 * layer + 128 * 512) + 2 * attention, rel=0.01)
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 
@@ -165,10 +238,34 @@ def test_what_is_offloaded_is_not_counted() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
+class WithValues(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class WithoutLoss(WithValues):
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"device": "v100"}, "device='v100' is not known"),
+        ({"processes": 0}, "processes=0 do nothing; use >= 1"),
+        ({"strategy": DDPStrategy(DDPConfig(find_unused_parameters=True))}, "find_unused_parameters=True: DDP reads"),
+        ({"module": WithValues(), "batch": torch.zeros(2, 4)}, "WithValues: layer.weight and 1 other parameters have"),
+        ({"module": WithoutLoss(), "batch": torch.zeros(2, 4)}, "WithoutLoss: there is no backward in its step"),
         ({"world_size": 0}, "world_size=0 is not a number of ranks"),
         ({"world_size": 12}, "world_size=12 is no multiple of the 8 devices of a node; use 8"),
         ({"ranks": [4]}, "ranks=.4.: choose among 0 to 3"),

@@ -1,13 +1,18 @@
 """A search drops what breaks a rule or does not fit, and its winner trains as it says."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.planning import BATCH, LENGTH, make_module, make_trainer
+from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
+from torch.optim import SGD
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.plan import SearchResult, get_device, search_run
+from lightning_fsdp2.plan.cache import get_fingerprint
+from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.workers import run_in_processes
 
 
 def run_search(strategy: Any = None, **options: Any) -> SearchResult:
@@ -34,8 +39,39 @@ def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     assert len(result.configs) == len(found.best)
     again = run_search(memory=0.05, cache_dir=tmp_path, seconds=0)
     assert again.search == found  # nothing was simulated again
-    other = run_search(memory=0.05, cache_dir=tmp_path, seconds=0, cache_key="another optimizer")
-    assert other.search.left_out > 0
+    for damaged in tmp_path.iterdir():
+        damaged.write_bytes(b"")
+    assert run_search(memory=0.05, cache_dir=tmp_path, seconds=0).search.left_out > 0
+
+
+def test_runs_are_told_apart_by_what_they_train() -> None:
+    def fingerprint(**options: Any) -> str:
+        module = CausalLM(config=LLAMA, **options)
+        run = Run(make_trainer(FSDP2Strategy()), module, make_batch(), 4, 1, get_device("h100"))
+        [(_, text)] = run_in_processes([partial(get_fingerprint, run)])
+        return text
+
+    texts = [fingerprint(), fingerprint(optimizer=partial(SGD, lr=0.1)), fingerprint(attn_implementation="eager")]
+    assert len({*texts}) == 3
+    assert fingerprint() == texts[0]
+
+
+def test_ended_early_a_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        yield from ()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_fsdp2.plan.search.simulate_all", interrupt)
+    found = run_search().search
+    assert (found.is_interrupted, found.best, found.closest) == (True, [], None)
+
+
+@pytest.mark.slow
+def test_what_needs_least_is_told_where_nothing_fits() -> None:
+    result = run_search(memory=0.001)
+    assert result.plan is None
+    assert result.search.closest is not None
+    assert result.search.closest.peak_bytes > 0.001 * 2**30
 
 
 def test_without_time_nothing_is_tried() -> None:
