@@ -144,24 +144,24 @@ def search_run(
 
     Args:
         trainer: As for :func:`plan_run`.
-        module: As there.
-        batch: As there.
-        datamodule: As there.
-        world_size: As there.
-        device: As there.
+        module: As for :func:`plan_run`.
+        batch: As for :func:`plan_run`; its samples and those of accumulation make the samples of a step.
+        datamodule: As for :func:`plan_run`.
+        world_size: As for :func:`plan_run`.
+        device: As for :func:`plan_run`.
         seconds: After which no other layout is begun.
         cache_dir: Folder that keeps what was simulated, for the next search of this run; None keeps nothing.
-        cache_key: What tells runs apart where neither the module as it is built, nor its batch, the Trainer's options
-            and the Python files that are loaded do: such as what the optimizer is told.
-        processes: As there.
-        on_progress: As there.
+        cache_key: What tells runs apart where neither the module as it is built, its optimizers, its batch, the
+            Trainer's options nor the Python files that are loaded do: such as what its step reads from elsewhere.
+        processes: How many layouts are simulated at once; None for as many as there are CPUs.
+        on_progress: As for :func:`plan_run`.
 
     Returns:
         What was found; the plan of the best one is that of the whole model.
 
     Raises:
         TypeError: When the strategy is not ``FSDP2Strategy``.
-        ValueError: As there, and when ``cache_dir`` cannot be written to.
+        ValueError: As for :func:`plan_run`, and when ``cache_dir`` cannot be written to.
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds} (--search_seconds) are in the past; use a number >= 0.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_fsdp2.plan.blocks import Summary, extrapolate
 from lightning_fsdp2.plan.cache import Cache
+from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
@@ -227,14 +228,14 @@ def _combine(few: Any, more: Any) -> Summary | str | None:
 def _weigh(run: Run, knobs: Knobs, summary: Summary) -> Candidate:
     overlapped = get_overlapped_axes(run.trainer.strategy.config)
     taken = get_step_time(summary.operations, run.device, overlapped_axes=overlapped)
-    return Candidate(knobs=knobs, peak_bytes=summary.peak_bytes, time=taken, reason=_explain(summary, taken, run))
+    return Candidate(knobs=knobs, peak_bytes=summary.peak_bytes, time=taken, reason=_explain(summary, run.device))
 
 
-def _explain(summary: Summary, taken: StepTime, run: Run) -> str:
+def _explain(summary: Summary, device: Device) -> str:
     seconds: dict[str, float] = defaultdict(float)
     for operation in summary.operations:
         call = operation.collective
-        seconds["operations" if call is None else call.axis] += get_seconds(operation, run.device) * operation.times
+        seconds["operations" if call is None else call.axis] += get_seconds(operation, device) * operation.times
     total = sum(seconds.values()) or 1.0
     largest = sorted(seconds.items(), key=itemgetter(1), reverse=True)
     parts = [f"{name} {share / total:.0%}" for name, share in largest[:3] if share > 0.01 * total]
