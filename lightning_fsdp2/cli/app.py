@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, TextIO, cast
 
 import torch
 import yaml
@@ -140,7 +140,8 @@ class _Trainer(Trainer):
             device: a100, h100, h200, b200 or mi300x.
             memory: GiB of a device, if it has another size than the one of that name.
             network_bandwidth: GB per second and device to other nodes, in one direction.
-            devices_per_node: How many devices the fast links join; 8 for all of them.
+            devices_per_node: How many devices the fast links join. None for trainer.devices, if the config is for so
+                many devices as world_size says, or else for 8.
             ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
             suggest: Whether to plan what would help if it does not fit.
             search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
@@ -164,9 +165,8 @@ class _Trainer(Trainer):
             if search is None:
                 plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
             else:
-                plan = self._search(
-                    model, search, seconds=search_seconds, cache_dir=cache_dir, cache_key=self.run_config, **options
-                )
+                options |= {"seconds": search_seconds, "cache_dir": cache_dir, "cache_key": self.run_config}
+                plan = _search(self, model, search, sys.stderr if json == "-" else sys.stdout, **options)
         if plan is None:
             return
         plan = replace(plan, notes=[*plan.notes, *get_notes_on_extras(self.left_out)])
@@ -177,16 +177,17 @@ class _Trainer(Trainer):
         if plot is not None:
             draw_plan(plan, plot)
 
-    def _search(self, model: LightningModule, path: str, **options: Any) -> Plan | None:
-        """Print the best layouts, and write the first; return its plan, if any fits."""
-        result = search_run(self, model, **options)
-        write_search(result, sys.stdout)
-        if result.plan is not None:
-            Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
-            sys.stdout.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
-        else:
-            sys.stdout.write(f"{path} was not written.\n")
-        return result.plan
+
+def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
+    """Print the best layouts, and write the first; return its plan, if any fits."""
+    result = search_run(trainer, model, **options)
+    write_search(result, output)
+    if result.plan is not None:
+        Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
+        output.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
+    else:
+        output.write(f"{path} was not written.\n")
+    return result.plan
 
 
 def _list(extras: Any) -> list[Any]:
