@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_fsdp2._torch_compat import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.cache import Cache, get_fingerprint
 from lightning_fsdp2.plan.devices import Device, get_device
@@ -315,10 +315,17 @@ def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
 
 
 def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
-    named = batch.items() if isinstance(batch, dict) else enumerate(tree_leaves(batch))
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(path: Any, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            name = ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+            shapes[name] = (knobs.batch_size, *leaf.shape[1:])
+
+    tree_map_with_path(add, batch)
     length = get_sequence_length(batch)
     return Batch(
-        shapes={str(name): (knobs.batch_size, *value.shape[1:]) for name, value in named if isinstance(value, Tensor)},
+        shapes=shapes,
         accumulation=knobs.accumulation,
         samples=knobs.samples,
         tokens=None if length is None else length * knobs.samples,

@@ -71,6 +71,15 @@ def test_numbers_alone(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in plain["ranks"]] == [7]
 
 
+def test_nodes_are_those_of_the_config_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+    strategy = ["--trainer.strategy.init_args.tp_size=1", "--trainer.strategy.init_args.dp_replicate_size=auto"]
+    callback = ["--trainer.callbacks=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"]
+    config = write_yaml(tmp_path)
+    plain = json.loads(run(config, "--trainer.devices=4", "--trainer.num_nodes=2", *strategy, *callback, "--json=-"))
+    assert (plain["world_size"], plain["nodes"], plain["mesh"]["dp_replicate"]) == (8, 2, 2)
+    assert plain["notes"][-1] == ("Not taken into account: lightning.pytorch.callbacks.StochasticWeightAveraging.")
+
+
 @pytest.mark.slow
 def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_yaml(tmp_path)

@@ -81,6 +81,16 @@ def test_a_data_module_of_this_package_is_asked_for_shapes_and_reads_nothing() -
     assert (planned.batch.accumulation, planned.batch.samples) == (2, 4 * BATCH)
 
 
+def test_shapes_of_batches_in_containers() -> None:
+    class Nested(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch["of"]["inputs"], batch["targets"]), batch_idx)
+
+    batch = {"of": {"inputs": torch.zeros(8, 256)}, "targets": torch.zeros(8, 256)}
+    planned = plan(batch=batch, module=Nested(), trainer={"precision": "32-true"})
+    assert planned.batch.shapes == {"of.inputs": (8, 256), "targets": (8, 256)}
+
+
 def test_documents_that_are_kept_apart_take_memory_for_their_masks() -> None:
     options = {"dataset": "nowhere", "sequence_length": LENGTH, "batch_size": BATCH}
     together = plan(datamodule=TextDataModule(**options))
