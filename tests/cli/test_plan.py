@@ -59,6 +59,7 @@ def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) 
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_would_help(tmp_path: Path) -> None:
     printed = run(write_yaml(tmp_path), "--world_size=8", "--memory=0.04", "--device=a100")
     assert "does not fit by" in printed

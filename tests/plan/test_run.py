@@ -91,6 +91,7 @@ def test_shapes_of_batches_in_containers() -> None:
     assert planned.batch.shapes == {"of.inputs": (8, 256), "targets": (8, 256)}
 
 
+@pytest.mark.slow
 def test_documents_that_are_kept_apart_take_memory_for_their_masks() -> None:
     options = {"dataset": "nowhere", "sequence_length": LENGTH, "batch_size": BATCH}
     together = plan(datamodule=TextDataModule(**options))
@@ -208,7 +209,11 @@ def test_the_products_of_experts_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [FSDP2Strategy, lambda: DDPStrategy(DDPConfig(activation_checkpointing=False))], ids=["fsdp2", "ddp"]
+    "strategy",
+    [
+        pytest.param(FSDP2Strategy, id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(lambda: DDPStrategy(DDPConfig(activation_checkpointing=False)), id="ddp"),
+    ],
 )
 def test_each_change_that_is_named_gives_what_it_says(strategy: Any) -> None:
     planned = plan(strategy(), device=SMALL, datamodule=make_data(BATCH))
