@@ -95,14 +95,14 @@ def print_runs() -> None:
 
 
 def print_ranks() -> None:
-    """Each in a process of its own, whose children's CPU seconds and memory the system counts."""
+    """Of rank 0; each plan in a process of its own, whose children's CPU seconds and memory the system counts."""
     print_row(["ranks", "CPU seconds", "memory, GiB"])
     print_row(["--:"] * 3)
     command = next(iter(read_commands().values()))
     for ranks in RANKS:
         source = (
             "import resource; from benchmarks.plans import plan;"
-            f" plan({command!r} + ' --world_size={ranks} --data.global_batch_size={ranks} --suggest=false');"
+            f" plan({command!r} + ' --world_size={ranks} --data.global_batch_size={ranks} --ranks=[0]');"
             " used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
         )
         done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, capture_output=True, text=True)

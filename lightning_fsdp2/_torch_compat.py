@@ -300,20 +300,28 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     def new_group(ranks: Sequence[int], **options: Any) -> Any:
         return make_group(ranks=ranks, **options) if rank in ranks else None
 
-    def chunk_with_empty(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-        chunks = [*torch.chunk(tensor, num_chunks, dim=dim)]
-        return [*chunks, *[chunks[0].new_empty(0)] * (num_chunks - len(chunks))]
-
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
         # what no rank sends would be read from memory as it comes; this rank's own objects stand for those of others
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 an empty tensor for each that has no shard of a parameter: more
-        # work than all the rest on ten thousand ranks
+        # torch makes the groups of all ranks, and FSDP2 the shards of all: more work than all the rest on thousands
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
-        patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", chunk_with_empty))
+        patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
+
+
+class _Chunks:
+    """What ``torch.chunk`` makes of a tensor, each when it is asked for; empty ones where it makes fewer."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._size
+        size = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, size) if size > 0 else self._tensor.new_empty(0)
 
 
 @contextmanager
