@@ -5,25 +5,23 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch.distributed import device_mesh
 from torch.distributed.checkpoint import _state_dict_stager, filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree, flop_counter
+from torch.utils import _pytree
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -34,15 +32,6 @@ StorageInfo: Any = filesystem._StorageInfo
 StateDictStager: Any = _state_dict_stager.StateDictStager
 """Copies state dicts to host memory that it keeps. The public ``DefaultStager`` around it closes it after each use on
 torch 2.11, and the next one fails; 2.13 and 2.15 do not."""
-
-FakeTensorMode: Any = fake_tensor.FakeTensorMode
-"""Makes tensors of shapes and dtypes without values; torch documents it, and exports it by no public name."""
-
-DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-"""What an operation on fake tensors raises whose result, or its shape, depends on values."""
-
-with_values: Any = fake_tensor.unset_fake_temporarily
-"""Makes the tensors of a block real ones where a plan's are fake, to compute what does not depend on the run."""
 
 tree_map_only: Any = _pytree.tree_map_only
 """Maps what is of a type in nested containers; private by its module's name only (torch 2.11 to 2.15)."""
@@ -280,132 +269,6 @@ def can_compile_checkpointed_collectives() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd calls: a forward then is one that activation checkpointing computes again."""
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
-
-    Torch's own tests do so (2.11 to 2.15); nothing public stands in for a process group.
-
-    Raises:
-        RuntimeError: When this process belongs to a process group.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    def new_group(ranks: Sequence[int], **options: Any) -> Any:
-        return make_group(ranks=ranks, **options) if rank in ranks else None
-
-    make_group = dist.new_group
-    with ExitStack() as patches:
-        patches.callback(dist.destroy_process_group)
-        # what no rank sends would be read from memory as it comes; this rank's own objects stand for those of others
-        patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 the shards of all: more work than all the rest on thousands
-        patches.enter_context(_replaced(device_mesh, "new_group", new_group))
-        patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
-        yield
-
-
-class _Chunks:
-    """What ``torch.chunk`` makes of a tensor, each when it is asked for; empty ones where it makes fewer."""
-
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
-        self._size = -(-tensor.size(dim) // num_chunks)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = index * self._size
-        size = min(self._size, self._tensor.size(self._dim) - start)
-        return self._tensor.narrow(self._dim, start, size) if size > 0 else self._tensor.new_empty(0)
-
-
-@contextmanager
-def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
-    """Call ``observe`` behind each resize of a storage, which is how FSDP2 frees and allocates what it has gathered.
-
-    No operation is dispatched there; torch's own trackers of memory (2.11 to 2.15) replace the method, too.
-    """
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_observe(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        observe(storage)
-
-    with _replaced(torch.UntypedStorage, "resize_", resize_and_observe):
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """The group among the arguments of a collective operation, which the dispatcher hands on boxed or by its name."""
-    names = [argument for argument in arguments if isinstance(argument, str)]
-    for argument in arguments:
-        if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):
-            return dist.ProcessGroup.unbox(argument)
-    return cast(Any, dist.distributed_c10d)._resolve_process_group(names[-1])
-
-
-def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
-    """How many floating-point operations one of torch's operations takes; None for those without products.
-
-    ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
-    Where attention is causal, half of its products are left out, as kernels leave them out.
-    """
-    formulas: dict[Any, Callable[..., int]] = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
-        torch.ops.aten._grouped_mm: _count_grouped_products,
-    }
-    packet = operation.overloadpacket
-    return formulas.get(packet) or flop_counter.flop_registry.get(packet)
-
-
-def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
-    """Each row of ``first`` is in the product of its group; two matrices have their groups along the inner dim."""
-    if first.ndim == second.ndim == 2:
-        return 2 * first.size(0) * first.size(1) * second.size(1)
-    return 2 * out_val.numel() * first.size(-1)
-
-
-def _count_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
-) -> int:
-    count = flop_counter.sdpa_flop_count(query.shape, _get_shape(key, query), _get_shape(value, query))
-    return count // (2 if is_causal else 1)
-
-
-def _count_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    normalizer: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    **options: Any,
-) -> int:
-    shapes = _get_shape(key, query), _get_shape(value, query)
-    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, *shapes) // (2 if is_causal else 1)
-
-
-def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Of keys or values with as many heads as queries, which share them: torch 2.11 counts no others."""
-    return (*query.shape[:2], *tensor.shape[2:])
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

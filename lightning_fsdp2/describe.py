@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_fsdp2._torch_compat import simulate_world
+from lightning_fsdp2._torch_simulation import simulate_world
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes

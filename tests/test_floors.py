@@ -9,7 +9,8 @@ import lightning_fsdp2
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_refusals", "_torch_compat", "_lightning_compat", "_attention_kernels", "config", "data", "schedulers"},
+    {"_refusals", "_torch_compat", "_torch_simulation", "_lightning_compat", "_attention_kernels"}
+    | {"config", "data", "schedulers"},
     {"mesh", "_cli_types"},
     {"parallel"},
     {"parallelizer", "checkpoint"},

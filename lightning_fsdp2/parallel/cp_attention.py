@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_fsdp2._torch_compat import all_to_all_tensor, with_values
+from lightning_fsdp2._torch_compat import all_to_all_tensor
+from lightning_fsdp2._torch_simulation import with_values
 from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
 from lightning_fsdp2.parallel.structure import get_class_name
 

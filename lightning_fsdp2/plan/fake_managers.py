@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fsdp2._torch_compat import FakeTensorMode, with_values
+from lightning_fsdp2._torch_simulation import FakeTensorMode, with_values
 from lightning_fsdp2.config import DDPConfig, FSDP2Config
 from lightning_fsdp2.managers import DDPManager, FSDP2Manager
 from lightning_fsdp2.parallel.materialize import allocate

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp2._torch_compat import get_optional_flop_formula, get_process_group, observe_resizes
+from lightning_fsdp2._torch_simulation import get_process_group, observe_resizes
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
     CP_TP,
@@ -28,6 +28,7 @@ from lightning_fsdp2.mesh import (
     DP_SHARD_CP,
     TENSOR_PARALLEL,
 )
+from lightning_fsdp2.plan.flops import get_optional_flop_formula
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fsdp2._torch_compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, is_in_backward, with_values
+from lightning_fsdp2._torch_compat import is_in_backward
+from lightning_fsdp2._torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
 from lightning_fsdp2.describe import Description, describe_sharded, simulate_mesh
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views

@@ -103,9 +103,10 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
         (["--data.global_batch_size=15"], "global_batch_size=15 is no multiple of batch_size=2"),
         (["--trainer.strategy=ddp"], "plan runs the steps of FSDP2Strategy and DDPStrategy"),
         (["--plot=plan.txt"], "matplotlib writes"),
-        (["--json=nowhere/plan.json"], "json='nowhere/plan.json': there is no folder 'nowhere' to write to"),
-        (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg': there is no folder 'nowhere' to write to"),
-        (["--search=nowhere/best.yaml"], "search='nowhere/best.yaml': there is no folder 'nowhere' to write to"),
+        (["--json=."], "json='.' cannot be written; name a file in a folder that can be written to"),
+        (["--json=nowhere/plan.json"], "json='nowhere/plan.json' cannot be written; name a file in a folder"),
+        (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a folder"),
+        (["--search=nowhere/best.yaml"], "search='nowhere/best.yaml' cannot be written; name a file in a folder"),
         (["--search=best.yaml", "--ranks=[1]"], "a search plans rank 0; leave ranks out."),
     ],
 )

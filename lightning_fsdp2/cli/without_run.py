@@ -1,0 +1,227 @@
+"""``describe`` and ``plan``: what a config would train, without its machines, its files and its weights."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_fsdp2.data.module import SequenceDataModule
+from lightning_fsdp2.describe import describe
+from lightning_fsdp2.describe_table import write_tables
+from lightning_fsdp2.parallelizer import import_class_from_path
+from lightning_fsdp2.plan.devices import get_device
+from lightning_fsdp2.plan.plot import check_plot, draw_plan
+from lightning_fsdp2.plan.result import Plan
+from lightning_fsdp2.plan.run import get_notes_on_extras, plan_run, search_run
+from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
+
+WITHOUT_RUN = ("describe", "plan")
+
+_SOURCES = ("path", "validation_path", "validation_split", "test_path", "test_split")
+"""Options of data modules that say what to read, apart from the dataset."""
+
+_CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_fsdp2" / "plans")
+
+
+@dataclass(frozen=True)
+class AboutRun:
+    """What a config says of a run."""
+
+    config: str
+    """Text of its trainer, model and data."""
+
+    extras: list[str]
+    """Class paths of its callbacks and plugins."""
+
+
+class CLITrainer(Trainer):
+    """Lightning's, which can also say what it would train."""
+
+    about_run: AboutRun
+    """What the config says and this trainer does not, where it is made to describe or to plan."""
+
+    def describe(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        world_size: int | None = None,
+        format: Literal["table", "json"] = "table",
+    ) -> None:
+        """Print how the model is sharded.
+
+        Args:
+            model: On the meta device.
+            datamodule: Not used.
+            world_size: Number of ranks, also more than this machine has. None for trainer.devices x num_nodes.
+            format: Of the output: tables to read, or JSON with every parameter.
+        """
+        # by now the command line has put a number in place of None
+        description = describe(self, model, world_size=cast(int, world_size))
+        if format == "json":
+            sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
+        else:
+            write_tables(description, sys.stdout)
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        world_size: int | None = None,
+        device: str = "h100",
+        memory: float | None = None,
+        network_bandwidth: float | None = None,
+        devices_per_node: int | None = None,
+        ranks: list[int] | None = None,
+        suggest: bool = True,
+        search: str | None = None,
+        search_seconds: float = 600,
+        cache_dir: str | None = _CACHE,
+        json: str | None = None,
+        plot: str | None = None,
+        processes: int | None = None,
+    ) -> None:
+        """Print what a step of the run takes on devices that need not be there.
+
+        Args:
+            model: On the meta device.
+            datamodule: One of lightning_fsdp2 is asked for the shapes of its batches; of others the first is read.
+            world_size: Number of devices. None for trainer.devices x num_nodes.
+            device: a100, h100, h200, b200 or mi300x.
+            memory: GiB of a device, if it has another size than the one of that name.
+            network_bandwidth: GB per second and device to other nodes, in one direction.
+            devices_per_node: How many devices the fast links join. None for trainer.devices, if the config is for so
+                many devices as world_size says, or else for 8.
+            ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
+            suggest: Whether to plan what would help if it does not fit.
+            search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
+            search_seconds: After which no other layout is begun.
+            cache_dir: Folder that keeps what a search has simulated, for the next one; null keeps nothing.
+            json: File to write all numbers to; - for the output, in place of the tables.
+            plot: File to draw memory and traffic in, .png or .svg.
+            processes: How many plans are computed at once; None for as many as there are CPUs.
+        """
+        target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
+        if search is not None and ranks is not None:
+            raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
+        for name, path in {"search": search, "json": json, "plot": plot}.items():
+            _check_file(name, path)
+        if plot is not None:
+            check_plot(plot)
+        options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
+        with show_progress() as on_progress, without_infos():
+            options |= {"processes": processes, "on_progress": on_progress}
+            plan: Plan | None
+            if search is None:
+                plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
+            else:
+                options |= {"seconds": search_seconds, "cache_dir": cache_dir, "cache_key": self.about_run.config}
+                plan = _search(self, model, search, sys.stderr if json == "-" else sys.stdout, **options)
+        if plan is None:
+            return
+        plan = replace(plan, notes=[*plan.notes, *get_notes_on_extras(self.about_run.extras)])
+        if json != "-":
+            write_plan(plan, sys.stdout)
+        if json is not None:
+            write_json(plan, json)
+        if plot is not None:
+            draw_plan(plan, plot)
+
+
+def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
+    """Print the best layouts, and write the first; return its plan, if any fits."""
+    result = search_run(trainer, model, **options)
+    write_search(result, output)
+    if result.plan is not None:
+        Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
+        output.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
+    else:
+        output.write(f"{path} was not written.\n")
+    return result.plan
+
+
+def _check_file(option: str, path: str | None) -> None:
+    if path not in (None, "-") and (os.path.isdir(path) or not os.access(Path(path).parent, os.W_OK)):
+        raise ValueError(f"{option}={path!r} cannot be written; name a file in a folder that can be written to.")
+
+
+def set_world(config: Namespace, subcommand: str) -> None:
+    """Take from the trainer's devices and nodes what the command line does not say.
+
+    Raises:
+        ValueError: When it asks for all devices, and this machine has none of the kind.
+    """
+    devices, nodes = _count_devices(config.trainer), int(config.trainer.num_nodes)
+    if config.world_size is None and devices < 1:
+        raise ValueError(
+            f"trainer.devices={config.trainer.devices!r} is what a machine has, and this one has no accelerator; give"
+            " the number of ranks, such as --world_size=8."
+        )
+    if config.world_size is None:
+        config.world_size = devices * nodes
+    if subcommand == "plan" and config.world_size == devices * nodes:
+        config.devices_per_node = config.devices_per_node or devices
+
+
+def leave_run_out(config: Namespace, subcommand: str) -> AboutRun:
+    """Keep weights, what reads or writes, and the machines of the run out of what is made of ``config``."""
+    if subcommand == "describe":
+        config.data = None
+    elif config.data is not None:
+        _leave_unread(config.data)
+    arguments = config.model.get("init_args")
+    if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
+        arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
+    trainer = config.trainer
+    extras = [*_list(trainer.callbacks), *_list(trainer.plugins)]
+    about = AboutRun(str((trainer, config.model, config.data)), [_get_class_name(extra) for extra in extras])
+    trainer.update(Namespace(accelerator="cpu", devices=1, callbacks=None, logger=False, profiler=None, plugins=None))
+    return about
+
+
+def _list(extras: Any) -> list[Any]:
+    return [] if extras is None else extras if isinstance(extras, list) else [extras]
+
+
+def _get_class_name(extra: Any) -> str:
+    return str(getattr(extra, "class_path", extra))
+
+
+def _count_devices(trainer: Namespace) -> int:
+    """Of a node; 0 where the config asks for all, and there is none."""
+    devices: Any = trainer.devices
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if isinstance(devices, list):
+        return len(devices)
+    if str(devices) not in ("auto", "-1"):
+        return int(devices)
+    return 1 if trainer.accelerator == "cpu" else torch.accelerator.device_count()
+
+
+def _leave_unread(data: Namespace) -> None:
+    """Let a data module of this package be made where its files are not; its batches have the same shapes."""
+    if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
+        elsewhere = {name: None for name in _SOURCES if name in data.init_args}
+        data.init_args.update(Namespace(**elsewhere, dataset="unread"))
+
+
+@contextmanager
+def without_infos() -> Iterator[None]:
+    """Keep what Lightning says of the machine out of what is read or piped on."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
