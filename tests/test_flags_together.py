@@ -59,7 +59,7 @@ def is_possible(values: list[Any]) -> bool:
 
 
 ROWS = [row._asdict() for row in AllPairs(VALUES, filter_func=is_possible)]
-FAST = (9, 12, 15, 20, 30)
+FAST = (3, 10, 12, 16, 18, 20)
 """Rows that every change runs: each value of every flag, but for some of the meshes."""
 
 

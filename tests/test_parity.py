@@ -27,10 +27,8 @@ SAMPLE = [
     ("tp2", "bf16-mixed", "gpt2"),
     ("tp2+sp", "32-true", "llama"),
     ("dp2xtp2+sp+loss", "bf16-mixed", "llama"),
-    ("hsdp2xtp2", "32-true", "gpt2"),
     ("cp2", "bf16-mixed", "llama"),
     ("cp2+ulysses", "32-true", "gpt2"),
-    ("cp2xtp2+sp+loss", "32-true", "llama"),
 ]
 CELLS = [
     (mesh, precision, model)

@@ -40,6 +40,7 @@ def simulate_all() -> dict[tuple[str, int], Share]:
     return run_ranks(run, 1, group=False)[0]
 
 
+@pytest.mark.slow
 def test_what_one_process_has_to_do_is_what_can_be_computed_by_hand() -> None:
     alone = simulate_all()["auto", 1]
     pairs = sum(range(1, LENGTH + 1))
@@ -49,6 +50,7 @@ def test_what_one_process_has_to_do_is_what_can_be_computed_by_hand() -> None:
     assert alone.traffic == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "ranks"), MESHES)
 def test_every_rank_has_its_share_and_no_more(method: str, ranks: int) -> None:
     alone, share = simulate_all()["auto", 1], simulate_all()[method, ranks]
@@ -59,6 +61,7 @@ def test_every_rank_has_its_share_and_no_more(method: str, ranks: int) -> None:
     assert share.activations == pytest.approx(alone.activations / ranks, rel=tolerance, abs=8 * LENGTH + 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "ranks"), MESHES)
 def test_what_attention_sends(method: str, ranks: int) -> None:
     keys_and_values = 2 * LENGTH * KEY_VALUE_WIDTH * BFLOAT16
@@ -72,6 +75,7 @@ def test_what_attention_sends(method: str, ranks: int) -> None:
     assert simulate_all()[method, ranks].traffic == LAYERS * whole[method] * (ranks - 1) / ranks
 
 
+@pytest.mark.slow
 def test_the_least_is_that_of_no_waste() -> None:
     alone = simulate_all()["auto", 1]
     for (method, ranks), share in simulate_all().items():

@@ -44,7 +44,6 @@ SAMPLE = [
     ("qwen3-moe-packed-experts", "dp2-tp2", "one"),
     ("qwen3-moe-packed-experts", "dp2", "tp4"),
     ("gpt2-tied-packed-qkv", "tp2", "dp2-tp2"),
-    ("phi3-packed-rows", "dp2-tp2", "dp2"),
 ]
 BATCHES = make_token_batches(5, size=4, ragged=False)
 

@@ -78,6 +78,7 @@ def test_the_plain_loop_goes_on_where_it_was_saved(run: Run) -> None:
     assert first + second == whole[0]
 
 
+@pytest.mark.slow
 def test_the_own_module_becomes_the_model_of_one_process(run: Run) -> None:
     models = []
     for ranks in (1, 2):

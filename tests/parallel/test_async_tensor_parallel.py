@@ -48,7 +48,8 @@ def run_step(model: Any, batch_size: int, seed: int = 1) -> dict[str, Tensor | N
 
 
 @needs_compiler
-@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 2])
 def test_all_gathers_and_the_reduce_scatters_of_forward_are_fused(batch_size: int) -> None:
     def run() -> list[Counter[str]]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

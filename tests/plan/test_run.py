@@ -65,6 +65,7 @@ def test_the_users_own_trainer_and_module_stay_as_they_are() -> None:
     assert plan_run(trainer, module, make_batch(), world_size=2) == first
 
 
+@pytest.mark.slow
 def test_ranks_that_are_asked_for() -> None:
     assert [rank.rank for rank in plan(ranks=[3, 1]).ranks] == [1, 3]
     uneven = plan(world_size=3)

@@ -39,7 +39,9 @@ def test_the_document_is_what_the_table_says() -> None:
     assert DOCUMENT.read_text() == describe_options(made_with)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=pytest.mark.slow if name == "megatron_fsdp" else ()) for name in STRATEGIES]
+)
 @pytest.mark.parametrize("group", HEADINGS)
 def test_options_do_what_they_say_or_are_refused(strategy: str, group: str, tmp_path: Path) -> None:
     try_options(strategy, [option for option in OPTIONS if option.group == group and not option.slow], tmp_path)

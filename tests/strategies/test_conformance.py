@@ -775,7 +775,7 @@ def test_an_optimizer_that_is_stepped_by_hand(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("world_size", "precision", "accumulate", "clip", "tied", "meta"),
     [
-        (1, "32-true", 3, 0.1, False, True),
+        pytest.param(1, "32-true", 3, 0.1, False, True, marks=pytest.mark.slow),
         (2, "32-true", 1, 0.1, True, False),
         (3, "32-true", 3, None, True, True),
         (2, "bf16-mixed", 3, 0.1, True, False),
@@ -792,7 +792,7 @@ def test_a_language_model_has_the_numbers_of_one_process(
     kind.run(run, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, None), pytest.param(3, 0.5, marks=pytest.mark.slow)])
 def test_twenty_steps_with_groups_and_a_schedule(
     kind: Kind, world_size: int, accumulate: int, clip: float | None

@@ -86,7 +86,7 @@ def bare_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return model(batch, labels=batch).loss, 1
 
 
-@pytest.mark.parametrize("mesh", ["cp2", "dp2xcp2"])
+@pytest.mark.parametrize("mesh", ["cp2", pytest.param("dp2xcp2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("loss", "convert"),
     [
