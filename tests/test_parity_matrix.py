@@ -37,7 +37,7 @@ SAMPLE = (
 )
 
 SLOW = ("gemma3n_text", "opt", "gptj", "stablelm", "qwen3_moe", "qwen2_moe", "deepseek_v4")
-SLOW += ("qwen3_next", "jamba", "doge", "inkling_text")
+SLOW += ("qwen3_next", "jamba", "doge", "inkling_text", "longcat_flash", "olmo2", "cohere2", "falcon")
 """Those that take longest, and differ least from others or are rare: `make test-all` has them."""
 
 CONTEXT_SAMPLE = (
@@ -47,9 +47,13 @@ CONTEXT_SAMPLE = (
     "gpt_oss",
     "gemma4_text",  # keys and values of earlier layers, a part of the mask
 )
+CONTEXT_SLOW = ("mixtral", "gemma4_text")
 
 
-@pytest.mark.parametrize("family", CONTEXT_SAMPLE)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow if family in CONTEXT_SLOW else ()) for family in CONTEXT_SAMPLE],
+)
 def test_a_family_trains_as_in_one_process_on_parts_of_its_sequences(family: str) -> None:
     layout = list(CONTEXT_LAYOUTS)[CONTEXT_SAMPLE.index(family) % len(CONTEXT_LAYOUTS)]
     assert measure_parity(family, layout) < 1e-5

@@ -123,7 +123,10 @@ class Validates(Regressor):
         self.log("loss/validation", 1.0 - 0.1 * self.trainer.global_step)
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_validation_start", "on_validation_batch_start"])
+@pytest.mark.parametrize(
+    "hook",
+    ["on_before_backward", pytest.param("on_validation_start", marks=pytest.mark.slow), "on_validation_batch_start"],
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -243,7 +246,9 @@ RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SAMPLED = ("validation-amid-accumulation", "validation-at-the-end-of-epochs", "epochs-without-validation")
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_validation_batch_start"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_backward", pytest.param("on_validation_batch_start", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow) for name in RESUMES]
 )

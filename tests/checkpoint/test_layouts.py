@@ -14,8 +14,6 @@ import lightning_fsdp2
 
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
-    ("plain", "dp2"),
-    ("hsdp2x2", "tp2"),
     ("cp2", "dp2-cp2"),
     ("ddp2", "megatron2"),
     ("megatron2", "dp3"),

@@ -41,7 +41,6 @@ MODELS = {
 }
 MESHES = {"one": (1, 1), "dp2": (2, 1), "tp2": (1, 2), "dp2-tp2": (2, 2), "tp4": (1, 4)}
 SAMPLE = [
-    ("qwen3-moe-packed-experts", "dp2-tp2", "one"),
     ("qwen3-moe-packed-experts", "dp2", "tp4"),
     ("gpt2-tied-packed-qkv", "tp2", "dp2-tp2"),
 ]

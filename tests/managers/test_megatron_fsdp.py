@@ -233,7 +233,10 @@ def test_what_is_sharded_is_refused() -> None:
     run_on_ranks(run, 2)
 
 
-@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+@pytest.mark.parametrize(
+    "zero_dp_strategy",
+    [pytest.param(number, marks=pytest.mark.slow if number in (0, 2) else ()) for number in ALL_STRATEGIES],
+)
 def test_a_checkpoint_goes_on(zero_dp_strategy: int, tmp_path: Path) -> None:
     batches = make_token_batches(4, ragged=False)
 

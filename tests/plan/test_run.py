@@ -209,12 +209,11 @@ def test_the_products_of_experts_count() -> None:
 # ---------------------------------------------------------------------- what does not fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(FSDP2Strategy, id="fsdp2", marks=pytest.mark.slow),
-        pytest.param(lambda: DDPStrategy(DDPConfig(activation_checkpointing=False)), id="ddp"),
-    ],
+    [FSDP2Strategy, lambda: DDPStrategy(DDPConfig(activation_checkpointing=False))],
+    ids=["fsdp2", "ddp"],
 )
 def test_each_change_that_is_named_gives_what_it_says(strategy: Any) -> None:
     planned = plan(strategy(), device=SMALL, datamodule=make_data(BATCH))

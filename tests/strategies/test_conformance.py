@@ -59,7 +59,8 @@ from lightning_fsdp2.cli import FSDP2CLI
 
 # ---------------------------------------------------------------------- lifetime
 
-STAGES = ["fit, save, test, fit", "validate, fit", "fit, predict, validate", "predict, fit, fit"]
+STAGES = ["fit, save, test, fit", "fit, predict, validate"]
+STAGES += [pytest.param(stages, marks=pytest.mark.slow) for stages in ("validate, fit", "predict, fit, fit")]
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -425,7 +426,7 @@ class CallsModel(pl.Callback):
             ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end"],
             id="no_grad",
         ),
-        pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad"),
+        pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad", marks=pytest.mark.slow),
         pytest.param(
             False,
             ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_epoch_end"],
@@ -777,7 +778,7 @@ def test_an_optimizer_that_is_stepped_by_hand(kind: Kind) -> None:
     [
         pytest.param(1, "32-true", 3, 0.1, False, True, marks=pytest.mark.slow),
         (2, "32-true", 1, 0.1, True, False),
-        (3, "32-true", 3, None, True, True),
+        pytest.param(3, "32-true", 3, None, True, True, marks=pytest.mark.slow),
         (2, "bf16-mixed", 3, 0.1, True, False),
         (2, "bf16-true", 1, None, False, False),
     ],
@@ -813,7 +814,7 @@ def test_twenty_steps_with_groups_and_a_schedule(
 # ---------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("format_", ["sharded", "full"])
+@pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reader", STRATEGIES)
 def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
     kind: Kind, reader: str, format_: Any, tmp_path: Path

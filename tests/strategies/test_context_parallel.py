@@ -31,7 +31,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "hsdp2xcp2": (4, {"dp_replicate_size": 2, "cp_size": 2}, {}),
     "hsdp2xtp2": (4, {"dp_replicate_size": 2, "tp_size": 2}, {}),
 }
-FAST = [("dp2xcp2", "gemma3_text", "allgather"), ("cp2xtp2+sp", "gpt_oss", "allgather"), ("cp2", "mixtral", "ulysses")]
+FAST = [("dp2xcp2", "gemma3_text", "allgather"), ("cp2", "mixtral", "ulysses")]
 CELLS = [
     (mesh, family, method)
     for mesh, (_, sizes, _) in MESHES.items()

@@ -31,9 +31,9 @@ FLAGS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True},
     {"bucket_cap_mb": 0.001},
     {"broadcast_buffers": False},
-    {"activation_checkpointing": True},
     {"activation_checkpointing": "selective", "static_graph": True},
     {"autocast_dtype": torch.bfloat16},
+    pytest.param({"activation_checkpointing": True}, marks=pytest.mark.slow),
 ]
 
 

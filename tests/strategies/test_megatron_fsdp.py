@@ -38,6 +38,7 @@ from lightning_fsdp2.parallel import megatron_fsdp
 
 KIND = STRATEGIES["megatron_fsdp"]
 ALL_STRATEGIES = (0, 1, 2, 3)
+EACH = [pytest.param(number, marks=pytest.mark.slow if number in (0, 2) else ()) for number in ALL_STRATEGIES]
 
 # ---------------------------------------------------------------------- numbers
 
@@ -65,7 +66,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] =
 SAMPLE = ("cp2", "selective", "meta by shards", "sums", "bf16 weights", "hsdp2x2")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_every_flag_and_size_has_the_numbers_of_one_process(names: tuple[str, ...], world_size: int) -> None:
     def run() -> None:
@@ -96,7 +97,7 @@ ALL_OPTIONS = list(itertools.product((1, 3), (None, 0.5)))
         *(pytest.param(size, ALL_OPTIONS, id=f"{size}-all", marks=pytest.mark.slow) for size in (1, 2, 4)),
     ],
 )
-@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+@pytest.mark.parametrize("zero_dp_strategy", EACH)
 def test_twenty_steps_with_groups_and_a_schedule(
     zero_dp_strategy: int, world_size: int, combinations: list[tuple[int, float | None]]
 ) -> None:
@@ -174,7 +175,7 @@ class CountsForwards(pl.Callback):
         self.forwards += 1
 
 
-@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+@pytest.mark.parametrize("zero_dp_strategy", EACH)
 def test_layers_are_computed_again_in_backward(zero_dp_strategy: int) -> None:
     def run() -> None:
         counts = []
@@ -520,7 +521,7 @@ def test_a_backward_and_a_zero_grad_of_torch_do_under_manual_optimisation() -> N
     KIND.run(run, WORLD)
 
 
-@pytest.mark.parametrize("zero_dp_strategy", ALL_STRATEGIES)
+@pytest.mark.parametrize("zero_dp_strategy", EACH)
 def test_a_checkpoint_that_is_written_in_the_background_goes_on(zero_dp_strategy: int, tmp_path: Path) -> None:
     batches = 4 * make_batches(WORLD)
 
