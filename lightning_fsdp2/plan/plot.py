@@ -58,11 +58,13 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
         step="post",
     )
     peak, budget = rank.peak_bytes / _GIB, plan.budget / _GIB
+    drawn = sum(name == "forward" for _, name in rank.phases)
+    part = f"; {drawn} of {plan.batch.accumulation} micro-batches" if drawn < plan.batch.accumulation else ""
     axes.axhline(budget, color="black", linestyle="--", linewidth=1)
     axes.set(
         xlim=(0, seconds[-1]),
         ylim=(0, 1.15 * peak),  # the budget may be far above, or below
-        xlabel="seconds since the begin of the step, if nothing overlaps",
+        xlabel=f"seconds since the begin of the step, if nothing overlaps{part}",
         ylabel="GiB",
         title=f"Memory: at its peak {peak:.1f} of {budget:.1f} GiB, in the {rank.peak_at}",
     )
@@ -88,7 +90,7 @@ def _draw_traffic(axes: Any, rank: RankPlan) -> None:
         for size, entry in zip(sizes, entries, strict=True)
     ]
     axes.bar_label(bars, labels)
-    axes.margins(x=0.6)  # for the labels
+    axes.margins(x=1)  # for the labels
     axes.set(
         xlabel="GiB of whole tensors in a step",
         title="Traffic: blue beside operations, red waited for" if entries else "No traffic",
