@@ -42,7 +42,7 @@ from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks,
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
-from lightning_fsdp2.strategies.precision import ShardedPrecision
+from lightning_fsdp2.strategies.precision import ShardedPrecision, check_clipping
 from lightning_fsdp2.strategies.remedies import get_optional_remedy, is_raised_in
 from lightning_fsdp2.strategies.step_region import StepRegion
 
@@ -142,6 +142,13 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     # ------------------------------------------------------------------ stages
 
     @override
+    def setup_environment(self) -> None:
+        # before the callbacks' own `setup`, in which some copy the module, and before there are groups
+        refuse_callbacks(self.lightning_module.trainer, self.refused_callbacks)
+        check_clipping(self.lightning_module.trainer)
+        super().setup_environment()
+
+    @override
     def enter_mesh(self, mesh: DeviceMesh) -> None:
         super().enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
@@ -203,7 +210,6 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        refuse_callbacks(trainer, self.refused_callbacks)
         self._validate_together(trainer)
         set_available_flops(trainer, self.compute_dtype)
         self.accelerator.setup(trainer)

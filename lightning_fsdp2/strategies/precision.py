@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -112,6 +113,19 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value_(self.main_params(optimizer), clip_val)
+
+
+def check_clipping(trainer: Trainer) -> None:
+    """Refuse a bound that Lightning would pass over without a word, or that would make all gradients NaN.
+
+    Raises:
+        ValueError: When the Trainer's ``gradient_clip_val`` is negative or NaN.
+    """
+    bound = trainer.gradient_clip_val
+    if bound is not None and not bound >= 0:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={bound!r}) must be a norm or a value from 0 on; leave it out for no clipping."
+        )
 
 
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

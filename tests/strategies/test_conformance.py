@@ -1,5 +1,6 @@
 """One behaviour: what every strategy of the package does alike. A new one is added to ``STRATEGIES`` and passes."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -355,6 +356,34 @@ def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_
                 trainer.fit(Regressor(), make_loader(make_batches(4)))
 
     kind.run(run, WORLD)
+
+
+class HoldsNoCopy(Regressor):
+    """Fails where a callback copies it, as modules do that hold process groups."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("it cannot be copied")
+
+
+def test_callbacks_are_refused_before_they_copy_the_module(kind: Kind) -> None:
+    def run() -> None:
+        callback = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        with pytest.raises(ValueError, match="StochasticWeightAveraging") if kind.shards else nullcontext():
+            module = HoldsNoCopy() if kind.shards else Regressor()
+            kind.make_trainer(callbacks=[callback], max_epochs=2, max_steps=-1).fit(
+                module, make_loader(make_batches(4))
+            )
+
+    kind.run(run, 1)
+
+
+@pytest.mark.parametrize("bound", [-1.0, math.nan])
+def test_a_bound_of_clipping_that_would_be_passed_over_is_refused(kind: Kind, bound: float) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"gradient_clip_val=(-1.0|nan)\) must be a norm or a value from 0 on"):
+            kind.make_trainer(gradient_clip_val=bound).fit(Regressor(), make_loader(make_batches(1)))
+
+    kind.run(run, 1)
 
 
 class Gathering(pl.LightningModule):

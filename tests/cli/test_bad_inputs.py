@@ -1,0 +1,518 @@
+"""A hundred mistakes that people make: each ends soon, says what is wrong, and leaves no process.
+
+Each case runs the real command line in a forked process of its own; ten run as real processes besides, since a fork
+says nothing of launchers and exit handlers.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from helpers.models import GPT2, LLAMA
+
+from lightning_fsdp2.cli import main
+from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+
+SECONDS = 60
+"""Within which a mistake has to end the process; most take one or two."""
+
+SAMPLE = {
+    "tp_size that does not divide",
+    "key twice",
+    "text that is not there",
+    "other launcher's RANK",
+    "flipped byte",
+    "export into itself",
+}
+"""Cases of `make test`; all are in `make test-all`."""
+
+REAL = {
+    "tp_size that does not divide",
+    "devices=0",
+    "key twice",
+    "binary config",
+    "text that is not there",
+    "bert",
+    "answers that are all empty",
+    "flipped byte",
+    "MASTER_PORT that is no number",
+    "export into itself",
+}
+"""Cases that run as processes of their own, too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake, and what a person has to read who makes it."""
+
+    says: str | tuple[str, ...]
+    """Words that stderr has to contain, in any case of letters; of several, all."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Values at dotted keys of the config; None at a key of `remove` leaves it out."""
+
+    args: tuple[str, ...] = ()
+    """What follows the config on the command line."""
+
+    command: tuple[str, ...] | None = None
+    """In place of `fit --config run.yaml` and `args`."""
+
+    prepare: Callable[[Path], None] | None = None
+    """Called with the folder of the run, in which it is started, before the run."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the process."""
+
+
+def text(content: str | bytes) -> Callable[[Path], None]:
+    """Write the training data."""
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / "text.txt").write_bytes(data) and None
+
+
+def file(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """Write a file into the folder of the run."""
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def change_config(old: str, new: str) -> Callable[[Path], None]:
+    """Change the config as text."""
+
+    def change(folder: Path) -> None:
+        content = (folder / "run.yaml").read_text()
+        assert old in content
+        (folder / "run.yaml").write_text(content.replace(old, new, 1))
+
+    return change
+
+
+def train_first(change: Callable[[Path], None] | None = None) -> Callable[[Path], None]:
+    """Leave `run.ckpt` in the folder, as a run of two steps made it, and change it."""
+
+    def prepare(folder: Path) -> None:
+        shutil.copytree(_CHECKPOINT[0], folder / "run.ckpt")
+        if change is not None:
+            change(folder / "run.ckpt")
+
+    return prepare
+
+
+def flip_byte(checkpoint: Path) -> None:
+    """Damage the largest file in its middle."""
+    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(checkpoint: Path) -> None:
+    """Lose the end of the largest file."""
+    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    """Lose a file."""
+    return lambda checkpoint: next(checkpoint.glob(name)).unlink()
+
+
+def chat(says: str | tuple[str, ...], row: dict[str, Any]) -> Case:
+    """Train on a file of conversations that are all the same."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "chat.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+        tokenizer = build_byte_tokenizer()
+        tokenizer.chat_template = (
+            "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+        )
+        tokenizer.save_pretrained(folder / "tokenizer")
+
+    options = {"path": "chat.jsonl", "sequence_length": 64, "batch_size": 2, "tokenizer": "./tokenizer"}
+    return Case(says, {"data": optimizer("lightning_fsdp2.ChatDataModule", **options)}, prepare=prepare)
+
+
+_CHECKPOINT: list[Path] = []
+TRAINER, MODEL, CONFIG = "trainer", "model.init_args", "model.init_args.config"
+DATA, STRATEGY = "data.init_args", "trainer.strategy.init_args"
+FLAGS = f"{STRATEGY}.config"
+
+
+def trainer(value: Any, says: str | tuple[str, ...], key: str, **others: Any) -> Case:
+    return Case(says, {f"{TRAINER}.{key}": value}, **others)
+
+
+def strategy(value: Any, says: str | tuple[str, ...], key: str, **others: Any) -> Case:
+    return Case(says, {f"{STRATEGY}.{key}": value}, **others)
+
+
+def flag(value: Any, says: str | tuple[str, ...], key: str, **others: Any) -> Case:
+    return Case(says, {f"{FLAGS}.{key}": value}, **others)
+
+
+def model(value: Any, says: str | tuple[str, ...], key: str, **others: Any) -> Case:
+    return Case(says, {f"{MODEL}.{key}": value}, **others)
+
+
+def data(value: Any, says: str | tuple[str, ...], key: str, **others: Any) -> Case:
+    return Case(says, {f"{DATA}.{key}": value}, **others)
+
+
+def optimizer(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": init_args}
+
+
+SMALL = {**LLAMA, "vocab_size": 257}
+QUESTION = {"role": "user", "content": "hello"}
+CALLBACKS = "lightning.pytorch.callbacks"
+CASES = {
+    # ---------------------------------------------------------------- the Trainer
+    "devices=0": trainer(0, "devices", "devices"),
+    "devices=-3": trainer(-3, "devices", "devices"),
+    "devices that are a word": trainer("some", "devices", "devices"),
+    "max_steps=-5": trainer(-5, "max_steps", "max_steps"),
+    "max_epochs=-3": trainer(-3, "max_epochs", "max_epochs"),
+    "precision=fp8": trainer("fp8", "precision", "precision"),
+    "precision=16-mixed": trainer("16-mixed", ("16-mixed", "bf16-mixed"), "precision"),
+    "precision=64-true": trainer("64-true", "64-true", "precision"),
+    "accumulate_grad_batches=0": trainer(0, "accumulate_grad_batches", "accumulate_grad_batches"),
+    "gradient_clip_val=-1": trainer(-1.0, "gradient_clip_val", "gradient_clip_val"),
+    "gradient_clip_val that is a word": trainer("much", "gradient_clip_val", "gradient_clip_val"),
+    "gradient_clip_algorithm": trainer("size", "gradient_clip_algorithm", "gradient_clip_algorithm"),
+    "accelerator=tpu": trainer("tpu", "torch_xla", "accelerator"),
+    "accelerator=abacus": trainer("abacus", "abacus", "accelerator"),
+    "num_nodes=0": trainer(0, "num_nodes", "num_nodes"),
+    "val_check_interval=2.5": trainer(2.5, "val_check_interval", "val_check_interval"),
+    "limit_train_batches=-1": trainer(-1, "limit_train_batches", "limit_train_batches"),
+    "limit_val_batches=1.5": trainer(1.5, "limit_val_batches", "limit_val_batches"),
+    "max_time": trainer("soon", ("duration", "soon"), "max_time"),
+    "sync_batchnorm on a CPU": trainer(True, "sync_batchnorm", "sync_batchnorm"),
+    "no strategy of that name": Case("fsdp3", args=("--trainer.strategy=fsdp3",)),
+    # ---------------------------------------------------------------- sizes
+    "tp_size that does not divide": strategy(3, ("tp_size=3", "does not divide"), "tp_size"),
+    "tp_size=0": strategy(0, "tp_size", "tp_size"),
+    "tp_size=-2": strategy(-2, "tp_size", "tp_size"),
+    "tp_size=2.5": strategy(2.5, "tp_size", "tp_size"),
+    "more ranks than there are": strategy(2, "tp_size", "tp_size"),
+    "cp_size=0": strategy(0, "cp_size", "cp_size"),
+    "dp_size that does not divide": strategy(3, "dp_size", "dp_size"),
+    "more replicas than ranks": strategy(2, "dp_replicate_size", "dp_replicate_size"),
+    "ep_size=2": strategy(2, "ep_size", "ep_size"),
+    "pp_size=2": strategy(2, "pp_size", "pp_size"),
+    "timeout below zero": strategy("-00:00:05", "timeout", "timeout"),
+    # ---------------------------------------------------------------- flags
+    "flag that is no boolean": flag("maybe", ("sequence_parallel", "maybe"), "sequence_parallel"),
+    "activation_checkpointing": flag("some", "activation_checkpointing", "activation_checkpointing"),
+    "activation_checkpointing_scope": flag("brain", "brain", "activation_checkpointing_scope"),
+    "reshard_after_forward=-1": flag(-1, "reshard_after_forward", "reshard_after_forward"),
+    "context_parallel_method": flag("ring", "context_parallel_method", "context_parallel_method"),
+    "tp_plan that is nowhere": Case(
+        ("tp_plan", "nowhere"),
+        {f"{STRATEGY}.tp_size": 2, f"{FLAGS}.tp_plan": "nowhere.plan"},
+        command=("describe", "--config=run.yaml", "--world_size=2"),
+    ),
+    "tp_plan of other names": Case(
+        ("tp_plan", "nothing.here"),
+        {f"{STRATEGY}.tp_size": 2, f"{FLAGS}.tp_plan": {"nothing.here": "colwise"}},
+        command=("describe", "--config=run.yaml", "--world_size=2"),
+    ),
+    "backend that is none": flag("mpi", "mpi", "backend"),
+    "float8": flag(True, "float8", "float8"),
+    "dtype of integers": flag({"param_dtype": "int8"}, "int8", "mp_policy"),
+    "flag that is none": flag(True, "gradient_checkpointing", "gradient_checkpointing"),
+    "async TP without TP": flag(True, "enable_async_tensor_parallel", "enable_async_tensor_parallel"),
+    "checkpoint format": strategy({"format": "zip"}, "format", "checkpoint"),
+    # ---------------------------------------------------------------- the model
+    "model_type that is none": model({**SMALL, "model_type": "lama"}, "lama", "config"),
+    "no model_type": model({"hidden_size": 32}, "model_type", "config"),
+    "hidden_size=0": model({**SMALL, "hidden_size": 0}, "hidden_size", "config"),
+    "heads that do not divide": model({**SMALL, "num_attention_heads": 3}, "3", "config"),
+    "field of the config that is none": model({**SMALL, "hiden_size": 3}, "hiden_size", "config"),
+    "bert": model({"model_type": "bert", "vocab_size": 300}, ("bert", "causal"), "config"),
+    "t5": model({"model_type": "t5", "vocab_size": 300}, "t5", "config"),
+    "config and pretrained": model("somewhere", ("pretrained", "config"), "pretrained"),
+    "pretrained that is nowhere": Case("./nothing", {f"{MODEL}.pretrained": "./nothing", CONFIG: None}),
+    "pretrained that is a file": Case("text.txt", {f"{MODEL}.pretrained": "text.txt", CONFIG: None}),
+    "pretrained that is a checkpoint": Case(
+        "run.ckpt", {f"{MODEL}.pretrained": "./run.ckpt", CONFIG: None}, prepare=train_first()
+    ),
+    "vocabulary that is too small": model({**SMALL, "vocab_size": 64}, ("vocab", "64"), "config"),
+    "attention that is none": model("flashy", "flashy", "attn_implementation"),
+    "loss that is none": model("chunky", "chunky", "loss"),
+    "rank of LoRA": model({"r": 0}, "`r`", "lora"),
+    "LoRA on nothing": model({"target_modules": ["nothing"]}, "nothing", "lora"),
+    "negative learning rate": model(optimizer("torch.optim.AdamW", lr=-1.0), "learning rate", "optimizer"),
+    "learning rate that is a word": model(optimizer("torch.optim.AdamW", lr="small"), "small", "optimizer"),
+    "optimizer that is none": model(optimizer("torch.optim.AdamX", lr=1.0), "AdamX", "optimizer"),
+    "LBFGS": model(optimizer("torch.optim.LBFGS", lr=1.0), "LBFGS", "optimizer"),
+    "scheduler's own argument": model(
+        optimizer("lightning_fsdp2.schedulers.WarmupCosine", warmup_steps=-1), "warmup_steps", "lr_scheduler"
+    ),
+    # ---------------------------------------------------------------- text
+    "text that is not there": data("nothing.txt", "nothing.txt", "path"),
+    "text without a word": Case(("text.txt", "no "), prepare=text("")),
+    "text of spaces": Case("sequence_length", prepare=text("  \n \n")),
+    "folder without text": Case("empty", {f"{DATA}.path": "empty"}, prepare=lambda folder: (folder / "empty").mkdir()),
+    "text that is binary": Case("text.txt", prepare=text(bytes(range(256)) * 20)),
+    "text in UTF-16": Case("text.txt", prepare=text("some words\n".encode("utf-16") * 100)),
+    "less text than a sequence": Case("sequence_length", {f"{DATA}.sequence_length": 64}, prepare=text("few words")),
+    "sequence_length=0": data(0, "sequence_length", "sequence_length"),
+    "sequence_length=-5": data(-5, "sequence_length", "sequence_length"),
+    "longer than positions": Case(
+        ("sequence_length=64", "n_positions"),
+        {CONFIG: {**GPT2, "vocab_size": 257}, f"{DATA}.sequence_length": 64},
+    ),
+    "batch_size=0": data(0, "batch_size", "batch_size"),
+    "num_workers=-1": data(-1, "num_workers", "num_workers"),
+    "global_batch_size": data(3, "global_batch_size=3", "global_batch_size"),
+    "validation_fraction=-0.1": data(-0.1, "validation_fraction=-0.1", "validation_fraction"),
+    "validation_fraction=1.5": data(1.5, "validation_fraction=1.5", "validation_fraction"),
+    "tokenizer that is nowhere": data("./nothing", "./nothing", "tokenizer"),
+    "dataset and path": data("somewhere", ("dataset", "path"), "dataset"),
+    "broken parquet": Case("text.parquet", {f"{DATA}.path": "text.parquet"}, prepare=file("text.parquet", "PAR1?")),
+    "broken JSON": Case("text.jsonl", {f"{DATA}.path": "text.jsonl"}, prepare=file("text.jsonl", '{"text": "a"\n{')),
+    "JSON without text": Case("text", {f"{DATA}.path": "text.jsonl"}, prepare=file("text.jsonl", '{"words": "a"}\n')),
+    # ---------------------------------------------------------------- conversations
+    "answers that are all empty": chat("empty", {"messages": [QUESTION, {"role": "assistant", "content": ""}]}),
+    "questions without an answer": chat("assistant", {"messages": [QUESTION]}),
+    "ShareGPT": chat("from", {"conversations": [{"from": "human", "value": "hello"}]}),
+    "Alpaca": chat("instruction", {"instruction": "say something", "output": "something"}),
+    "images": chat(
+        "image",
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a cat"}]},
+    ),
+    "roles that are none": chat("robot", {"messages": [QUESTION, {"role": "robot", "content": "hello"}]}),
+    # ---------------------------------------------------------------- YAML
+    "config that is not there": Case("absent.yaml", command=("fit", "--config", "absent.yaml")),
+    "config that is a folder": Case(
+        "folder", command=("fit", "--config", "folder"), prepare=lambda f: (f / "folder").mkdir()
+    ),
+    "empty config": Case("config", command=("fit", "--config", "empty.yaml"), prepare=file("empty.yaml", "")),
+    "config that is a list": Case("config", command=("fit", "--config", "list.yaml"), prepare=file("list.yaml", "- a")),
+    "binary config": Case(
+        "utf-8", command=("fit", "--config", "bin.yaml"), prepare=file("bin.yaml", bytes(range(256)))
+    ),
+    "key twice": Case(
+        ("twice", "max_steps", "line"), prepare=change_config("trainer:\n", "trainer:\n  max_steps: 9\n")
+    ),
+    "tab in YAML": Case("run.yaml", prepare=change_config("trainer:\n", "trainer:\n\tmax_time: null\n")),
+    "section that is none": Case("trainr", prepare=change_config("trainer:\n", "trainr:\n")),
+    "option that is none": Case("max_stepz", args=("--trainer.max_stepz=3",)),
+    "command that is none": Case("train", command=("train", "--config", "run.yaml")),
+    # ---------------------------------------------------------------- checkpoints
+    "ckpt_path that is nowhere": Case("absent.ckpt", args=("--ckpt_path=absent.ckpt",)),
+    "ckpt_path without a name": Case("ckpt_path", args=("--ckpt_path=",)),
+    "ckpt_path=best without a monitor": Case("best", args=("--ckpt_path=best",)),
+    "ckpt_path that is text": Case("text.txt", args=("--ckpt_path=text.txt",)),
+    "ckpt_path that is some folder": Case(
+        "folder", args=("--ckpt_path=folder",), prepare=lambda f: (f / "folder").mkdir()
+    ),
+    "flipped byte": Case("damaged", args=("--ckpt_path=run.ckpt",), prepare=train_first(flip_byte)),
+    "half a file": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(cut_off)),
+    "file that is lost": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(remove("*.distcp"))),
+    "metadata that are lost": Case(
+        "run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(remove(".metadata"))
+    ),
+    "checkpoint of another model": Case(
+        "run.ckpt",
+        {CONFIG: {**SMALL, "hidden_size": 64}},
+        args=("--ckpt_path=run.ckpt",),
+        prepare=train_first(),
+    ),
+    "export of nothing": Case("absent", command=("export", "absent", "out")),
+    "export into itself": Case("run.ckpt", command=("export", "run.ckpt", "run.ckpt/sub"), prepare=train_first()),
+    "export of a flipped byte": Case("damaged", command=("export", "run.ckpt", "out"), prepare=train_first(flip_byte)),
+    "export to a dtype that is none": Case(
+        "int3", command=("export", "run.ckpt", "out", "--dtype=int3"), prepare=train_first()
+    ),
+    "export in shards of nothing": Case(
+        "max_shard_size", command=("export", "run.ckpt", "out", "--max_shard_size=0"), prepare=train_first()
+    ),
+    "consolidate into a folder": Case(
+        "out", command=("consolidate", "run.ckpt", "out"), prepare=train_first(lambda c: (c.parent / "out").mkdir())
+    ),
+    "verify without a name": Case("path", command=("verify",)),
+    # ---------------------------------------------------------------- variables
+    "MASTER_PORT that is no number": Case("MASTER_PORT", env={"MASTER_PORT": "abc"}),
+    "other launcher's RANK": Case("RANK", env={"RANK": "7"}),
+    "other launcher's WORLD_SIZE": Case("WORLD_SIZE", env={"WORLD_SIZE": "8"}),
+    "NODE_RANK of no node": Case("NODE_RANK", env={"NODE_RANK": "3"}),
+    "LOCAL_RANK of no device": Case("LOCAL_RANK", env={"LOCAL_RANK": "5"}),
+    # ---------------------------------------------------------------- callbacks
+    "callback that is none": trainer([{"class_path": f"{CALLBACKS}.Nothing"}], "Nothing", "callbacks"),
+    "monitor that is none": trainer(
+        [optimizer(f"{CALLBACKS}.EarlyStopping", monitor="nothing")], "nothing", "callbacks"
+    ),
+    "save_top_k=-2": trainer([optimizer(f"{CALLBACKS}.ModelCheckpoint", save_top_k=-2)], "save_top_k", "callbacks"),
+    "callback that is refused": trainer(
+        [optimizer(f"{CALLBACKS}.StochasticWeightAveraging", swa_lrs=0.1)], "StochasticWeightAveraging", "callbacks"
+    ),
+    # ---------------------------------------------------------------- plans
+    "plan for no rank": Case("world_size", command=("plan", "--config=run.yaml", "--world_size=0")),
+    "describe for no rank": Case("world_size", command=("describe", "--config=run.yaml", "--world_size=-1")),
+    "device that is none": Case("h9000", command=("plan", "--config=run.yaml", "--world_size=2", "--device=h9000")),
+    "memory below zero": Case("memory", command=("plan", "--config=run.yaml", "--world_size=2", "--memory=-1")),
+    "rank that is none": Case("99", command=("plan", "--config=run.yaml", "--world_size=2", "--ranks=[99]")),
+    "plot that is no picture": Case("plot", command=("plan", "--config=run.yaml", "--world_size=2", "--plot=x.txt")),
+}
+
+
+@pytest.fixture(scope="module")
+def _checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Train two steps, for the cases that begin with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    callback = optimizer(
+        f"{CALLBACKS}.ModelCheckpoint", dirpath=str(folder), filename="run", every_n_train_steps=2, save_top_k=-1
+    )
+    write_run(folder, Case("", {"trainer.callbacks": [callback]}))
+    code, output, _ = run_forked(folder, ("fit", "--config=run.yaml"), {})
+    assert code == 0, output
+    _CHECKPOINT[:] = [folder / "run.ckpt"]
+
+
+def write_run(folder: Path, case: Case) -> None:
+    """Write a run of two steps that is right except for what ``case`` says."""
+    (folder / "text.txt").write_text("again and again " * 200)
+    config: dict[str, Any] = {
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": str(folder),
+            "max_steps": 2,
+            "limit_val_batches": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": any("ModelCheckpoint" in str(value) for value in case.options.values()),
+            "strategy": {"class_path": "lightning_fsdp2.FSDP2Strategy", "init_args": {"config": {}}},
+        },
+        "model": {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": SMALL}},
+        "data": {
+            "class_path": "lightning_fsdp2.TextDataModule",
+            "init_args": {
+                "path": "text.txt",
+                "sequence_length": 16,
+                "batch_size": 2,
+                "cache_dir": str(folder / "cache"),
+            },
+        },
+    }
+    for key, value in case.options.items():
+        *path, last = key.split(".")
+        section = config
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    if case.prepare is not None:
+        case.prepare(folder)
+
+
+def run_forked(folder: Path, args: tuple[str, ...], env: dict[str, str]) -> tuple[int | None, str, list[str]]:
+    """Return the exit code (None if it hung), what was said on stdout and stderr, and which processes were left."""
+    path = folder / "output.log"
+
+    def run() -> None:
+        os.setsid()
+        with path.open("w", buffering=1) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            sys.stdout = sys.stderr = log
+            os.chdir(folder)
+            os.environ.update(env)
+            sys.argv = ["lightning-fsdp2", *args]
+            code = 0
+            try:
+                main(list(args))
+            except SystemExit as exit_:
+                code = exit_.code if isinstance(exit_.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            log.flush()
+            os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(SECONDS)
+    left = end_group(process.pid)
+    process.join(5)
+    return (None if str(process.pid) in left else process.exitcode), path.read_text(errors="replace"), left
+
+
+def run_really(folder: Path, args: tuple[str, ...], env: dict[str, str]) -> tuple[int | None, str, list[str]]:
+    """Do the same with a process that starts as a person's does."""
+    with (folder / "output.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_fsdp2", *args],
+            cwd=folder,
+            env={**os.environ, **env},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+        left = end_group(process.pid)
+        process.wait(5)
+    hung = str(process.pid) in left
+    return (None if hung else process.returncode), (folder / "output.log").read_text(errors="replace"), left
+
+
+def end_group(session: int | None) -> list[str]:
+    """End the processes of a session that still run, and return their numbers."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(str(process.pid))
+                process.send_signal(signal.SIGKILL)
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            continue
+    return left
+
+
+def check(name: str, result: tuple[int | None, str, list[str]]) -> None:
+    """Fail if the mistake was passed over, hung, left a process, or ended without the words."""
+    code, output, left = result
+    assert code is not None, f"it hung:\n{output[-3000:]}"
+    assert not left, f"processes {left} were left:\n{output[-3000:]}"
+    assert code != 0, f"nobody noticed:\n{output[-3000:]}"
+    says = CASES[name].says
+    for words in (says,) if isinstance(says, str) else says:
+        assert words.lower() in output.lower(), f"not a word of {words!r}:\n{output[-3000:]}"
+
+
+def get_args(name: str) -> tuple[str, ...]:
+    case = CASES[name]
+    return case.command or ("fit", "--config=run.yaml", *case.args)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
+)
+@pytest.mark.usefixtures("_checkpoint")
+def test_a_mistake_is_said(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, CASES[name])
+    check(name, run_forked(tmp_path, get_args(name), CASES[name].env))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(REAL))
+@pytest.mark.usefixtures("_checkpoint")
+def test_a_mistake_is_said_by_a_real_process(name: str, tmp_path: Path) -> None:
+    write_run(tmp_path, CASES[name])
+    check(name, run_really(tmp_path, get_args(name), CASES[name].env))
