@@ -1,57 +1,90 @@
-"""Run all tests, those marked ``slow`` included, and go on where an interrupted run stopped.
+"""Run all tests, those marked ``slow`` included, two files at a time, and go on where an interrupted run stopped.
 
-Every finished test is a line in a ledger under ``.test-all/``. The ledger's name is a hash of the code, the tests and
-the versions they ran with, so a change of any of them starts afresh, while a second run of the same skips what has
-passed. A run that reaches its end writes ``docs/test-all.md``.
+Each test file has a ledger under ``.test-all/``, in which every finished test is a line. The ledger's name is a hash of
+the versions and of all files that the test file can reach (:mod:`helpers.reach`). So a change starts afresh what can
+reach it, and a second run of the same skips what has passed. The run writes ``docs/test-all.md`` when it ends.
 """
 
-import hashlib
-import json
-import platform
-import subprocess
+import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import conftest  # noqa: F401  what is imported here need not be in each fork
 import pytest
+from helpers.ledger import VERSIONS, Ledger, get_commit, get_key, hold, run_jobs
+from helpers.reach import RESULTS, ROOT, find_reach
 
-ROOT = Path(__file__).resolve().parent.parent
-SUMMARY = ROOT / "docs" / "test-all.md"
-TESTED = ("lightning_fsdp2", "tests", "configs", "examples", "pyproject.toml", "constraints.txt")
+FOLDER = ROOT / ".test-all"
 OUTCOMES = ("passed", "failed", "skipped")
+END = "end"
+"""The entry of a ledger whose file has run to its end."""
 
 
 def main() -> int:
-    versions = {"Python": platform.python_version()}
-    versions |= {name: version(name) for name in ("torch", "lightning", "transformers")}
-    ledger = Ledger(ROOT / ".test-all" / f"{content_hash(versions)}.jsonl")
-    exit_code = pytest.main(["--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[ledger])
+    start = time.monotonic()
+    with hold(FOLDER):
+        ledgers = {ledger.name: ledger for ledger in map(open_ledger, sorted((ROOT / "tests").rglob("test_*.py")))}
+        left = {name: ledger for name, ledger in ledgers.items() if not ledger.is_done}
+        print(f"{len(left)} of {len(ledgers)} test files to run", flush=True)
+        jobs = {name: partial(run_file, left[name]) for name in order_by_seconds(left)}
+        for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
+            ledger = ledgers[name] = FileLedger(left[name].file, left[name].path)
+            ledger.note_crash(status)
+            print(f"{time.monotonic() - start:6.0f} s  {number:3}/{len(jobs)}  {ledger.describe(seconds)}", flush=True)
+        RESULTS.write_text(summarize(ledgers, time.monotonic() - start, len(jobs)))
+        print(f"wrote {RESULTS.relative_to(ROOT)}")
+    return int(any(ledger.failed for ledger in ledgers.values()))
+
+
+def open_ledger(file: Path) -> "FileLedger":
+    """Return the ledger of a test file for what it can reach as it is now."""
+    return FileLedger(file, FOLDER / file.relative_to(ROOT) / f"{get_key(find_reach(file))}.jsonl")
+
+
+def run_file(ledger: "FileLedger") -> int:
+    status = pytest.main(["--rootdir", str(ROOT), "-p", "no:cacheprovider", str(ledger.file)], plugins=[ledger])
     # an earlier run may have left nothing to do, which pytest reports as an error
-    finished = exit_code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if not finished or not ledger.results:
-        return int(exit_code) or 1
-    SUMMARY.parent.mkdir(exist_ok=True)
-    SUMMARY.write_text(summarize(ledger.results, versions))
-    print(f"wrote {SUMMARY.relative_to(ROOT)}")
-    return int(any(result["outcome"] == "failed" for result in ledger.results.values()))
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        ledger.add(END, commit=get_commit())
+        return 0
+    return int(status)
 
 
-class Ledger:
-    """A pytest plugin that records each test as it ends, and leaves out those that have passed before."""
+class FileLedger(Ledger):
+    """The ledger of a test file, and the pytest plugin that writes it and leaves out what has passed before."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        text = path.read_text() if path.exists() else ""
-        if not text.endswith("\n") and text:
-            text = text[: text.rfind("\n") + 1]  # an interruption cut off the last line
-            path.write_text(text)
-        self.results: dict[str, dict[str, Any]] = {
-            entry.pop("test"): entry for entry in map(json.loads, text.splitlines())
-        }
+    def __init__(self, file: Path, path: Path) -> None:
+        super().__init__(path)
+        self.file = file
+        self.name = str(file.relative_to(ROOT))
+        self.end = self.results.pop(END, None)
+
+    @property
+    def failed(self) -> list[str]:
+        return [test for test, result in self.results.items() if result["outcome"] == "failed"]
+
+    @property
+    def is_done(self) -> bool:
+        return self.end is not None and not self.failed
+
+    def note_crash(self, status: int) -> None:
+        """Count a file as failed whose process did not come to its end."""
+        if status:
+            self.results[f"{self.name} (ended with {status}, see .test-all/{self.name}.log)"] = {
+                "outcome": "failed",
+                "seconds": 0.0,
+            }
+
+    def describe(self, seconds: float) -> str:
+        counts = Counter(result["outcome"] for result in self.results.values())
+        words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        return "\n          ".join([f"{self.name}: {words} in {seconds:.0f} s", *self.failed])
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         passed = {test for test, result in self.results.items() if result["outcome"] == "passed"}
@@ -72,45 +105,39 @@ class Ledger:
             result["reason"] = reason.removeprefix("Skipped: ")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"test": nodeid, **self.results[nodeid]}) + "\n")
+        self.add(nodeid, **self.results[nodeid])
 
 
-def content_hash(versions: dict[str, str]) -> str:
-    """Hash what decides the outcome of a test; a commit would not see uncommitted changes, and would see the docs."""
-    digest = hashlib.sha256(repr(versions).encode())
-    for path in tested_files():
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+def order_by_seconds(names: Iterable[str]) -> list[str]:
+    """Return the files with the longest of the last run first, after those that it did not have."""
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    seconds = {name: int(number) for name, number in re.findall(r"^\| `(\S+)` .* (\d+) \|$", text, re.MULTILINE)}
+    return sorted(names, key=lambda name: -seconds.get(name, sys.maxsize))
 
 
-def tested_files() -> Iterable[Path]:
-    for name in TESTED:
-        top = ROOT / name
-        for path in [top] if top.is_file() else sorted(top.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield path
-
-
-def summarize(results: dict[str, dict[str, Any]], versions: dict[str, str]) -> str:
+def summarize(ledgers: dict[str, FileLedger], seconds: float, ran: int) -> str:
     """Return the Markdown page: versions, counts and seconds per file, what failed, and why tests were skipped."""
-    by_file: dict[str, list[dict[str, Any]]] = {}
-    for test, result in results.items():
-        by_file.setdefault(test.partition("::")[0], []).append(result)
-    failed = [test for test, result in results.items() if result["outcome"] == "failed"]
-    skipped = Counter(result["reason"] for result in results.values() if result["outcome"] == "skipped")
+    by_file = {name: list(ledger.results.values()) for name, ledger in ledgers.items()}
+    results = [result for file in by_file.values() for result in file]
+    failed = [test for ledger in ledgers.values() for test in ledger.failed]
+    skipped = Counter(result["reason"] for result in results if result["outcome"] == "skipped")
+    earlier = Counter(ledger.end["commit"] for ledger in ledgers.values() if ledger.end)
+    earlier.pop(get_commit(), None)
     lines = [
         "# The last run of `make test-all`",
         "",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, commit {commit()}, "
-        + ", ".join(f"{name} {number}" for name, number in versions.items())
-        + ".",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, commit {get_commit()}, "
+        + ", ".join(f"{name} {number}" for name, number in VERSIONS.items())
+        + f". {ran} of {len(ledgers)} files ran, two at a time, in {seconds:.0f} s.",
+        *(
+            f"{count} files that no later change can reach ran at commit {commit}."
+            for commit, count in earlier.most_common()
+        ),
         "",
         "| file | passed | failed | skipped | seconds |",
         "|---|--:|--:|--:|--:|",
-        *(table_row(f"`{file}`", by_file[file]) for file in sorted(by_file)),
-        table_row("all", list(results.values())),
+        *(table_row(f"`{name}`", by_file[name]) for name in sorted(by_file)),
+        table_row("all", results),
     ]
     if failed:
         lines += ["", "## Failed", "", *(f"- `{test}`" for test in failed)]
@@ -123,21 +150,6 @@ def table_row(title: str, results: list[dict[str, Any]]) -> str:
     counts = Counter(result["outcome"] for result in results)
     seconds = sum(result["seconds"] for result in results)
     return f"| {title} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} | {seconds:.0f} |"
-
-
-def commit() -> str:
-    """The checked out commit, with a note if tracked files differ from it."""
-    try:
-        git = subprocess.run(
-            ["git", "describe", "--always", "--dirty=, with changes"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return git.stdout.strip()
 
 
 if __name__ == "__main__":

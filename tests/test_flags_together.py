@@ -8,7 +8,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 from helpers.cases import MESHES, make_case
-from helpers.oracle import check_parity
+from helpers.mesh_runs import check_parity
 from helpers.ranks import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

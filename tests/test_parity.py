@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import MESHES, make_case
+from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import ENCODER, make_token_batches
-from helpers.oracle import Case, ScalarLossModule, check_parity, hf_loss
+from helpers.oracle import hf_loss
 from helpers.ranks import run_ranks
 from torch import nn
 

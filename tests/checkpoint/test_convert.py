@@ -9,8 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.mesh_runs import MetricsLogger
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, MetricsLogger, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader

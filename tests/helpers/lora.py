@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from helpers.families import make_family_model
+from helpers.mesh_runs import RankBatches
 from helpers.models import make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, RankBatches, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
 from lightning_fsdp2 import CausalLM
 
 FAMILIES: dict[str, dict[str, Any]] = {

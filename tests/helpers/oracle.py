@@ -1,24 +1,17 @@
 """The oracle: one process, no strategy, the same global batch (DESIGN, "What correct means").
 
-A case trains a few steps on a mesh, through the Trainer, and in a plain torch loop that shares no code with the
-package, and compares losses, every gradient, the gradient norm and the weights.
+What a run leaves, and the tolerances within which losses, every gradient, the gradient norm and the weights of two runs
+agree. :mod:`helpers.mesh_runs` has the runs of the Trainer.
 """
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PretrainedConfig
 
-from lightning_fsdp2 import FSDP2Strategy
 from lightning_fsdp2.parallel.uneven_shards import gather
 
 LEARNING_RATE = 1e-3
@@ -29,28 +22,6 @@ EPSILON = 1e-6
 Batch = dict[str, Tensor]
 LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]
 """(model, batch) -> (summed loss, weight): the loss of a step is the sum of sums over the sum of weights."""
-
-
-@dataclass(kw_only=True)
-class Case:
-    """One training run to compare."""
-
-    make_module: Callable[[], pl.LightningModule]
-    """The LightningModule, whose model is (or becomes, in ``configure_model``) its attribute ``model``."""
-
-    make_model: Callable[[], nn.Module]
-    """The plain model for the oracle; its weights are replaced by the mesh's initial ones."""
-
-    loss: LossFunction
-    batches: Sequence[Batch]
-    """Micro-batches; step s, micro-batch m of data parallel rank r is number ``(s * accumulate + m) * dp + r``."""
-
-    steps: int = 3
-    accumulate: int = 1
-    clip: float | None = None
-    precision: str = "32-true"
-    strategy_class: Callable[..., Strategy] = FSDP2Strategy
-    strategy: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -70,74 +41,6 @@ class Record:
     """Gradients after clipping, where they were recorded."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-
-
-def check_parity(case: Case) -> None:
-    """Train on this rank's mesh and alone, and compare; call it on every rank of ``run_ranks``."""
-    actual = train_on_mesh(case)
-    if torch.distributed.get_rank() == 0:
-        dp_size = torch.distributed.get_world_size() // (
-            case.strategy.get("tp_size", 1) * case.strategy.get("cp_size", 1)
-        )
-        autocast_dtype = getattr(case.strategy.get("config"), "autocast_dtype", None)
-        if case.precision == "32-true" and autocast_dtype is None:
-            assert_equal_runs(actual, train_alone(case, actual.initial, dp_size))
-        else:
-            assert_bf16_gradients(case, actual, dp_size)
-
-
-def train_on_mesh(case: Case) -> Record:
-    """Train through the Trainer with the strategy and return what this rank saw."""
-    module = case.make_module()
-    recorder, logger = _Recorder(), MetricsLogger()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=case.strategy_class(**case.strategy),
-        precision=case.precision,
-        max_steps=case.steps,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.clip,
-        callbacks=[recorder],
-        use_distributed_sampler=False,
-        log_every_n_steps=1,
-        **{**QUIET, "logger": logger},
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, datamodule=RankBatches(case.batches))
-    record = recorder.record
-    record.losses = [metrics["train/loss"] for metrics in logger.history]
-    record.norms = [metrics["train/gradient_norm"] for metrics in logger.history]
-    record.weights = whole(dict(module.model.named_parameters()))
-    return record
-
-
-def train_alone(case: Case, initial: dict[str, Tensor], dp_size: int) -> Record:
-    """The same steps in one process."""
-    model = case.make_model()
-    model.load_state_dict(initial, strict=False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
-    record = Record(initial=initial)
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        record.losses.append(_compute_gradients(case, model, step, dp_size))
-        record.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
-        norm = torch.nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
-        record.norms.append(norm.item())
-        optimizer.step()
-    record.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return record
-
-
-def _compute_gradients(case: Case, model: nn.Module, step: int, dp_size: int) -> float:
-    """Accumulate into ``model`` the gradients of the whole global batch of a step, and return the loss."""
-    window = case.accumulate * dp_size
-    parts = [case.loss(model, batch) for batch in case.batches[step * window : (step + 1) * window]]
-    loss = sum(part for part, _ in parts) / sum(weight for _, weight in parts)
-    loss.backward()
-    return loss.item()
 
 
 def assert_equal_runs(actual: Record, expected: Record) -> None:
@@ -181,28 +84,6 @@ def _has_elements(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.numel() > 0
 
 
-def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
-    """The mesh's gradient error against fp32 is at most 1.25 times that of one bf16 process.
-
-    Both are noise, and that of one step's gradients varies by a tenth or more; so the rule is for the steps together.
-    """
-
-    def compute_gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = case.make_model()
-        model.load_state_dict(actual.trajectory[step], strict=False)
-        _compute_gradients(case, model.to(dtype), step, dp_size)
-        return {name: p.grad.float() for name, p in model.named_parameters() if p.requires_grad}
-
-    error = reference = 0.0
-    for step, gradients in enumerate(actual.gradients):
-        exact, one_process = (compute_gradients(step, dtype) for dtype in (torch.float32, torch.bfloat16))
-        error += _squared_distance(gradients, exact)
-        reference += _squared_distance(one_process, exact)
-    assert len(actual.gradients) == case.steps
-    ratio = (error / reference) ** 0.5
-    assert 0 < ratio <= 1.25, f"the gradient error is {ratio} times that of one bf16 process"
-
-
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather DTensors; every rank must call it."""
     return {name: gather(tensor).detach().float().clone() for name, tensor in tensors.items()}
@@ -214,86 +95,6 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-def _squared_distance(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:
-    return sum((gradients[name] - reference).square().sum().item() for name, reference in references.items())
-
-
-class RankBatches(pl.LightningDataModule):
-    """Deals out batches to data parallel ranks, as :class:`Case` says."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        super().__init__()
-        self.batches = batches
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        strategy: Any = self.trainer.strategy
-        # of Lightning's own strategies every rank has its data
-        rank = getattr(strategy, "data_parallel_rank", strategy.global_rank)
-        size = getattr(strategy, "data_parallel_size", strategy.world_size)
-        own = list(self.batches[rank::size])
-        return DataLoader(own, batch_size=None)
-
-
-class _Recorder(pl.Callback):
-    """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping."""
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.record = Record(initial=whole(module.model.state_dict()))
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self.record.trajectory.append(whole(module.model.state_dict()))
-        gradients = {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
-        self.record.gradients.append(whole(gradients))
-
-
-class MetricsLogger(Logger):
-    """Keeps what a logger is given."""
-
-    name = version = "metrics"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[dict[str, float]] = []
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if "train/loss" in metrics:
-            self.history.append(metrics)
-
-
-class ScalarLossModule(pl.LightningModule):
-    """A user's own module: it owns a model, returns a mean loss, and knows nothing of this package."""
-
-    def __init__(self, make_model: Callable[[], nn.Module], loss: LossFunction, *, meta: bool = False) -> None:
-        super().__init__()
-        self.make_model, self.loss = make_model, loss
-        self.model = None if meta else make_model()
-        self.window: list[Tensor] = []
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = self.make_model()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss_sum, weight = self.loss(self.model, batch)
-        self.window.append((loss_sum / weight).detach())
-        return loss_sum / weight
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        gradients = whole({name: p.grad for name, p in self.model.named_parameters()})
-        norm = torch.nn.utils.get_total_norm(gradients.values())
-        self.log("train/gradient_norm", norm)
-        self.log("train/loss", torch.stack(self.window).mean(), sync_dist=True)
-        self.window.clear()
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
 
 
 def token_sum_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:

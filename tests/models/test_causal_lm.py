@@ -8,17 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
-from helpers.oracle import (
-    EPSILON,
-    LEARNING_RATE,
-    QUIET,
-    Case,
-    MetricsLogger,
-    check_parity,
-    token_sum_loss,
-    whole,
-)
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, token_sum_loss, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor

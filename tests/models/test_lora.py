@@ -23,8 +23,9 @@ from helpers.lora import (
     make_plain,
     save_base,
 )
+from helpers.mesh_runs import Case, check_parity, train_alone, train_on_mesh
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import Case, assert_equal_runs, check_parity, hf_loss, token_sum_loss, train_alone, train_on_mesh
+from helpers.oracle import assert_equal_runs, hf_loss, token_sum_loss
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy

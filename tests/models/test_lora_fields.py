@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.lora import LORA, assert_equal_tensors, fit, get_weights, make_module, make_plain, save_base
+from helpers.mesh_runs import Case, train_alone, train_on_mesh
 from helpers.models import make_token_batches
-from helpers.oracle import Case, assert_equal_runs, token_sum_loss, train_alone, train_on_mesh
+from helpers.oracle import assert_equal_runs, token_sum_loss
 from helpers.ranks import run_ranks
 from peft import LoraConfig
 

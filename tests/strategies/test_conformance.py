@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from helpers.cases import make_case
+from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import check_parity, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import (

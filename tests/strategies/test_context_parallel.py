@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.families import make_family_model
+from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, Case, ScalarLossModule, check_parity, hf_loss, token_sum_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, hf_loss, token_sum_loss
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.cases import make_case
-from helpers.oracle import check_parity
+from helpers.mesh_runs import check_parity
 from helpers.ranks import RankError, run_ranks
 from helpers.user_modules import (
     WORLD,

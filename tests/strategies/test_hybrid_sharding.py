@@ -12,8 +12,9 @@ import torch.distributed as dist
 from helpers.cases import make_case
 from helpers.collectives import StepCounter
 from helpers.flags import UNITS
+from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, check_parity
+from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
 from helpers.user_modules import ThrowsAway, assert_same_weights, make_batches, make_loader, make_trainer, train_alone
 from torch import Tensor

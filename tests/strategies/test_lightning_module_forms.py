@@ -7,8 +7,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, Case, ScalarLossModule, check_parity, whole
+from helpers.oracle import QUIET, whole
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.cases import make_case
+from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import check_parity, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from helpers.user_modules import (

@@ -1,0 +1,137 @@
+"""The files that decide the outcome of a test file: what it imports, names or runs, closed over their imports."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = "lightning_fsdp2"
+
+RESULTS = ROOT / "docs" / "test-all.md"
+"""What a run of all tests writes, which decides nothing."""
+
+FOR_ALL = ("pyproject.toml", "constraints.txt")
+"""Files that decide every test."""
+
+RUNS_THE_PACKAGE = re.compile(rf"lightning-fsdp2|-m {PACKAGE}|^{PACKAGE}$|(from|import) {PACKAGE}")
+"""Text in the strings of a test that starts the command line, or a script: either can reach all of the package."""
+
+NOT_FOLLOWED = ("__init__.py", "conftest.py")
+"""The doors of packages, and what warms up all tests alike and replaces parts of what some reach by themselves."""
+
+CLASS_PATH = re.compile(rf"{PACKAGE}(?:\.\w+)+")
+
+
+def find_reach(path: Path) -> frozenset[Path]:
+    """Return ``path`` and every file of the repository that it can reach.
+
+    Followed are imports, those inside of functions too; class paths in strings and configs; files and folders of the
+    repository named in strings, such as ``"configs"``; and each ``conftest.py`` on the way down. A name that comes
+    from the ``__init__.py`` of a package leads to the module that defines it, not to all that the package imports.
+    """
+    reached: set[Path] = set()
+    waiting = [path, *(ROOT / name for name in FOR_ALL)]
+    waiting += [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(ROOT)]
+    while waiting:
+        file = waiting.pop()
+        if file not in reached and file.is_file():
+            reached.add(file)
+            waiting += _find_next(file)
+    return frozenset(reached)
+
+
+@cache
+def _find_next(file: Path) -> tuple[Path, ...]:
+    if file.suffix in (".yaml", ".yml"):
+        return tuple(_find_modules(CLASS_PATH.findall(file.read_text())))
+    if file.suffix != ".py" or file.name in NOT_FOLLOWED:
+        return ()
+    tree = ast.parse(file.read_text())
+    names = [*_list_imports(tree), *_list_uses_of_package(tree)]
+    strings = set(_list_strings(tree))
+    if file.is_relative_to(ROOT / PACKAGE):
+        # in longer strings it tells people of other parts of itself
+        return tuple(_find_modules([*names, *filter(CLASS_PATH.fullmatch, strings)]))
+    names += [name for string in strings for name in CLASS_PATH.findall(string)]
+    found = [below for string in strings if _is_path(string) for below in _list_files(ROOT / string)]
+    if f"{PACKAGE}.__file__" in names or any(map(RUNS_THE_PACKAGE.search, strings)):
+        found += _list_files(ROOT / PACKAGE)
+    return (*_find_modules(names), *found)
+
+
+def _list_imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            # what is taken from the package itself is seen where it is taken
+            yield from (alias.name for alias in node.names if alias.name != PACKAGE)
+
+
+def _list_uses_of_package(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE:
+            yield f"{PACKAGE}.{node.attr}"
+
+
+def _list_strings(tree: ast.AST) -> Iterator[str]:
+    """Yield all strings but docstrings."""
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            yield node.value
+
+
+def _find_modules(names: Iterable[str]) -> Iterator[Path]:
+    """Yield the file of each dotted name: the module, or those that the package of this name takes its names from."""
+    for name in names:
+        folder, parts = ROOT, name.split(".")
+        if not (ROOT / parts[0]).exists():
+            folder = ROOT / "tests"
+        while parts and (folder / parts[0]).is_dir():
+            folder = folder / parts.pop(0)
+        init = folder / "__init__.py"
+        module = folder / f"{parts[0]}.py" if parts else init
+        yield init
+        if module.is_file() and parts:
+            yield module
+        elif init.is_file():
+            exports = _find_exports(init)
+            wanted = [parts[0]] if parts else list(exports)
+            yield from _find_modules(exports[part] for part in wanted if part in exports)
+
+
+@cache
+def _find_exports(init: Path) -> dict[str, str]:
+    """Return where each name of a package's ``__init__.py`` comes from, as a dotted name."""
+    imports = [node for node in ast.walk(ast.parse(init.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+def _is_path(text: str) -> bool:
+    """Whether a string names something in the repository, from its top; the tests themselves are imported."""
+    top = text.partition("/")[0]
+    return (
+        bool(re.fullmatch(r"\.?\w[\w./-]*", text)) and top != "tests" and top in _list_top() and (ROOT / text).exists()
+    )
+
+
+@cache
+def _list_top() -> frozenset[str]:
+    """Return the names at the top of the repository, but for environments, caches and what a build leaves."""
+    ours = {".ci", ".github", ".dockerignore", ".pre-commit-config.yaml"}
+    shown = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    return frozenset(ours | shown - {"tests", "site", "build", "dist"})
+
+
+def _list_files(path: Path) -> list[Path]:
+    files = [path] if path.is_file() else path.rglob("*")
+    return [file for file in files if file.suffix != ".pyc" and file != RESULTS]
+
+
+def forget() -> None:
+    """Look at the files anew."""
+    for cached in (_find_next, _find_exports, _list_top):
+        cached.cache_clear()
