@@ -6,7 +6,7 @@ forward, so that the hooks of FSDP2, which gather the layer's weights for backwa
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -20,9 +20,13 @@ from lightning_fsdp2._torch_compat import (
     get_stance,
 )
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
+from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of a forward, and of its repetition."""
 
 _PARTS: dict[ScopeWord, set[str]] = {
     "language": {"language", "text"},
@@ -103,8 +107,16 @@ def apply_activation_checkpointing(
 
 def recomputes_collectives(layer: nn.Module) -> bool:
     """Whether the forward of a tensor parallel ``layer``, not its whole call, is checkpointed with its collectives."""
-    checkpoints = [value for value in vars(layer).values() if isinstance(value, _Checkpoint)]
-    return any("context_fn" not in checkpoint.options for checkpoint in checkpoints)
+    return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Whether the forward of ``layer`` is computed again in backward."""
+    return bool(_get_checkpoints(layer))
+
+
+def _get_checkpoints(layer: nn.Module) -> list["_Checkpoint"]:
+    return [value for value in vars(layer).values() if isinstance(value, _Checkpoint)]
 
 
 class _Checkpoint:
@@ -113,6 +125,7 @@ class _Checkpoint:
     def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
         self.layer, self.options = layer, options
         self.caches = CacheArguments(layer)
+        self.buffers = LayerBuffers(layer)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
@@ -123,7 +136,14 @@ class _Checkpoint:
                 " that are computed again would append to them twice. Use activation_checkpointing=False."
             )
         args, kwargs = self.caches.drop(args, kwargs)  # they would be filled a second time
-        return checkpoint(forward, *args, use_reentrant=False, **self.options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
+
+    def _get_options(self) -> dict[str, Any]:
+        # compiled code has changes of buffers in its forward alone
+        if torch.compiler.is_compiling() or not self.buffers.has_any():
+            return self.options
+        make_others = self.options.get("context_fn", _make_no_contexts)
+        return {**self.options, "context_fn": lambda: map(_Nested, self.buffers.make_contexts(), make_others())}
 
     def _has_backward(self, *inputs: Any) -> bool:
         """Whether anything here is trained, or before it: a frozen model has nothing to compute again."""
@@ -147,7 +167,27 @@ def _make_contexts(products: set[Any]) -> Any:
     return create_selective_checkpoint_contexts(choose)
 
 
-def _make_stances() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _make_no_contexts() -> _Contexts:
+    return nullcontext(), nullcontext()
+
+
+class _Nested(AbstractContextManager[None]):
+    """One context inside of another; entered anew for every backward through the same graph."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.stack.__exit__(*error)
+
+
+def _make_stances() -> _Contexts:
     """What was not compiled in forward is not compiled in its repetition, and what was is so with the same settings."""
     return nullcontext(), _repeat_compiled(get_stance())
 

@@ -14,8 +14,9 @@ from lightning_fsdp2._torch_compat import (
     compile_layers_of_many_kinds,
     get_graph_breaks,
 )
-from lightning_fsdp2.parallel.activation_checkpointing import recomputes_collectives
+from lightning_fsdp2.parallel.activation_checkpointing import is_checkpointed, recomputes_collectives
 from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
+from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
@@ -120,6 +121,7 @@ class _CompiledLayer:
     ) -> None:
         self.layer = layer
         self.caches = CacheArguments(layer)
+        self.buffers = LayerBuffers(layer)
         self.fusion = fusion
         self.report = report
         self.verifies_first_call = verifies_first_call
@@ -151,5 +153,9 @@ class _CompiledLayer:
             return output
 
     def _call_compiled(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.report.is_made else self.report.watch(self.layer):
+        repeats = torch.is_grad_enabled() and is_checkpointed(self.layer) and self.buffers.has_any()
+        with (
+            nullcontext() if self.report.is_made else self.report.watch(self.layer),
+            self.buffers.refuse_changes() if repeats else nullcontext(),
+        ):
             return call(*args, **kwargs)

@@ -543,6 +543,43 @@ def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+class Images(pl.LightningModule):
+    """A small convolutional network with batch norms, of which every step updates the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_running_statistics_are_those_without_activation_checkpointing(kind: Kind) -> None:
+    samples = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def run(mode: Any) -> tuple[dict[str, Tensor], float]:
+        module, loader = Images(), DataLoader(samples[dist.get_rank() :: 2], batch_size=2)
+        trainer = kind.make_trainer({"activation_checkpointing": mode}, max_steps=4)
+        trainer.fit(module, loader, loader)
+        return whole(module.state_dict()), trainer.callback_metrics["loss"].item()
+
+    expected, loss = kind.run(run, 2, False)[0]
+    assert expected["blocks.0.1.num_batches_tracked"] == 4
+    for mode in ("full", "selective"):
+        actual, actual_loss = kind.run(run, 2, mode)[0]
+        assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+        assert actual_loss == loss
+
+
 class Centres(pl.LightningModule):
     """Trains on inputs minus their running mean, which every rank updates from its own batches."""
 
