@@ -27,7 +27,7 @@ def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
     """
     names = _names_by_number(model, optimizer)
     # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
-    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), optimizer.state_dict())
+    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), _get_own_state(optimizer))
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     # what is not the state of a parameter has a key of the optimizer's own
     values = {names.get(key, key): value for key, value in state["state"].items()}
@@ -45,7 +45,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """
     names = _names_by_number(model, optimizer)
     parameters = dict(model.named_parameters())
-    current = optimizer.state_dict()["param_groups"]
+    current = _get_own_state(optimizer)["param_groups"]
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     _check_groups(optimizer, current, saved, names)
@@ -60,6 +60,11 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     }
     values |= {key: value for key, value in saved_state.items() if key not in parameters}
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
+
+
+def _get_own_state(optimizer: Optimizer) -> dict[str, Any]:
+    # the stand-in of Lightning for `configure_optimizers` that returns None has none
+    return {"state": {}, "param_groups": [], **optimizer.state_dict()}
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:

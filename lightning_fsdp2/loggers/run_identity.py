@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models
+from lightning_fsdp2.parallel.structure import get_class, get_class_name, get_hf_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -90,8 +90,7 @@ def _count_parameters(module: nn.Module) -> dict[str, int]:
 
 def _describe_model(module: Any) -> dict[str, Any]:
     models: list[Any] = get_hf_models(module)
-    # `fully_shard` has put a class of its own before it
-    kind = next(kind for kind in type(module).__mro__ if kind.__name__ == get_class_name(module))
+    kind = get_class(module)
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "pretrained": _to_plain(getattr(module, "pretrained", None)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def is_hf_model(module: nn.Module) -> bool:
@@ -47,15 +48,23 @@ def is_peft_model(module: nn.Module) -> bool:
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
+def get_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module was made of, also after ``fully_shard`` has put one of its own before it."""
+    bases = type(module).__bases__
+    return bases[1] if bases[0] is FSDPModule else type(module)
+
+
 def get_class_name(module: nn.Module) -> str:
-    """The name of a module's class, also after ``fully_shard`` has put ``FSDP`` before it."""
-    return type(module).__name__.removeprefix("FSDP")
+    """Return the name of the class that a module was made of."""
+    return get_class(module).__name__
 
 
 def get_entrances(module: nn.Module) -> tuple[str, ...]:
-    """The names of the methods in which a module computes with what it holds itself."""
-    steps = ("training_step", "validation_step", "test_step", "predict_step")
-    return (*steps, "forward") if is_lightning_module(module) else ("forward",)
+    """Return the names of the methods in which a module computes with what it holds itself."""
+    if not is_lightning_module(module):
+        return ("forward",)
+    names = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+    return tuple(name for name in names if callable(getattr(module, name)))  # a step that is None is none
 
 
 def get_modules(root: nn.Module) -> list[nn.Module]:

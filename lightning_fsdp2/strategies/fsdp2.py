@@ -24,7 +24,7 @@ from lightning_fsdp2.parallel.context_parallel import activate_context_parallel,
 from lightning_fsdp2.parallel.gradients import defer_grad_sync, drop_deferred_gradients
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
-from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.parallel.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.zero_grad import extend_zero_grad
 from lightning_fsdp2.strategies.layout import get_differences
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
@@ -32,8 +32,6 @@ from lightning_fsdp2.strategies.precision import get_mp_policy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
@@ -134,9 +132,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
-            for name in _STEPS:
-                # the Trainer calls the steps, not `forward`, where FSDP2 has its hooks
-                register_fsdp_forward_method(module, name)
+            for name in get_entrances(module):
+                if name != "forward":  # the Trainer calls the steps, and FSDP2 has its hooks around `forward`
+                    register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
 

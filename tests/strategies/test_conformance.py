@@ -48,10 +48,13 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -541,6 +544,61 @@ def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
             assert_same_weights(module, expected)
 
     kind.run(run, WORLD)
+
+
+class NoOptimizer(Regressor):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_module_without_an_optimizer_runs_saves_and_goes_on(kind: Kind, tmp_path: Path) -> None:
+    def run() -> None:
+        loader = make_loader(make_batches(2 * WORLD))
+        checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+        trainer = kind.make_trainer(max_steps=1, callbacks=[checkpoint], enable_checkpointing=True)
+        trainer.fit(NoOptimizer(), loader)
+        module = NoOptimizer()
+        trainer = kind.make_trainer(max_steps=2)
+        trainer.fit(module, loader, ckpt_path=tmp_path / "last.ckpt")
+        assert trainer.global_step == 2
+        assert_same_weights(module, Regressor())
+
+    kind.run(run, WORLD)
+
+
+class WithoutSteps(Regressor):
+    validation_step = test_step = None
+
+
+def test_steps_that_are_none_are_no_steps(kind: Kind) -> None:
+    def run() -> None:
+        module, loader = WithoutSteps(), make_loader(make_batches(WORLD))
+        kind.make_trainer(max_steps=1).fit(module, loader)
+        (prediction,) = kind.make_trainer().predict(module, loader)
+        assert prediction.shape == (len(loader.dataset[0]["inputs"]), 1)
+        kind.make_trainer(max_steps=1).fit(module, loader, loader)
+        with pytest.raises(MisconfigurationException, match="No `test_step"):
+            kind.make_trainer().test(module, loader)
+
+    kind.run(run, WORLD)
+
+
+class FSDPNet(Regressor):
+    """A user's own class that is called like those which FSDP2 makes."""
+
+
+def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_name(
+    kind: Kind, tmp_path: Path
+) -> None:
+    def run() -> None:
+        trainer = kind.make_trainer(max_steps=1, logger=CSVLogger(tmp_path))
+        trainer.fit(FSDPNet(), make_loader(make_batches(WORLD)))
+        trainer.fit(FSDPNet(), make_loader(make_batches(WORLD)))
+
+    kind.run(run, WORLD)
+    (hyperparameters,) = tmp_path.rglob("hparams.yaml")
+    assert f"{FSDPNet.__module__}.FSDPNet" in hyperparameters.read_text()
 
 
 class Images(pl.LightningModule):
