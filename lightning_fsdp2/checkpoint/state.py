@@ -1,6 +1,7 @@
 """Model and optimizer states under the names that a checkpoint uses: those of the parameters, on any mesh."""
 
 from collections.abc import Mapping, Set
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,27 @@ _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_
 """Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""
 
 
-def get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with parameter names in place of numbers; sharded state stays sharded.
+def get_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, own_state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an optimizer's state with parameter names in place of numbers; sharded state stays sharded.
 
     The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, but an optimizer that
     has no state yet, or none for a parameter, is not stepped to make some.
+
+    Args:
+        model: Has the names.
+        optimizer: Holds parameters of ``model``.
+        own_state: What ``optimizer.state_dict()`` returned elsewhere; None calls it.
 
     Raises:
         ValueError: When the optimizer holds parameters that ``model`` does not have.
     """
     names = _names_by_number(model, optimizer)
+    # the stand-in of Lightning for `configure_optimizers` that returns None has none
+    own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
-    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), _get_own_state(optimizer))
+    state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     # what is not the state of a parameter has a key of the optimizer's own
     values = {names.get(key, key): value for key, value in state["state"].items()}
@@ -45,7 +55,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """
     names = _names_by_number(model, optimizer)
     parameters = dict(model.named_parameters())
-    current = _get_own_state(optimizer)["param_groups"]
+    current = _number_groups(optimizer)
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     _check_groups(optimizer, current, saved, names)
@@ -62,9 +72,10 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
 
 
-def _get_own_state(optimizer: Optimizer) -> dict[str, Any]:
-    # the stand-in of Lightning for `configure_optimizers` that returns None has none
-    return {"state": {}, "param_groups": [], **optimizer.state_dict()}
+def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups as in ``Optimizer.state_dict``, which an optimizer of parts may not have on every rank."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.coordination import wait_for_all_ranks
+from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
@@ -138,6 +141,15 @@ class DDPStrategy(MeshStrategy[DDPManager]):
                 " `self.manual_backward(loss)`.",
             )
         super().on_exception(exception)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not isinstance(inner, ZeroRedundancyOptimizer):
+            return super().optimizer_state(optimizer)
+        inner.consolidate_state_dict()  # on rank 0
+        state = self.broadcast(inner.state_dict() if self.is_global_zero else None)
+        return get_optimizer_state(self.lightning_module, inner, state)
 
     @contextmanager
     @override

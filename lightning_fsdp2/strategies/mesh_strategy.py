@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -80,6 +81,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         torch.optim.LBFGS,
         torch.optim.Adafactor,
         torch.optim.Rprop,
+        ZeroRedundancyOptimizer,
     )
     """Those of torch that fail in their first step on sharded parameters, up to torch 2.15."""
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,9 +22,10 @@ from helpers.user_modules import (
     make_trainer,
 )
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fsdp2 import DDPConfig, DDPManager, DDPStrategy, create_device_mesh
+from lightning_fsdp2 import CheckpointConfig, DDPConfig, DDPManager, DDPStrategy, FSDP2Strategy, create_device_mesh
 
 FLAGS: list[dict[str, Any]] = [
     {"static_graph": True},
@@ -307,3 +309,37 @@ def test_only_training_needs_the_wrapper() -> None:
         assert not any(wrapper() for wrapper in wrappers)
 
     run_ranks(run, WORLD)
+
+
+class UsesZero(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_zero_redundancy_optimizer_goes_on_from_its_checkpoint_and_is_read_by_another(
+    format: Any, tmp_path: Path
+) -> None:
+    batches = make_batches(4 * WORLD)
+
+    def train(module: Regressor, **options: Any) -> pl.Trainer:
+        trainer = make_trainer(DDPStrategy(checkpoint=CheckpointConfig(format=format)), **options)
+        trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "x.ckpt" if trainer.max_steps == 4 else None)
+        return trainer
+
+    def run() -> None:
+        train(Regressor()).save_checkpoint(tmp_path / "x.ckpt")
+        expected = Regressor()
+        train(expected, max_steps=4)
+        trainer = train(UsesZero())
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        (optimizer,) = trainer.optimizers
+        assert 0 < len(optimizer.optim.state) < len(optimizer.param_groups[0]["params"]), "nothing was partitioned"
+        for module in (UsesZero(), Regressor()):
+            train(module, max_steps=4)
+            assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+    trainer = make_trainer(FSDP2Strategy(), devices=1)
+    with pytest.raises(RankError, match="ZeroRedundancyOptimizer has no step for the shards of FSDP2Strategy"):
+        run_ranks(lambda: trainer.fit(UsesZero(), make_loader(batches)), 1)
