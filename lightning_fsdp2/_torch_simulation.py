@@ -14,6 +14,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
 """Makes tensors of shapes and dtypes without values; torch documents it, and exports it by no public name."""
 
+FakeTensor: type[Tensor] = fake_tensor.FakeTensor
+"""The class of those tensors."""
+
 DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 """What an operation on fake tensors raises whose result, or its shape, depends on values."""
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2._torch_compat import tree_map_only
+from lightning_fsdp2._torch_simulation import FakeTensor
 from lightning_fsdp2.checkpoint.conversion import convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.parallel.failures import list_names
 
@@ -31,9 +32,11 @@ def get_optimizer_state(
         own_state: What ``optimizer.state_dict()`` returned elsewhere; None calls it.
 
     Raises:
-        ValueError: When the optimizer holds parameters that ``model`` does not have.
+        ValueError: When the optimizer holds parameters that ``model`` does not have, or states of a class of tensors
+            of its own.
     """
     names = _names_by_number(model, optimizer)
+    check_optimizer_states(model, optimizer)
     # the stand-in of Lightning for `configure_optimizers` that returns None has none
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
@@ -120,6 +123,34 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             " sharded module: the optimizer was built before the module was sharded, or for another one. Build it"
             " inside `configure_optimizers` from `self.parameters()`."
         )
+
+
+def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that keeps what is not a plain tensor or number, such as quantised tensors.
+
+    Neither a checkpoint nor another mesh would give such states their values back: a resumed run would go on wrongly.
+
+    Raises:
+        ValueError: When a state is a tensor of another class than ``Tensor`` and ``DTensor``, or a DTensor of such.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            kind = _get_optional_foreign_class(value)
+            if kind is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {names.get(id(parameter), 'a parameter')} as"
+                    f" {kind.__module__}.{kind.__qualname__}: optimizer states of tensor subclasses are not supported,"
+                    " since a resumed run would go on with other values. Use an optimizer whose states are plain"
+                    " tensors, such as torch.optim.AdamW."
+                )
+
+
+def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    is_foreign = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter, FakeTensor)
+    return type(value) if is_foreign else None
 
 
 def _name_parameters(

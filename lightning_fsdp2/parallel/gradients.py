@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lightning_fsdp2._torch_compat import drop_unreduced_gradients, ensure_gathered_once
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
@@ -24,7 +24,8 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
     The twin of :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch
-    refuses (https://github.com/pytorch/pytorch/issues/180346). Every rank must call it.
+    refuses (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, as torch's own tensor parallelism
+    leaves them on replicated parameters, are reduced first. Every rank must call it.
 
     Args:
         parameters: Those of the optimizer, sharded or not. Parameters without a gradient are skipped.
@@ -56,9 +57,10 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place and without communication."""
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _check_distributed(parameters)
+    _reduce_partial(parameters)
     gradients = _local_gradients(parameters)
     for group in _group_for_foreach(gradients):
         torch._foreach_clamp_min_(group, -clip_value)
@@ -72,6 +74,8 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes, and
     one between replicas (HSDP).
     """
+    parameters = list(parameters)
+    _reduce_partial(parameters)
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     copies: dict[dist.ProcessGroup, None] = {}
     device = None
@@ -166,19 +170,21 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
     axes = [
         (mesh.get_group(axis), placement) for axis, placement in enumerate(gradient.placements) if mesh.size(axis) > 1
     ]
-    spread = tuple(group for group, placement in axes if not placement.is_replicate() and not placement.is_partial())
+    spread = tuple(group for group, placement in axes if not placement.is_replicate())
     return spread, tuple(group for group, placement in axes if placement.is_replicate())
 
 
+def _reduce_partial(parameters: Iterable[Tensor]) -> None:
+    """Add up the gradients of which each rank holds a part, into the placements of their parameters."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+            own = parameter.placements if isinstance(parameter, DTensor) else None
+            parameter.grad = gradient.redistribute(placements=own or [Replicate()] * gradient.device_mesh.ndim)
+
+
 def _to_local(gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if any(isinstance(placement, Partial) for placement in gradient.placements):
-        raise ValueError(
-            f"A gradient is still {gradient.placements}: synchronise gradients before clipping, outside of"
-            " `defer_grad_sync`."
-        )
-    return gradient.to_local()
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
+from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
@@ -103,6 +103,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._step_region: StepRegion | None = None
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
+        self._checked_optimizers: set[Optimizer] = set()
+        """Those of which a step has shown the states."""
+
         self._buffer_owners: list[tuple[nn.Module, str]] = []
 
     def _check_arguments(self, config_class: type[DistributedConfig], **arguments: Any) -> None:
@@ -303,6 +306,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
         self._reset_optimizers_and_schedulers()
+        self._checked_optimizers.clear()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, self.refused_optimizers):
@@ -472,6 +476,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             self._apply_token_mean()
         output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
         self.release_parameters()
+        if optimizer not in self._checked_optimizers:
+            check_optimizer_states(self.lightning_module, optimizer)
+            self._checked_optimizers.add(optimizer)
         return output
 
     @contextmanager

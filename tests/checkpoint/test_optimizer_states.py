@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2 import (
@@ -163,3 +164,26 @@ def test_numbers_of_numpy_are_saved_as_plain_ones_wherever_they_are(tmp_path: Pa
     load_checkpoint(tmp_path / "a.ckpt", model, other)
     assert other.param_groups[0]["betas"] == (0.5, 0.75)
     assert other.state[model.weight]["count"] == 3
+
+
+class Packed(torch.Tensor):
+    """A tensor in a format of its own."""
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_states_of_a_tensor_subclass_are_refused_before_anything_is_written(is_sharded: bool, tmp_path: Path) -> None:
+    def run() -> None:
+        model, optimizer = train(lambda model: torch.optim.AdamW(model.net.parameters()), 1)
+        for values in optimizer.state.values():
+            average = values["exp_avg"]
+            local = average.to_local().as_subclass(Packed)
+            values["exp_avg"] = (
+                DTensor.from_local(local, average.device_mesh, average.placements, run_check=False)
+                if is_sharded
+                else local
+            )
+        with pytest.raises(ValueError, match=r"AdamW keeps 'exp_avg' of net\.weight as .*Packed: .* such as torch.opt"):
+            save_checkpoint(tmp_path / "x.ckpt", model, optimizer)
+        assert not (tmp_path / "x.ckpt").exists()
+
+    run_ranks(run, 1)

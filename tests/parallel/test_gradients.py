@@ -240,14 +240,22 @@ def test_replicas_that_round_otherwise_clip_by_the_same_norm(monkeypatch: pytest
     assert all(map(torch.equal, first, second))
 
 
-def test_an_unsynchronised_gradient_is_refused() -> None:
-    def run() -> None:
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_partial_gradients_are_reduced_before_they_are_clipped(placement: Any) -> None:
+    parts = torch.tensor([[3.0, -1.0], [5.0, -3.0]])
+
+    def clip(clip: Any, bound: float) -> Tensor:
         mesh = get_mesh(create_device_mesh(device_type="cpu"), DP_SHARD_CP)
-        parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
-        parameter.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        for function in (clip_grad_norm_, clip_grad_value_):
-            with pytest.raises(ValueError, match="synchronise gradients before clipping"):
-                function([parameter], 1.0)
+        parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [placement]))
+        parameter.grad = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial()])
+        norm = clip([parameter], bound)
+        assert norm is None or norm.item() == pytest.approx(80**0.5)
+        assert parameter.grad.placements == (placement,)
+        return parameter.grad.full_tensor()
+
+    def run() -> None:
+        torch.testing.assert_close(clip(clip_grad_norm_, 1.0), torch.tensor([8.0, -4.0]) / 80**0.5)
+        torch.testing.assert_close(clip(clip_grad_value_, 5.0), torch.tensor([5.0, -4.0]))
 
     run_ranks(run, 2)
 

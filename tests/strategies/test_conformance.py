@@ -546,6 +546,33 @@ def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+class Quantised(Tensor):
+    """Stands for states that an optimizer keeps in a format of its own."""
+
+
+class KeepsSubclasses(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["square"] = torch.zeros(4).as_subclass(Quantised)
+        return loss
+
+
+class UsesSubclasses(Regressor):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return KeepsSubclasses(self.parameters(), lr=0.1)
+
+
+def test_states_that_are_tensor_subclasses_are_refused_in_the_first_step(kind: Kind) -> None:
+    def run() -> None:
+        trainer = kind.make_trainer()
+        with pytest.raises(ValueError, match=r"KeepsSubclasses keeps 'square' of .* as .*Quantised: opt"):
+            trainer.fit(UsesSubclasses(), make_loader(make_batches(2 * WORLD)))
+        assert trainer.global_step <= 1
+
+    kind.run(run, WORLD)
+
+
 class NoOptimizer(Regressor):
     def configure_optimizers(self) -> None:
         return None
