@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 
@@ -185,11 +186,11 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
-def save_last(callback: ModelCheckpoint, trainer: Trainer) -> str:
+def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only: bool = False) -> str:
     """Save as ``callback`` names its last checkpoint, and return the path."""
     choices = callback.save_last, callback.save_weights_only
     # where it makes links, there is nothing yet to link
-    callback.save_last, callback.save_weights_only = True, False
+    callback.save_last, callback.save_weights_only = True, save_weights_only
     try:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
     finally:
@@ -201,6 +202,19 @@ def get_slurm_checkpoint_path(trainer: Trainer) -> str:
     """Where Lightning looks for a checkpoint on SLURM if it is given no ``ckpt_path``."""
     connector = cast(Any, trainer)._checkpoint_connector
     return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
+
+
+def is_last_epoch(trainer: Trainer) -> bool:
+    """Whether the fit ends with the epoch that now ends, finished or not.
+
+    ``fit_loop.done`` knows that too, and says it each time it is asked.
+    """
+    loop = cast(Any, trainer.fit_loop)
+    return (
+        _is_max_limit_reached(trainer.global_step, loop.max_steps)
+        or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
+        or (trainer.should_stop and loop._can_stop_early)
+    )
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:

@@ -370,6 +370,10 @@ class CheckpointConfig(_Flags):
     verify: bool = False
     """Whether the files of a checkpoint are compared with their checksums before it is loaded."""
 
+    save_at_end: bool = True
+    """Whether a fit that comes to its end leaves the last.ckpt of a ModelCheckpoint with save_last at its last step.
+    Without it, last.ckpt stays where the callback's own intervals left it."""
+
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
 

@@ -75,6 +75,7 @@ DEFAULTS = {
         "format": "sharded",
         "async_save": False,
         "verify": False,
+        "save_at_end": True,
         "trust_checkpoint": False,
         "frozen_parameters": True,
         "weights_only": None,

@@ -81,8 +81,8 @@ class RunReport(Callback):
                 ranks = f"{trainer.world_size} rank(s)"
                 lines.append(f"Speed: {callback.average:,.0f} tokens per second on {ranks}, without validation")
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        lines += _describe_checkpoints(trainer)
         if checkpoint:
-            lines.append(f"Checkpoint: {checkpoint}")
             launcher = " (with the launcher of this run)" if trainer.num_nodes > 1 else ""
             how = _describe_resume(checkpoint, _get_raised_limits(trainer))
             lines.append(f"Train on from it{launcher}: {how}")
@@ -109,6 +109,18 @@ class RunReport(Callback):
             )
         pl_module.train(was_training)
         return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def _describe_checkpoints(trainer: Any) -> list[str]:
+    """Return a line for each checkpoint that is kept, the last one first."""
+    steps: dict[str, int] = getattr(trainer.strategy, "saved_steps", {})
+    lines = []
+    for callback in trainer.checkpoint_callbacks:
+        kept = [getattr(callback, "last_model_path", ""), *getattr(callback, "best_k_models", ())]
+        for path in filter(None, dict.fromkeys(kept)):
+            step = steps.get(path)
+            lines.append(f"Checkpoint: {path} " + ("(of an earlier run)" if step is None else f"(step {step:,})"))
+    return lines
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:

@@ -2,7 +2,7 @@
 
 import platform
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import is_accumulating
+from lightning_fsdp2._lightning_compat import get_last_saved, is_accumulating, is_last_epoch, save_last
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
@@ -35,7 +35,7 @@ from lightning_fsdp2.strategies.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 _RANKS_KEY = "lightning_fsdp2"
 
@@ -50,6 +50,9 @@ class CheckpointingStrategy(WorldStrategy):
     """
 
     checkpoint_config: CheckpointConfig
+    saved_steps: dict[str, int | None]
+    """The step of each checkpoint that was saved, by its path."""
+
     _random_state_to_restore: dict[str, Any] | None = None
     _begins_epoch_anew = False
     _left_out: Sequence[LeftOut] = ()
@@ -113,6 +116,9 @@ class CheckpointingStrategy(WorldStrategy):
                 callback.__dict__["file_exists"] = self._file_exists
                 if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
                     callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
+                if self.checkpoint_config.save_at_end and not cast(Any, trainer).fast_dev_run:
+                    own = callback.on_train_epoch_end
+                    callback.__dict__["on_train_epoch_end"] = partial(_save_last_step, callback, own)
                 if cast(Any, trainer).fast_dev_run and type(callback).on_train_end is ModelCheckpoint.on_train_end:
                     # saves a last checkpoint all the same, maybe in the place of that of a long run
                     callback.__dict__["on_train_end"] = lambda *args: None
@@ -124,7 +130,7 @@ class CheckpointingStrategy(WorldStrategy):
         if self._tracking is not None:
             self._tracking.detach(trainer)
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end", "on_train_end"):
+            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end", "on_train_epoch_end", "on_train_end"):
                 callback.__dict__.pop(name, None)
         if trainer.interrupted:
             self.checkpoint_io.settle()
@@ -179,6 +185,7 @@ class CheckpointingStrategy(WorldStrategy):
             state = checkpoint["state_dict"]
             checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, state, self._control_group)
         # outside of a fit there is no step that would learn of a failure
+        self.saved_steps[str(filepath)] = checkpoint.get("global_step")
         state = self.lightning_module.trainer.state
         wait = state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
         self.checkpoint_io.save_checkpoint(
@@ -249,6 +256,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     def _link(self, trainer: "Trainer", filepath: str, linkpath: str) -> None:
         self.checkpoint_io.link(filepath, linkpath)
+        self.saved_steps[linkpath] = self.saved_steps.get(filepath)
         self.barrier()
 
     def restore_random_state(self) -> None:
@@ -337,6 +345,20 @@ def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any
     """
     if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
+
+
+def _save_last_step(
+    callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
+) -> None:
+    """Lightning's hook, and behind it, where the fit ends now, a last checkpoint of steps that are in none yet.
+
+    Not in `on_train_end`, where Lightning has counted an epoch as complete that `max_steps` ended amid, so that a run
+    which goes on would leave out the rest of its data.
+    """
+    own(trainer, module)
+    _, step = get_last_saved(callback)
+    if callback.save_last and step != trainer.global_step and is_last_epoch(trainer):
+        save_last(callback, trainer, save_weights_only=callback.save_weights_only)
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:

@@ -98,6 +98,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         super().__init__(get_sizes=get_sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
         self._own_callbacks = OwnCallbacks(type(self).__name__, steady_timeout)
         self.checkpoint_config = checkpoint or CheckpointConfig()
+        self.saved_steps = {}
         self.token_mean: TokenMean | None = None
         self._manager: ManagerT | None = None
         self._step_region: StepRegion | None = None

@@ -459,7 +459,7 @@ def test_slurm_queues_the_job_again_and_finds_the_checkpoint(
 
     run_ranks(run, WORLD)
     assert scontrol.read_text().split() == ["hpc_ckpt_1.ckpt", "last.ckpt", "requeue", "77"]
-    assert get_step(tmp_path / "run" / "hpc_ckpt_1.ckpt") == 5  # not that of the signal
+    assert get_step(tmp_path / "run" / "hpc_ckpt_1.ckpt") == 6  # not that of the signal
 
 
 def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, scontrol: Path) -> None:

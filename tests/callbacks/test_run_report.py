@@ -64,7 +64,7 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     before = losses[0]
     assert f"Validation loss: {losses[-1]:.3f} nats per token (before training: {before:.3f})" in report
     assert re.search(r"Speed: [\d,]+ tokens per second on 2 rank\(s\)", report)
-    assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'}" in report
+    assert f"Checkpoint: {tmp_path / 'run' / 'last.ckpt'} (step 2)" in report
     command = "torchrun --nproc-per-node 2 -m lightning_fsdp2 fit --config 'my run.yaml'"
     assert f"{command} --ckpt_path=last --trainer.max_steps=4" in report
     assert "A sample, continuing 'do':\ndo" in report

@@ -1,0 +1,185 @@
+"""A fit that comes to its end leaves `last.ckpt` at its last step, from which a run goes on as if it had not ended."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.oracle import whole
+from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES, Kind
+from helpers.user_modules import WORLD, Regressor, make_batches, make_optimizer
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_fsdp2 import CheckpointConfig
+
+BATCHES = 8
+"""Of an epoch and a rank."""
+
+EVERY = 5
+
+
+class Model(Regressor):
+    """Validates to ever higher losses, schedules by epochs, and knows what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch["number"].item())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", float(self.global_step), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def make_loader(count: int = BATCHES) -> StatefulDataLoader[Any]:
+    batches = [{**batch, "number": torch.tensor(i)} for i, batch in enumerate(make_batches(count * WORLD))]
+    return StatefulDataLoader(batches[dist.get_rank() :: WORLD], batch_size=None)
+
+
+def fit(
+    kind: Kind,
+    folder: Path | None,
+    *,
+    checkpoint: CheckpointConfig | None = None,
+    ckpt_path: Path | None = None,
+    callbacks: tuple[pl.Callback, ...] = (),
+    save: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[pl.Trainer, Model]:
+    saves = []
+    if folder is not None:
+        options = {"enable_checkpointing": True, **options}
+        save = {"save_top_k": 0, "save_last": True, **(save or {})}
+        saves = [ModelCheckpoint(folder, every_n_train_steps=EVERY, **save)]
+    trainer = kind.make_trainer(
+        checkpoint=checkpoint, **{"max_steps": -1, "max_epochs": -1, **options}, callbacks=[*callbacks, *saves]
+    )
+    module = Model()
+    trainer.fit(module, make_loader(), make_loader(1), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def read_step(path: Path) -> int:
+    return torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)["global_step"]
+
+
+@pytest.fixture(params=STRATEGIES)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return STRATEGIES[request.param]
+
+
+FSDP2 = STRATEGIES["fsdp2"]
+
+
+def stop_at_7(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.should_stop = trainer.global_step == 7
+
+
+ENDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "before the first interval": (3, {"max_steps": 3}),
+    "amid an epoch": (11, {"max_steps": 11}),
+    "at the end of an epoch": (16, {"max_steps": 16}),
+    "after epochs": (16, {"max_epochs": 2}),
+    "at an interval": (10, {"max_steps": 10}),
+    "early": (16, {"callbacks": (EarlyStopping("loss", patience=1),)}),
+    "on request": (7, {"callbacks": (LambdaCallback(on_train_batch_end=stop_at_7),)}),
+    "with accumulation": (6, {"max_epochs": 2, "accumulate_grad_batches": 3}),
+    "link": (11, {"max_steps": 11, "save": {"save_last": "link", "save_top_k": 2, "monitor": "step", "mode": "max"}}),
+    "async": (11, {"max_steps": 11, "checkpoint": CheckpointConfig(async_save=True)}),
+    "one file": (11, {"max_steps": 11, "checkpoint": CheckpointConfig(format="full")}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    def run() -> None:
+        for name, (step, options) in ENDS.items():
+            trainer, _ = fit(FSDP2, tmp_path / name, **options)
+            assert trainer.global_step == step, name
+            path = tmp_path / name / "last.ckpt"
+            assert read_step(path) == step, name
+            assert trainer.checkpoint_callback.last_model_path == str(path)
+
+    run_ranks(run, WORLD)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_from_there_as_if_it_had_not_ended(kind: Kind, tmp_path: Path) -> None:
+    def run() -> None:
+        for first, whole_run in (({"max_steps": 11}, {"max_steps": 20}), ({"max_epochs": 1}, {"max_epochs": 2})):
+            folder = tmp_path / str(first)
+            _, expected = fit(kind, None, **whole_run)
+            _, before = fit(kind, folder, **first)
+            _, after = fit(kind, None, ckpt_path=folder / "last.ckpt", **whole_run)
+            assert before.seen + after.seen == expected.seen
+            torch.testing.assert_close(whole(dict(after.named_parameters())), whole(dict(expected.named_parameters())))
+
+    kind.run(run, WORLD)
+
+
+def count_saves(run: Callable[[], Any]) -> list[int]:
+    """Return the step of each checkpoint that is written."""
+    steps: list[int] = []
+    save = FSDP2.strategy.save_checkpoint
+
+    def count(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        steps.append(checkpoint["global_step"])
+        save(self, checkpoint, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDP2.strategy, "save_checkpoint", count)
+        run()
+    return steps
+
+
+def fail(trainer: pl.Trainer, *_: Any) -> None:
+    if trainer.global_step == 7:
+        raise RuntimeError("a failure")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_saved_twice_nor_where_the_fit_did_not_end_or_was_told_otherwise(tmp_path: Path) -> None:
+    def run() -> None:
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "a", max_steps=10)) == [5, 10]
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "b", max_steps=12)) == [5, 10, 12]
+        last = tmp_path / "b" / "last.ckpt"
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "b", max_steps=12, ckpt_path=last)) == []
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "c", max_steps=12, save={"save_last": None})) == []
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "d", fast_dev_run=True)) == []
+        otherwise = CheckpointConfig(save_at_end=False)
+        assert count_saves(lambda: fit(FSDP2, tmp_path / "e", max_steps=12, checkpoint=otherwise)) == [5, 10]
+
+        def fail_in_fit() -> None:
+            with pytest.raises(RuntimeError, match="a failure"):
+                fit(FSDP2, tmp_path / "f", max_steps=12, callbacks=(LambdaCallback(on_train_batch_end=fail),))
+
+        assert count_saves(fail_in_fit) == [5]
+
+    run_ranks(run, WORLD)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_time_that_is_over_is_an_end_too(tmp_path: Path) -> None:
+    def run() -> None:
+        timer = Timer(duration={"hours": 1})
+
+        def be_late(trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                timer.time_elapsed = lambda *_: 3601.0  # type: ignore[method-assign]
+
+        trainer, _ = fit(FSDP2, tmp_path, callbacks=(LambdaCallback(on_train_batch_end=be_late), timer))
+        assert trainer.global_step == read_step(tmp_path / "last.ckpt") == 3
+
+    run_ranks(run, 1)
