@@ -100,6 +100,11 @@ def give_signals_back(trainer: Trainer) -> None:
     loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
+def end_signal_handling(trainer: Trainer) -> None:
+    """Give the program its own handlers back, at once and not when the Trainer has torn everything down."""
+    cast(Any, trainer)._signal_connector.teardown()
+
+
 class StepBoundary:
     """Where a fit is left and goes on: the hooks and metrics of a batch are done, and nothing that follows them.
 

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_fsdp2._lightning_compat import end_signal_handling
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
@@ -329,6 +330,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
+        end_signal_handling(self.lightning_module.trainer)  # there is nothing left to save
 
     @override
     def on_train_start(self) -> None:

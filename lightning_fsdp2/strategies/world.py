@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
@@ -31,10 +30,13 @@ from lightning_fsdp2.mesh import (
     get_mesh,
 )
 from lightning_fsdp2.strategies import distributed
+from lightning_fsdp2.strategies.end_with_parent import end_with_parent
+from lightning_fsdp2.strategies.launcher import RankLauncher, is_of_launcher
 
 T = TypeVar("T")
 
-_LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
+_USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun's own agent, in the main thread of which the ranks are started."""
 
 
 class WorldStrategy(ParallelStrategy):
@@ -132,6 +134,8 @@ class WorldStrategy(ParallelStrategy):
             self._take_nodes_of_torchrun()
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             self._check_tasks_of_slurm()
+            if isinstance(self.cluster_environment, TorchElasticEnvironment) and _USES_AGENT_STORE in os.environ:
+                end_with_parent(os.getppid())
             return
         if hasattr(sys, "ps1"):  # a notebook or an interactive shell
             if self.num_processes > 1:
@@ -141,13 +145,12 @@ class WorldStrategy(ParallelStrategy):
                     f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
                 )
             return
-        os.environ[_LAUNCHED] = "1"  # for the processes that it starts, which cannot tell
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def is_launched_by_lightning(self) -> bool:
         """Whether rank 0 of the node has started the other ranks, and watches them."""
-        return isinstance(self.cluster_environment, LightningEnvironment) and _LAUNCHED in os.environ
+        return isinstance(self.cluster_environment, LightningEnvironment) and is_of_launcher()
 
     def _take_nodes_of_torchrun(self) -> None:
         """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""

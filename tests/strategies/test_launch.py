@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+
+from lightning_fsdp2.strategies import end_with_parent
 
 WORLD = 2
 TIMEOUT_SECONDS = 240.0
@@ -54,7 +57,16 @@ LLAMA = {LLAMA!r}
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
+def pause(moment, rank):
+    if MODE == f"pause-{{moment}}":
+        (FOLDER / f"paused-{{rank}}").write_text("")
+        time.sleep(1000)
+
+
 class Tokens(pl.LightningDataModule):
+    def prepare_data(self):
+        pause("data", 0)
+
     def train_dataloader(self):
         tokens = torch.randint(0, 256, (16, 8), generator=torch.Generator().manual_seed(1))
         return DataLoader([{{"input_ids": row, "labels": row}} for row in tokens], batch_size=2)
@@ -63,6 +75,20 @@ class Tokens(pl.LightningDataModule):
 
 
 class Model(CausalLM):
+    def configure_optimizers(self):
+        pause("setup", self.global_rank)
+        return super().configure_optimizers()
+
+    def on_train_end(self):
+        pause("train-end", self.global_rank)
+
+    def teardown(self, stage):
+        pause("teardown" if stage == "fit" else "", self.global_rank)
+
+    def test_step(self, batch, batch_idx):
+        pause("test", self.global_rank)
+        return super().test_step(batch, batch_idx)
+
     def training_step(self, batch, batch_idx):
         if MODE == f"fail-{{self.global_rank}}" and batch_idx == 1:
             (FOLDER / "failed").write_text("")
@@ -73,6 +99,7 @@ class Model(CausalLM):
         return super().training_step(batch, batch_idx)
 
     def on_fit_end(self):
+        pause("fit-end", self.global_rank)
         assert dist.get_world_size() == {WORLD}
         (FOLDER / f"fitted-{{self.global_rank}}").write_text(str(self.trainer.global_step))
 
@@ -260,6 +287,83 @@ def test_ctrl_c_ends_all(launcher: str, tmp_path: Path) -> None:
     assert ended.code != 0
     assert "the end of the script" not in ended.output
     assert "destroy_process_group" not in ended.output
+
+
+MOMENTS = ("spawn", "import", "data", "setup", "train-end", "fit-end", "teardown", "test")
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGQUIT")
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        ("spawn", "SIGTERM"),
+        # each moment with the signal that nobody can handle and one other, each signal at several moments
+        *(
+            pytest.param(moment, name, marks=pytest.mark.slow)
+            for index, moment in enumerate(MOMENTS)
+            for name in ("SIGKILL", SIGNALS[1 + index % 3])
+            if (moment, name) != ("spawn", "SIGTERM")
+        ),
+    ],
+)
+def test_no_rank_outlives_the_process_that_started_it(moment: str, name: str, tmp_path: Path) -> None:
+    ranks: list[psutil.Process] = []
+
+    def end_first(pid: int) -> None:
+        first = psutil.Process(pid)
+        assert wait_for(first.children, TIMEOUT_SECONDS), "no rank was started"
+        if moment == "import":
+            time.sleep(2)
+        elif moment != "spawn":
+            assert wait_for((tmp_path / "paused-0").exists, TIMEOUT_SECONDS), f"{moment} was not reached"
+            time.sleep(0.5)
+        ranks.extend(first.children(recursive=True))
+        first.send_signal(signal.Signals[name])
+
+    ended = launch([write_script(tmp_path), f"pause-{moment}", str(tmp_path)], tmp_path, on_start=end_first)
+    if moment != "setup" or name == "SIGKILL":  # before the first step Preemption has noted it
+        assert ended.code == -signal.Signals[name]
+    assert ranks
+    _, alive = psutil.wait_procs(ranks, END_SECONDS)
+    assert alive == []
+    assert ended.seconds_after_mark < END_SECONDS
+
+
+def test_a_process_whose_parent_has_ended_already_ends_at_once() -> None:
+    script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid() + 1), "sleep", "60"]
+    assert subprocess.run(script, timeout=30).returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_no_worker_of_torchrun_outlives_its_agent(tmp_path: Path) -> None:
+    workers: list[psutil.Process] = []
+
+    def kill_agent(pid: int) -> None:
+        assert wait_for(lambda: all((tmp_path / f"trains-{rank}").exists() for rank in range(WORLD)), TIMEOUT_SECONDS)
+        workers.extend(psutil.Process(pid).children(recursive=True))
+        os.kill(pid, signal.SIGKILL)
+
+    launch([*LAUNCHERS["torchrun"], write_script(tmp_path), "endless", str(tmp_path)], tmp_path, on_start=kill_agent)
+    assert len(workers) >= WORLD
+    _, alive = psutil.wait_procs(workers, END_SECONDS)
+    assert alive == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_more_to_do_is_waited_for(tmp_path: Path) -> None:
+    """And nothing is left in the environment of the first process."""
+    last = """
+    if trainer.global_rank == 1:
+        time.sleep(8)
+    else:
+        assert not [name for name in os.environ if name.startswith("LIGHTNING_FSDP2")]
+    (FOLDER / f"last-{trainer.global_rank}").write_text("")
+"""
+    (tmp_path / "script.py").write_text(SCRIPT + last)
+    ended = launch([str(tmp_path / "script.py"), "train", str(tmp_path)], tmp_path)
+    assert ended.code == 0, ended.output[-6000:]
+    assert (tmp_path / "last-1").exists()
+    assert_clean(ended.output)
 
 
 @pytest.mark.slow
