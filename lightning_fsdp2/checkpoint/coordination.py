@@ -65,6 +65,8 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])
+    # this may be the last call of a script, and the store ends with the process of rank 0
+    dist.barrier(group)
     if codes.tolist() != [code, -code]:
         raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
 

@@ -1,12 +1,16 @@
 """A failure on one rank is an error on all of them, and none waits for what will not come."""
 
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
 
-from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
+from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank, wait_for_all_ranks
 
 
 class StubbornError(Exception):
@@ -52,3 +56,22 @@ def test_one_process_needs_no_group() -> None:
     assert all_gather(3) == [3]
     with pytest.raises(ValueError, match="alone"):
         on_every_rank(lambda: fail(ValueError("alone")))
+
+
+def test_no_rank_leaves_while_another_still_talks_to_the_store(tmp_path: Path) -> None:
+    """Rank 0 keeps the store, and the end of its process may come right after the call."""
+
+    def run() -> None:
+        store = type(dist.group.WORLD.get_group_store())
+        delete_key = store.delete_key
+
+        def delete_late(own: Any, key: str) -> Any:
+            time.sleep(dist.get_rank() * 0.5)
+            delete_key(own, key)
+            (tmp_path / str(dist.get_rank())).touch()
+
+        with patch.object(store, "delete_key", delete_late):
+            wait_for_all_ranks("end", timedelta(seconds=30), "Nothing.")
+        assert (tmp_path / "1").exists()
+
+    run_ranks(run, 2)
