@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_fsdp2.checkpoint.distributed import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
-from lightning_fsdp2.checkpoint.folder import get_path
+from lightning_fsdp2.checkpoint.folder import get_path, is_local
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file_alone
 from lightning_fsdp2.checkpoint.state import number_parameters
@@ -43,6 +43,8 @@ def consolidate_checkpoint(
     target = get_path(output)
     if target.is_dir():
         raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
+    if is_local(found) and is_local(target) and Path(target).resolve().is_relative_to(Path(found).resolve()):
+        raise ValueError(f"output={str(output)!r} is inside of the checkpoint {str(path)!r}; name a file beside it.")
     options = {"with_optimizers": with_optimizers, "verify": verify, "trust": trust_checkpoint}
     checkpoint = read_whole_checkpoint(path, **options)
     write_file_alone(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})

@@ -139,7 +139,8 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
 
     Raises:
         FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
-        ValueError: When it is or holds the working directory, or ``source``, which are never replaced.
+        ValueError: When it is or holds the working directory, or ``source``, which are never replaced, or is inside of
+            ``source``.
     """
     if out.is_file():
         raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
@@ -147,6 +148,8 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
     for what, path in kept.items():
         if path.resolve().is_relative_to(out):
             raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
+    if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
+        raise ValueError(f"out={str(out)!r} is inside of the checkpoint {str(source)!r}; name a directory beside it.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
             f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"

@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import get_loader
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
 from lightning_fsdp2.strategies.names import STRATEGIES
 
 _FLAG = "--trainer.strategy"
@@ -55,12 +56,14 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
     """Write out the short name of a strategy in YAML: of a whole config, or of one with a section per command.
 
     Raises:
-        ValueError: When it is no YAML, with the line.
+        ValueError: When it is no YAML, or has a key twice, with the line.
     """
     try:
         config = get_loader("yaml")(content)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "somewhere"
+        if isinstance(error, RepeatedKeyError):
+            raise ValueError(str(error)) from error
         raise ValueError(
             f"{line}: this is not YAML ({error.problem}); look at the indentation and the quotes."
         ) from error

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_fsdp2.cli.errors import is_first_of_node, summarize, wants_traceback
 from lightning_fsdp2.cli.names import expand_arguments, expand_yaml, get_hint
+from lightning_fsdp2.cli.unique_keys import refuse_repeated_keys
 
 SUMMARIES = {
     "fit": "Train a model, validating it on the way.",
@@ -40,6 +41,7 @@ class ArgumentParser(LightningArgumentParser):
     """Knows short names, and ends with one line where jsonargparse writes a screenful of what it tried."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_repeated_keys()
         super().__init__(*args, **{"formatter_class": _HelpFormatter, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]

@@ -1,0 +1,62 @@
+"""YAML in which a key of a mapping that is given twice is an error: PyYAML would silently keep the last one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+
+
+class RepeatedKeyError(yaml.constructor.ConstructorError):
+    """A key that a mapping has twice, with the place of the second one."""
+
+    def __str__(self) -> str:
+        return f"line {self.problem_mark.line + 1}: {self.problem}."
+
+
+def refuse_repeated_keys() -> None:
+    """Let jsonargparse refuse repeated keys in all YAML that it reads, files within files too; once is enough."""
+    if not isinstance(load := get_loader("yaml"), _Loader):
+        set_loader("yaml", _Loader(load), exceptions=(yaml.YAMLError,))
+
+
+class _Loader:
+    def __init__(self, load: Callable[[str], Any]) -> None:
+        self.load = load
+
+    def __call__(self, stream: str) -> Any:
+        check_keys(stream)
+        return self.load(stream)
+
+
+def check_keys(content: str) -> None:
+    """Refuse YAML with a repeated key. Anchors may be used often, and what ``<<`` merges may be given again.
+
+    Raises:
+        RepeatedKeyError: With the line of the first and the second.
+        yaml.YAMLError: When it is no YAML.
+    """
+    for node in _walk(yaml.compose(content, Loader=yaml.SafeLoader), set()):
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name = (key.tag, key.value)
+            if name in lines:
+                problem = f"the key {key.value!r} is given twice, first in line {lines[name]}; leave one of them out"
+                raise RepeatedKeyError(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+
+
+def _walk(node: yaml.Node | None, seen: set[int]) -> Iterator[yaml.MappingNode]:
+    if node is None or id(node) in seen:  # an anchor may hold itself
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        yield node
+        for pair in node.value:
+            for part in pair:
+                yield from _walk(part, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            yield from _walk(part, seen)
