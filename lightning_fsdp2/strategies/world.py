@@ -130,6 +130,7 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        self._check_variables()
         if self.cluster_environment.creates_processes_externally:
             self._take_nodes_of_torchrun()
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -146,6 +147,28 @@ class WorldStrategy(ParallelStrategy):
                 )
             return
         self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _check_variables(self) -> None:
+        """Refuse variables of another launcher, or of a run before, where nobody but Lightning starts processes."""
+        environment = self.cluster_environment
+        if not isinstance(environment, LightningEnvironment):
+            return
+        node, local, devices = environment.node_rank(), environment.local_rank(), self.num_processes
+        asked = f"Trainer(devices={devices}, num_nodes={self.num_nodes})"
+        if not 0 <= node < self.num_nodes:
+            name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
+            raise ValueError(
+                f"{name}={node} is no node of {asked}, which are 0 to {self.num_nodes - 1}. Set num_nodes to the number"
+                f" of nodes, or unset {name}."
+            )
+        for name, own in (("WORLD_SIZE", self.num_nodes * devices), ("RANK", node * devices + local)):
+            value = os.environ.get(name, str(own))
+            if value != str(own):
+                raise ValueError(
+                    f"{name}={value} contradicts {asked}, in which it would be {own} here (NODE_RANK={node},"
+                    f" LOCAL_RANK={local}). Unset it, which a launcher or an earlier run has left in the environment,"
+                    " or start the run by torchrun, which sets all of them."
+                )
 
     @property
     def is_launched_by_lightning(self) -> bool:
