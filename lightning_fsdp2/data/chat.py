@@ -170,13 +170,21 @@ class ChatDataModule(SequenceDataModule):
         if self.streaming:
             return self._stream(train), self._prepare(validation, "validation") if validation else None
         if self.validation_fraction:
-            if len(train) == 1:
-                raise ValueError(
-                    f"validation_fraction={self.validation_fraction} leaves nothing of a lone conversation to train "
-                    "on; use 0, or more conversations."
-                )
-            train, validation = split_in_two(train, fraction=self.validation_fraction, seed=self.seed)
+            train, validation = self._split(train)
         return self._prepare(train, "training"), self._prepare(validation, "validation") if validation else None
+
+    def _split(self, rows: Dataset) -> tuple[Dataset, Dataset]:
+        try:
+            if len(rows) == 1:
+                raise ValueError(
+                    f"validation_fraction={self.validation_fraction} leaves nothing of a lone conversation to train on;"
+                    " use 0, or more conversations."
+                )
+            return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
+        except ValueError:
+            # rows that are no conversations, or say nothing, are the first thing to put right
+            _refuse_empty(self._tokenize(rows), "training")
+            raise
 
     def _load_test(self) -> Dataset | None:
         return self._prepare(load_rows(self._test, cache_dir=self.cache_dir), "test") if self._test else None
@@ -189,6 +197,7 @@ class ChatDataModule(SequenceDataModule):
                 f"{len(rows)} {split} conversation(s) have no answer within sequence_length={self.sequence_length}; "
                 "use longer sequences."
             )
+        _refuse_empty(conversations, split)
         self._report(conversations, len(sequences) if self.separate_documents else None, split)
         return sequences.with_format("torch")
 
@@ -221,6 +230,14 @@ class ChatDataModule(SequenceDataModule):
         rank_zero_info(statistics.describe(split, self.sequence_length))
         if warning := statistics.get_optional_warning(split, self.sequence_length):
             rank_zero_warn(warning)
+
+
+def _refuse_empty(conversations: Dataset, split: str) -> None:
+    if all(conversations["is_empty"]):
+        raise ValueError(
+            f"All {len(conversations)} {split} conversation(s) have empty answers only: all that a model would learn is"
+            " to end. Look at the rows, and at messages_column, or prompt_column and completion_column."
+        )
 
 
 def _read_template(chat_template: str) -> str:

@@ -71,7 +71,8 @@ def tokenize_conversations(
 
     Returns:
         Rows of ``input_ids`` and ``labels`` (-100 but for answers), lists of at most ``sequence_length`` integers; the
-        whole ``length`` of the conversation in tokens, and ``answer_tokens``, the labels that are left.
+        whole ``length`` of the conversation in tokens; ``answer_tokens``, the labels that are left; and ``is_empty``,
+        whether no answer of the conversation says anything, so that the end of a turn is all that is learned from it.
 
     Raises:
         ValueError: A row that is no conversation with an answer, or that the template cannot write or tell apart. It
@@ -85,10 +86,11 @@ def tokenize_conversations(
             "labels": List(Value("int32")),
             "length": Value("int32"),
             "answer_tokens": Value("int32"),
+            "is_empty": Value("bool"),
         }
     )
     return rows.map(
-        _tokenize_rows,
+        _tokenize_batch,
         batched=True,
         batch_size=_CONVERSATIONS_AT_ONCE,
         remove_columns=["location", "text"],
@@ -103,7 +105,7 @@ def tokenize_conversations(
     )
 
 
-def _tokenize_rows(
+def _tokenize_batch(
     batch: dict[str, list[str]],
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str,
@@ -122,6 +124,7 @@ def _tokenize_rows(
         "length": [length for _, _, length in rows],
         # nothing predicts the first token
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
+        "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
     }
 
 
@@ -151,6 +154,11 @@ def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[
         return _to_list(row[columns.messages], f"{location}: {columns.messages!r}")
     prompt, completion = row.get(columns.prompt), row.get(columns.completion)
     if prompt is None or completion is None:
+        if isinstance(row.get("conversations"), list):
+            raise ValueError(
+                f"{location}: this is the format of ShareGPT; write 'messages' for 'conversations', 'role' for 'from'"
+                " (user for human, assistant for gpt) and 'content' for 'value'."
+            )
         raise ValueError(
             f"{location}: it has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}, but "
             f"{list(row)}; set messages_column, or prompt_column and completion_column."
@@ -185,6 +193,12 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(present.get("content"), str) and not (role == _ANSWERS and present.get("tool_calls")):
         raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; write a text.")
     return present
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Whether a message is an answer with a text, a thought or a call."""
+    values = [value for key, value in message.items() if key not in ("role", "name")]
+    return message["role"] == _ANSWERS and any(v.strip() if isinstance(v, str) else v for v in values)
 
 
 def _get_text(part: Any, where: str) -> str:

@@ -31,6 +31,9 @@ class LengthStatistics:
     left_out: int
     """Conversations that no answer is left of."""
 
+    empty: int
+    """Conversations whose answers are all empty."""
+
     sequences: int | None
     """What the conversations are packed into; None where each is a sequence by itself."""
 
@@ -46,25 +49,31 @@ class LengthStatistics:
         )
 
     def get_optional_warning(self, split: str, sequence_length: int) -> str | None:
-        """Say what is cut, if anything is."""
-        if not (self.cut or self.left_out):
-            return None
-        return (
-            f"{split}: {self.cut:,} of {self.conversations:,} conversations are longer than"
-            f" sequence_length={sequence_length} and are cut at their end; {self.left_out:,} have no answer left and"
-            " are left out. Use longer sequences to keep them whole."
-        )
+        """Say what is cut, and what has nothing to learn, if anything is or has."""
+        warnings = []
+        if self.cut or self.left_out:
+            warnings.append(
+                f"{split}: {self.cut:,} of {self.conversations:,} conversations are longer than"
+                f" sequence_length={sequence_length} and are cut at their end; {self.left_out:,} have no answer left"
+                " and are left out. Use longer sequences to keep them whole."
+            )
+        if self.empty:
+            warnings.append(
+                f"{split}: {self.empty:,} of {self.conversations:,} conversations have empty answers only: all that is"
+                " learned from them is to end. Delete them if that is not meant."
+            )
+        return "\n".join(warnings) or None
 
 
 def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_length: int) -> LengthStatistics:
     """Measure tokenised conversations.
 
     Args:
-        conversations: With the columns ``length`` and ``answer_tokens``.
+        conversations: With the columns ``length``, ``answer_tokens`` and ``is_empty``.
         sequences: How many sequences they are packed into, if they are.
         sequence_length: Tokens per sequence.
     """
-    columns = conversations.select_columns(["length", "answer_tokens"]).with_format("numpy")[:]
+    columns = conversations.select_columns(["length", "answer_tokens", "is_empty"]).with_format("numpy")[:]
     lengths, answers = columns["length"].astype(np.int64), columns["answer_tokens"].astype(np.int64)
     kept = np.minimum(lengths, sequence_length)[answers > 0].sum()
     return LengthStatistics(
@@ -76,6 +85,7 @@ def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_l
         longest=int(lengths.max()),
         cut=int((lengths > sequence_length).sum()),
         left_out=int((answers == 0).sum()),
+        empty=int(columns["is_empty"].sum()),
         sequences=sequences,
         fill=float(kept / (sequences * sequence_length)) if sequences else 1.0,
     )

@@ -406,8 +406,8 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
         return 0.0 if given or streaming else _DEFAULT_VALIDATION_FRACTION
     if not 0 <= fraction < 1:
         raise ValueError(
-            f"validation_fraction={fraction} is not in [0, 1), so nothing is left to train on; "
-            "use 0.05 for one document in twenty, or 0 for no validation."
+            f"validation_fraction={fraction} must be at least 0 and less than 1; use 0.05 for one document in twenty, "
+            "or 0 for no validation."
         )
     for option, value in given.items():
         if fraction:

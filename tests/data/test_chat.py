@@ -498,3 +498,24 @@ def test_lone_conversation_is_not_split(set_up, tmp_path):
     path = write(tmp_path / "a.jsonl", [("a", "b")])
     with pytest.raises(ValueError, match=r"validation_fraction=0.05 leaves nothing of a lone conversation"):
         set_up(path=path, validation_fraction=None)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_path, count):
+    path = tmp_path / "alpaca.jsonl"
+    path.write_text("\n".join([json.dumps({"instruction": "say something", "output": "something"})] * count))
+    with pytest.raises(ValueError, match=r"line 1: it has neither 'messages' nor 'prompt' and 'completion', but"):
+        set_up(path=str(path), validation_fraction=None)
+
+
+def test_empty_answers_are_counted_and_refused_where_there_is_nothing_else(set_up, tmp_path):
+    called = {**to_row("a", ""), "tools": None}
+    called["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    (tmp_path / "some.jsonl").write_text(
+        "\n".join(map(json.dumps, [to_row("a", ""), to_row("b", " \n"), to_row("c", "said"), called]))
+    )
+    with pytest.warns(UserWarning, match="training: 2 of 4 conversations have empty answers only"):
+        set_up(path=str(tmp_path / "some.jsonl"))
+    path = write(tmp_path / "none.jsonl", [("a", ""), ("b", "")])
+    with pytest.raises(ValueError, match=r"All 2 training conversation\(s\) have empty answers only.*messages_column"):
+        set_up(path=path)

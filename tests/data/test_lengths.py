@@ -5,10 +5,12 @@ from lightning_fsdp2.data.lengths import LengthStatistics, measure_lengths
 LENGTHS = [*range(1, 100), 2000]
 
 
-def measure(sequences=60):
+def measure(sequences=60, empty=0):
     # of the longest, nothing is left to learn
     answers = [length // 2 + 1 for length in LENGTHS[:-1]] + [0]
-    rows = Dataset.from_dict({"length": LENGTHS, "answer_tokens": answers, "input_ids": [[1]] * 100})
+    rows = Dataset.from_dict(
+        {"length": LENGTHS, "answer_tokens": answers, "is_empty": [index < empty for index in range(100)]}
+    )
     return measure_lengths(rows, sequences=sequences, sequence_length=90)
 
 
@@ -22,6 +24,7 @@ def test_lengths_are_those_before_the_cut_and_the_fill_that_behind_it():
         longest=2000,
         cut=10,
         left_out=1,
+        empty=0,
         sequences=60,
         fill=(sum(range(1, 91)) + 9 * 90) / (60 * 90),
     )
@@ -40,5 +43,10 @@ def test_warning_counts_what_is_cut_and_left_out():
         "training: 10 of 100 conversations are longer than sequence_length=90 and are cut at their end; 1 have no"
         " answer left and are left out. Use longer sequences to keep them whole."
     )
-    rows = Dataset.from_dict({"length": [3], "answer_tokens": [1]})
+    rows = Dataset.from_dict({"length": [3], "answer_tokens": [1], "is_empty": [False]})
     assert measure_lengths(rows, sequences=1, sequence_length=90).get_optional_warning("training", 90) is None
+
+
+def test_warning_counts_conversations_with_empty_answers():
+    warning = measure(empty=7).get_optional_warning("training", 5000)
+    assert "training: 7 of 100 conversations have empty answers only" in warning
