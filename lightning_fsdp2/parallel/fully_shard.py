@@ -192,8 +192,29 @@ def _shard_units(
     offload_policy: OffloadPolicy | None,
 ) -> None:
     ignored = set(model.parameters()) - set(get_parameter_owners(model))  # what metrics hold
+    units = list(units)
+    for module in (module for unit in units for module in unit.modules):
+        _check_class(type(module))
     for unit in units:
         _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
+
+
+def _check_class(cls: type[nn.Module]) -> None:
+    """Refuse a class that FSDP2 cannot put one of its own before, while nothing is sharded yet.
+
+    Raises:
+        TypeError: Python lays out the instances of the two in different ways.
+    """
+    if issubclass(cls, FSDPModule):
+        return
+    try:
+        cls.__new__(cls).__class__ = type(cls.__name__, (FSDPModule, cls), {})
+    except TypeError as error:
+        bases = [base.__name__ for base in cls.__bases__]
+        raise TypeError(
+            f"class {cls.__name__}({', '.join(bases)}): FSDP2 gives a module a class of its own, which Python does not"
+            f" allow here ({error}). Write the bases in another order, {bases[-1]} before {bases[0]}."
+        ) from error
 
 
 def _shard_unit(

@@ -193,6 +193,7 @@ class CheckpointingStrategy(WorldStrategy):
         )
 
     @override
+    @torch.inference_mode(False)  # of the user, around the Trainer: the module may be trained later
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the checkpoint ``checkpoint_path`` on all ranks; of a directory, each reads its shards only.
 
@@ -220,6 +221,7 @@ class CheckpointingStrategy(WorldStrategy):
         return checkpoint
 
     @override
+    @torch.inference_mode(False)
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state = checkpoint["state_dict"]
         load_model_state(self._loaded_path, self.lightning_module, state, strict=strict, left_out=self._left_out)

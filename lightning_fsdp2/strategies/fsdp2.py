@@ -127,6 +127,10 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
             materialize(module, self.root_device, self.full_device_mesh)
+        elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            _check_only_tensor_parallel(module, self.full_device_mesh)
+            _check_flags_of_user(module, self.config)
+            materialize(module, self.root_device, self.full_device_mesh)
         else:
             self.manager.parallelize(module)
             rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
@@ -159,6 +163,19 @@ def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
         raise ValueError(
             f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, whose `configure_model` shards"
             f" it. Leave it at {default!r} and do it there, or leave all sharding to the strategy."
+        )
+
+
+def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a module that others have made tensor parallel where further ranks hold copies of it."""
+    copies = mesh.size() // mesh["tensor_parallel"].size()
+    if copies > 1:
+        names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+        raise ValueError(
+            f"`configure_model` made {get_class_name(module)} tensor parallel ({', '.join(names[:3])}, ...) and shards"
+            f" nothing over the {copies} data and context parallel ranks, whose gradients would differ. Call"
+            " `fully_shard` there too, on the mesh `self.device_mesh['data_parallel']`; or leave tensor parallelism to"
+            " the strategy (FSDP2Config(tp_plan=...)); or use tp_size=world."
         )
 
 

@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -55,6 +55,16 @@ ManagerT = TypeVar("ManagerT")
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 """How long a rank that calls a sharded module outside of a step waits for the others, at most."""
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Compute without gradients, and not in the user's inference mode: what is gathered in it cannot be trained."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
 
 
 class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
@@ -225,7 +235,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             loop.inference_mode = False
         self.prepare_checkpoints(trainer)
         self._own_callbacks.attach(trainer)
-        self.setup_module()
+        with torch.inference_mode(False):  # of the user, around the Trainer: the module may be trained later
+            self.setup_module()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
@@ -399,7 +410,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Around a step whose weights no backward needs: what hooks write behind it must not reach a gathered copy."""
-        with self._step_region():
+        with _outside_inference_mode(), self._step_region():
             yield
         self.release_parameters()
 

@@ -594,6 +594,29 @@ def test_a_module_without_an_optimizer_runs_saves_and_goes_on(kind: Kind, tmp_pa
     kind.run(run, WORLD)
 
 
+def test_an_evaluation_in_inference_mode_leaves_a_module_that_can_be_trained(kind: Kind, tmp_path: Path) -> None:
+    batches = make_batches(2 * WORLD)
+
+    def run() -> None:
+        module, loader = Regressor(), make_loader(batches)
+        with torch.inference_mode():
+            (metrics,) = kind.make_trainer().test(module, loader, verbose=False)
+        loss = sum(Regressor().loss(batch).item() for batch in batches) / len(batches)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        trainer = kind.make_trainer()
+        trainer.fit(module, loader)
+        expected = Regressor()
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        other = Regressor()
+        with torch.inference_mode():
+            kind.make_trainer().validate(other, loader, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        assert_same_weights(other, expected)
+
+    kind.run(run, WORLD)
+
+
 class WithoutSteps(Regressor):
     validation_step = test_step = None
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -41,7 +42,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, DDPConfig, FSDP2Config, FSDP2Strategy
@@ -726,3 +727,60 @@ def test_notebook_with_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> Non
         assert_same_weights(module, expected)
 
     run_ranks(run, 1, group=False)
+
+
+class TensorParallel(Regressor):
+    """Does it itself, as users of Lightning's ``ModelParallelStrategy`` do."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.blocks[0].weight, DTensor):
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            parallelize_module(self.blocks, self.device_mesh["tensor_parallel"], plan)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.blocks[2](self.blocks[1](torch.tanh(self.blocks[0](inputs)))) * self.scale)
+
+
+def test_a_module_that_is_tensor_parallel_by_itself_is_left_as_it_is() -> None:
+    batches = make_batches(2)
+
+    def run() -> None:
+        module, expected = TensorParallel(), TensorParallel()
+        trainer = make_trainer(FSDP2Strategy(tp_size=2), gradient_clip_val=0.05)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.05)
+        train_alone(expected, batches, window=1, clip=clip)
+        assert_same_weights(module, expected)
+        strategy = FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True))
+        with pytest.raises(ValueError, match=r"sequence_parallel=True has no effect on TensorParallel, whose"):
+            make_trainer(strategy).fit(TensorParallel(), DataLoader(batches, batch_size=None))
+
+    run_ranks(run, 2)
+
+    def run_with_copies() -> None:
+        with pytest.raises(ValueError, match=r"made TensorParallel tensor parallel \(blocks.0.weight.* the 2 data"):
+            make_trainer(FSDP2Strategy(tp_size=2)).fit(TensorParallel(), DataLoader(batches, batch_size=None))
+
+    run_ranks(run_with_copies, 4)
+
+
+T = TypeVar("T")
+
+
+class GenericLast(Regressor, Generic[T]):
+    """A class that FSDP2 can put its own before."""
+
+
+class GenericFirst(Generic[T], Regressor):
+    """One that it cannot: Python lays out its instances in another way."""
+
+
+def test_a_class_that_cannot_be_sharded_is_told_which_order_of_bases_works() -> None:
+    def run() -> None:
+        make_trainer(max_steps=1).fit(GenericLast(), make_loader(make_batches(2)))
+        module = GenericFirst()
+        with pytest.raises(TypeError, match=r"class GenericFirst\(Generic, Regressor\).* Regressor before Generic"):
+            make_trainer(max_steps=1).fit(module, make_loader(make_batches(2)))
+        assert not any(isinstance(parameter, DTensor) for parameter in module.parameters()), "nothing was sharded"
+
+    run_ranks(run, 1)
