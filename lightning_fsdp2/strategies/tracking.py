@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -99,7 +99,9 @@ class Tracking(Callback):
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
-                any_logger.log_hyperparams({"run": identity})
+                # TensorBoard's would add a row `hp_metric` of -1 to the metrics of the run
+                options = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
+                any_logger.log_hyperparams({"run": identity}, **options)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -84,6 +84,21 @@ def test_csv_tensorboard_and_wandb_get_the_same(tmp_path: Path, monkeypatch: pyt
         assert told["run"] == run.config["run"]
 
 
+def test_tensorboard_gets_no_row_that_nobody_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, "tensorboard", "")
+
+    def run() -> None:
+        trainer = make_trainer(logger=logger, log_every_n_steps=1)
+        trainer.fit(Regressor(), make_loader(make_batches(2 * WORLD)))
+
+    run_ranks(run, WORLD)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == ["epoch"]
+    assert "run" in yaml.unsafe_load((tmp_path / "tensorboard" / "hparams.yaml").read_text())
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
