@@ -4,7 +4,7 @@ Two or more CPU ranks train a transformer with AdamW through the Trainer, save, 
 
     theirs        ModelParallelStrategy(save_distributed_checkpoint=True), then fsync of its files and folders
     sync          FSDP2Strategy()
-    no-checksums  the same with a hash function that does nothing
+    no-checksums  the same with a hash function that does nothing, and CheckpointConfig(verify=False)
     async         FSDP2Strategy(checkpoint=CheckpointConfig(async_save=True))
     disk          no checkpoint: each rank writes as many bytes to a file in blocks of 16 MiB, then fsync
 
@@ -55,7 +55,7 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 THEIRS, SYNC, NO_CHECKSUMS, ASYNC, DISK = VARIANTS = ("theirs", "sync", "no-checksums", "async", "disk")
 
 HASHER = "lightning_fsdp2.checkpoint.storage.xxhash.xxh3_128"
-"""What the writer feeds with all it writes."""
+"""What the writer feeds with all it writes, and the reader with all it reads."""
 
 USUAL_STEP = "a usual training step, s"
 BLOCKED = "training blocked, s"
@@ -109,6 +109,7 @@ TARGETS = (
     Target(SYNC, SAVE_MEMORY, 0.1),
     Target(SYNC, SPEED, 0.7, DISK, is_lower_bound=True),
     Target(SYNC, DURABLE, 1.1, NO_CHECKSUMS),
+    Target(SYNC, RESUMED, 1.15, NO_CHECKSUMS),
 )
 
 Rounds = dict[str, list[dict[str, float]]]
@@ -331,7 +332,7 @@ def make_strategy(variant: str) -> Strategy:
     """A new one."""
     if variant == THEIRS:
         return ModelParallelStrategy(dist.get_world_size(), 1, save_distributed_checkpoint=True)
-    return FSDP2Strategy(checkpoint=CheckpointConfig(async_save=variant == ASYNC))
+    return FSDP2Strategy(checkpoint=CheckpointConfig(async_save=variant == ASYNC, verify=variant != NO_CHECKSUMS))
 
 
 class NoHasher:
@@ -343,6 +344,9 @@ class NoHasher:
     def hexdigest(self) -> str:
         """The same for all bytes."""
         return ""
+
+    def reset(self) -> None:
+        """Nothing was kept."""
 
 
 def without_checksums() -> AbstractContextManager[Any]:

@@ -367,8 +367,8 @@ class CheckpointConfig(_Flags):
     async_save: bool = False
     """Whether training goes on while a checkpoint is being written, from copies in host memory."""
 
-    verify: bool = False
-    """Whether the files of a checkpoint are compared with their checksums before it is loaded."""
+    verify: bool = True
+    """Whether a rank compares what it reads of a checkpoint with its checksums, so that a damaged one is an error."""
 
     save_at_end: bool = True
     """Whether a fit that comes to its end leaves the last.ckpt of a ModelCheckpoint with save_last at its last step.

@@ -9,7 +9,7 @@ from lightning_fsdp2.checkpoint.folder import get_path, is_local
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY
 from lightning_fsdp2.checkpoint.single_file import read_file, write_file_alone
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.verify import verify_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_alone
 from lightning_fsdp2.checkpoint.whole import read_descriptions
 
 
@@ -18,7 +18,7 @@ def consolidate_checkpoint(
     output: str | Path,
     *,
     with_optimizers: bool = True,
-    verify: bool = False,
+    verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
     """Write a checkpoint directory as the single file that Lightning saves under strategies which do not shard.
@@ -30,7 +30,7 @@ def consolidate_checkpoint(
         path: Of this package or of Lightning's ``ModelParallelStrategy``.
         output: The file to write; one of that name is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
 
     Raises:
@@ -51,26 +51,26 @@ def consolidate_checkpoint(
 
 
 def read_whole_checkpoint(
-    path: str | Path, *, with_optimizers: bool = True, verify: bool = False, trust: bool = False
+    path: str | Path, *, with_optimizers: bool = True, verify: bool = True, trust: bool = False
 ) -> dict[str, Any]:
     """Read a checkpoint of any kind in one process, as Lightning keeps it in a single file.
 
     Args:
         path: A directory or a file.
         with_optimizers: Whether to read optimizer states, numbered as ``Optimizer.state_dict`` does.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         trust: Whether it may hold any object, which can run code when it is loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
         ValueError: When it is incomplete, damaged, or holds objects and is not trusted.
     """
-    if verify:
-        verify_checkpoint(path, trust_checkpoint=trust)
     found = find_checkpoint(path, trust=trust)
+    if verify:
+        verify_alone(found)
     if not found.is_dir():
         return read_file(found, with_optimizers=with_optimizers, trust=trust)
-    checkpoint = read_directory(found, with_optimizers=with_optimizers, trust=trust)
+    checkpoint = read_directory(found, with_optimizers=with_optimizers, verify=verify, trust=trust)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [number_parameters(state) for state in checkpoint["optimizer_states"]]
     return checkpoint

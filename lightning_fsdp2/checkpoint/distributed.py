@@ -6,7 +6,9 @@
       .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key>, and DTensors that
                                      hooks and callbacks save: metadata.<key> (DCP)
       meta.pt                        everything else, as Lightning's ``ModelParallelStrategy`` names it
-      meta.json                      format version, mesh, versions, and a checksum of every file; written last
+      checksums.json                 a checksum for each stored part of a tensor
+      meta.json                      format version, mesh, versions, sizes of all files and checksums of these small
+                                     ones; written last
 """
 
 import errno
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
+from lightning_fsdp2.checkpoint.chunks import CHECKSUM, CHECKSUMS_FILE, describe_file
 from lightning_fsdp2.checkpoint.conversion import convert_all, convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, Draft, StoreDraft, check_free_space, start_draft
@@ -39,7 +42,6 @@ from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
     HashedFile,
-    describe_file,
     get_digest,
     get_reason,
     load_archive,
@@ -48,8 +50,8 @@ from lightning_fsdp2.checkpoint.storage import (
     warn_of_objects,
 )
 
-FORMAT_VERSION = 2
-"""Of what is written. Version 1 had no checksums; a higher one may only be read by a later version of this package."""
+FORMAT_VERSION = 3
+"""Version of what is written: 1 had no checksums, 2 had one for each whole file. A higher one is not read."""
 
 METADATA_FILE = "meta.pt"
 
@@ -154,8 +156,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     try:
         writer = CheckpointWriter(on_first_rank(start, group))
         call_dcp(lambda: save(snapshot.tensors, storage_writer=writer, process_group=group), path)
-        files = all_gather(writer.files, group)
-        on_first_rank(lambda: _finish(drafts[0], snapshot, {k: v for part in files for k, v in part.items()}), group)
+        sizes_by_file = {name: size for sizes in all_gather(writer.sizes, group) for name, size in sizes.items()}
+        on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
     except BaseException:
         for draft in drafts:
             draft.discard()
@@ -168,6 +170,7 @@ def read_directory(
     *,
     with_optimizers: bool = True,
     in_place: bool = False,
+    verify: bool = True,
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -179,6 +182,7 @@ def read_directory(
             reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
         in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
+        verify: Whether what is read is compared with its checksums, where it has some.
         trust: Whether it may hold any object, which can run code when it is loaded.
         group: For coordination.
 
@@ -186,9 +190,9 @@ def read_directory(
         The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
 
     Raises:
-        ValueError: When it holds more than tensors and plain types, and is not trusted.
+        ValueError: When it is damaged, or holds more than tensors and plain types and is not trusted.
     """
-    reader = CheckpointReader(path, trust=trust)
+    reader = CheckpointReader(path, trust=trust, verify=verify)
 
     def read_plain() -> tuple[Metadata, dict[str, Any]]:
         return reader.read_metadata(), load_pickled(path / METADATA_FILE, trust=trust)
@@ -280,8 +284,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
-def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]) -> None:
-    unseen = [name for name in files if not (draft.path / name).exists()]
+def _finish(
+    draft: Draft | StoreDraft, snapshot: Snapshot, sizes: dict[str, int], checksums: dict[str, dict[int, str]]
+) -> None:
+    unseen = [name for name in sizes if not (draft.path / name).exists()]
     if unseen:
         raise FileNotFoundError(
             errno.ENOENT,
@@ -289,13 +295,20 @@ def _finish(draft: Draft | StoreDraft, snapshot: Snapshot, files: dict[str, Any]
             " must be on a file system that all nodes share",
             str(draft.path),
         )
-    with HashedFile(draft.path / METADATA_FILE) as file:
-        file.write(snapshot.metadata)
-    files |= {METADATA_FILE: file.summary, ".metadata": describe_file(draft.path / ".metadata")}
+    files: dict[str, Any] = {name: {"bytes": size} for name, size in sizes.items()}
+    files[METADATA_FILE] = _write(draft.path / METADATA_FILE, snapshot.metadata)
+    files[CHECKSUMS_FILE] = _write(draft.path / CHECKSUMS_FILE, json.dumps(checksums).encode())
+    files[".metadata"] = describe_file(draft.path / ".metadata")
     summary = {"format_version": FORMAT_VERSION, "torch": torch.__version__, **snapshot.summary, "files": files}
-    with HashedFile(draft.path / SUMMARY_FILE) as file:
-        file.write(json.dumps(summary, indent=2).encode())
+    _write(draft.path / SUMMARY_FILE, json.dumps(summary, indent=2).encode())
     draft.publish()
+
+
+def _write(path: AnyPath, data: bytes) -> dict[str, Any]:
+    """Put a small file on the disk; return its size and checksum."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return {"bytes": file.size, CHECKSUM: file.take_checksum()}
 
 
 def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:

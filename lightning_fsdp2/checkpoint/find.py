@@ -5,17 +5,25 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from lightning_fsdp2.checkpoint.chunks import (
+    CHECKSUM,
+    CHECKSUMS_FILE,
+    describe_file,
+    has_damaged_chunk,
+    read_checksums,
+)
 from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
     RefusedError,
-    describe_file,
     make_damage_error,
     make_trust_error,
 )
 
 _SMALL_FILES = (".metadata", METADATA_FILE)
+_CHECKED_FILES = (*_SMALL_FILES, CHECKSUMS_FILE)
+"""What all else depends on, compared whenever a checkpoint is found."""
 
 
 def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
@@ -53,7 +61,10 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 
 
 def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """Size and checksum by name; empty for a checkpoint of something that keeps none."""
+    """Return sizes and checksums by name, empty for a checkpoint of something that keeps none.
+
+    Files of tensors have checksums for their chunks instead, but for checkpoints of older versions.
+    """
     if not (path / SUMMARY_FILE).exists():
         return {}
     files: dict[str, dict[str, Any]] = _read_summary(path).get("files", {})
@@ -61,8 +72,8 @@ def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
 
 
 def find_damaged(path: AnyPath, files: dict[str, dict[str, Any]]) -> list[str]:
-    """The names of files that are not what :func:`get_files` says of them, or cannot be read."""
-    return [name for name, info in files.items() if not _is_intact(path / name, info)]
+    """Return the names of files that are not what :func:`get_files` says of them, or cannot be read."""
+    return [name for name, info in files.items() if not _is_intact(path, name, info)]
 
 
 def raise_damaged(path: AnyPath, names: list[str]) -> None:
@@ -77,9 +88,12 @@ def raise_damaged(path: AnyPath, names: list[str]) -> None:
         )
 
 
-def _is_intact(path: AnyPath, expected: dict[str, Any]) -> bool:
+def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
     try:
-        return describe_file(path) == expected
+        if CHECKSUM in expected:
+            return describe_file(path / name) == expected
+        checksums = read_checksums(path).get(name)
+        return checksums is not None and not has_damaged_chunk(path / name, expected["bytes"], checksums)
     except PermissionError:
         raise
     except OSError:
@@ -104,7 +118,7 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
     sizes = {name: info["bytes"] for name, info in files.items()}
     missing = _get_missing(path, {**dict.fromkeys(_SMALL_FILES, 1), **sizes})
     if not missing:
-        raise_damaged(path, find_damaged(path, {name: files[name] for name in _SMALL_FILES if name in files}))
+        raise_damaged(path, find_damaged(path, {name: files[name] for name in _CHECKED_FILES if name in files}))
         missing = _get_missing(path, _get_sizes(path, trust))
     if missing:
         raise ValueError(

@@ -73,7 +73,13 @@ def open_module(module: nn.Module, path: str | None) -> Weights:
 
 
 def open_checkpoint(
-    path: str | Path, model: str | None, *, pretrained: str | Path | None, needs_base: bool, trust: bool
+    path: str | Path,
+    model: str | None,
+    *,
+    pretrained: str | Path | None,
+    needs_base: bool,
+    verify: bool,
+    trust: bool,
 ) -> Weights:
     """Open the Hugging Face model at ``model`` in a checkpoint, and the files to which that leaves frozen weights.
 
@@ -82,6 +88,7 @@ def open_checkpoint(
         model: Where the model was in the module that was saved; None for the only one.
         pretrained: Where the files are now; None for where they were.
         needs_base: Whether they are read although all that is trained are adapters.
+        verify: Whether what is read of a directory is compared with its checksums.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
@@ -116,7 +123,7 @@ def open_checkpoint(
         own = wanted[get_rank()] if get_rank() < len(wanted) else {}
         tensors = {} if base is None else base.read(own)
         stored = {name: prefix + name for name in own if name not in tensors}
-        whole = read_whole_tensors(path, list(stored.values()), trust=trust) if stored else {}
+        whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
         # taken out one by one, so that of each one copy is held
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_first_rank, wait_for_all_ranks
-from lightning_fsdp2.checkpoint.find import resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.folder import Draft, check_free_space
 from lightning_fsdp2.checkpoint.hf_adapters import build_adapter_layout, merge_adapter, write_adapter_config
 from lightning_fsdp2.checkpoint.hf_description import build_skeleton
@@ -47,7 +47,7 @@ def export_hf(
     merge: bool = False,
     pretrained: str | Path | None = None,
     overwrite: bool = False,
-    verify: bool = False,
+    verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> Path:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
@@ -75,7 +75,7 @@ def export_hf(
         pretrained: The directory of the model that training began with, if it has moved since: for checkpoints that
             leave frozen weights to it (``CheckpointConfig(frozen_parameters=False)``).
         overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
-        verify: Whether to compare the files of a checkpoint with their checksums first.
+        verify: Whether what is read of a checkpoint is compared with its checksums.
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
 
     Returns:
@@ -99,12 +99,17 @@ def export_hf(
     out = Path(out).resolve()
     on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
     if verify and not isinstance(source, nn.Module):
-        verify_together(on_first_rank(lambda: resolve_checkpoint(source)))
+        verify_together(on_first_rank(lambda: find_checkpoint(source, trust=trust_checkpoint)))
     with fail_together(_get_groups()):
         if isinstance(source, nn.Module):
             weights = open_module(source, model)
         else:
-            options: dict[str, Any] = {"pretrained": pretrained, "needs_base": merge, "trust": trust_checkpoint}
+            options: dict[str, Any] = {
+                "pretrained": pretrained,
+                "needs_base": merge,
+                "verify": verify,
+                "trust": trust_checkpoint,
+            }
             weights = open_checkpoint(source, model, **options)
         if merge:
             weights = _merge(weights)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2._torch_compat import has_own_loading, is_of_torch
 from lightning_fsdp2.checkpoint.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.distributed import read_directory
-from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
@@ -27,7 +27,7 @@ def read_checkpoint(
     *,
     with_optimizers: bool = True,
     in_place: bool = False,
-    verify: bool = False,
+    verify: bool = True,
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_checkpoint(
         model: Tensors of a directory are sharded like its parameters of the same name and shape.
         with_optimizers: Whether to read optimizer states.
         in_place: Read the model's own keys straight from a directory into its tensors, if it takes all of them.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         trust: Whether it may hold any object, which can run code when it is loaded.
         group: For coordination; a CPU group spares the accelerator.
 
@@ -50,13 +50,17 @@ def read_checkpoint(
         FileNotFoundError: When there is none.
         ValueError: When it is incomplete, damaged, of a later version, or holds objects and is not trusted.
     """
-    found = on_first_rank(lambda: resolve_checkpoint(path), group)
-    if verify:  # before anything is read that might be damaged
+    found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
+    if verify:
         verify_together(found, group)
-    on_first_rank(lambda: find_checkpoint(found, trust=trust), group)
     if on_first_rank(found.is_dir, group):
         in_place = in_place and not _may_leave_out(model)
-        options: dict[str, Any] = {"with_optimizers": with_optimizers, "in_place": in_place, "trust": trust}
+        options: dict[str, Any] = {
+            "with_optimizers": with_optimizers,
+            "in_place": in_place,
+            "verify": verify,
+            "trust": trust,
+        }
         return read_directory(found, model, group=group, **options)
     return on_every_rank(lambda: read_file(found, with_optimizers=with_optimizers, trust=trust), group)
 

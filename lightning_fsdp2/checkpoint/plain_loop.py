@@ -48,7 +48,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     weights_only: bool = True,
-    verify: bool = False,
+    verify: bool = True,
 ) -> Any:
     """Load what :func:`save_checkpoint` or the Trainer wrote, on any number of ranks; every rank must call it.
 
@@ -59,7 +59,7 @@ def load_checkpoint(
         optimizers: As many as were saved, or none to leave their state alone.
         strict: Whether the model and the checkpoint must have the same keys.
         weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
 
     Returns:
         ``extra``; None where the checkpoint has none.

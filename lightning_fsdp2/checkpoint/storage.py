@@ -8,7 +8,10 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,20 +28,18 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint, set_crc32_options
 
 from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
+from lightning_fsdp2.checkpoint.chunks import Chunk, compute_checksum, read_checksums
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
 from lightning_fsdp2.parallel.failures import list_names
 
 BLOCK_SIZE = 16 << 20
-
-CHECKSUM = "xxh3_128"
-"""The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal."""
 
 _METADATA_MODULES = {module.__name__: module for module in (checkpoint_metadata, filesystem)}
 _METADATA_GLOBALS = {
@@ -54,7 +55,7 @@ _METADATA_GLOBALS = {
 
 
 class HashedFile:
-    """A file that is written from start to end, with a checksum of what went into it.
+    """A file that is written from start to end, with checksums of what goes into it.
 
     Args:
         path: Of the file, which must not exist.
@@ -114,20 +115,11 @@ class HashedFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Size in bytes and checksum, for ``meta.json``."""
-        return {"bytes": self.size, CHECKSUM: self._hash.hexdigest()}
-
-
-def describe_file(path: AnyPath) -> dict[str, Any]:
-    """Return size and checksum of a file, read block by block, as :attr:`HashedFile.summary` does."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_SIZE):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, CHECKSUM: digest.hexdigest()}
+    def take_checksum(self) -> str:
+        """Return the checksum of what was written since the last call."""
+        checksum = self._hash.hexdigest()
+        self._hash.reset()
+        return checksum
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -136,14 +128,16 @@ class CheckpointWriter(FileSystemWriter):
     torch's writer keeps what it has copied to the host until the file is written: a second copy of the shard.
 
     Attributes:
-        files: Size and checksum of each file that this rank has written, by name.
+        sizes: Bytes of each file that this rank has written, by name.
+        checksums: After the save, on rank 0: those of all ranks' chunks, by file and offset.
     """
 
     def __init__(self, folder: AnyPath) -> None:
         super().__init__(str(folder), sync_files=False)
         self.fs = _Store()
         self.path = folder  # type: ignore[assignment]
-        self.files: dict[str, dict[str, Any]] = {}
+        self.sizes: dict[str, int] = {}
+        self.checksums: dict[str, dict[int, str]] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -158,12 +152,20 @@ class CheckpointWriter(FileSystemWriter):
                             torch.save(_to_host(data), cast(Any, file))
                     else:
                         file.write(data.getbuffer())
-                    info = StorageInfo(name, offset, file.tell() - offset)
+                    info = _HashedInfo(name, offset, file.tell() - offset, checksum=file.take_checksum())
                     results.append(WriteResult(item.index, info.length, info))
-            self.files[name] = file.summary
+            self.sizes[name] = file.size
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep the checksums out of ``.metadata``, which others read too and which has no place for them."""
+        hashed = [result.storage_data for written in results for result in written]
+        for info in hashed:
+            self.checksums.setdefault(info.relative_path, {})[info.offset] = info.checksum
+        plain = [[replace(result, storage_data=result.storage_data.plain) for result in written] for written in results]
+        super().finish(metadata, plain)
 
     @property
     def checkpoint_id(self) -> str:
@@ -176,13 +178,61 @@ class CheckpointReader(FileSystemReader):
     Args:
         folder: Of the checkpoint.
         trust: Whether ``.metadata``, a pickle, may name any class or function.
+        verify: Whether chunks that have checksums are compared with them when they are read.
     """
 
-    def __init__(self, folder: AnyPath, *, trust: bool = False) -> None:
+    def __init__(self, folder: AnyPath, *, trust: bool = False, verify: bool = False) -> None:
         super().__init__(str(folder))
         self.fs = _Store()
         self.path = folder  # type: ignore[assignment]
         self._trust = trust
+        self._verify = verify
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each chunk once, after it was compared with its checksum.
+
+        Raises:
+            ValueError: When a chunk is not what was written.
+        """
+        checksums = read_checksums(cast(AnyPath, self.path)) if self._verify else {}
+        if not checksums:
+            return super().read_data(plan, planner)
+        chunks: dict[tuple[str, int, int], list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            chunks.setdefault((info.relative_path, info.offset, info.length), []).append(item)
+        for name, parts in groupby(sorted(chunks), key=itemgetter(0)):
+            with (cast(AnyPath, self.path) / name).open("rb") as file:
+                for part in parts:
+                    self._read_chunk(file, part, checksums[name], chunks[part], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_chunk(
+        self,
+        file: Any,
+        part: tuple[str, int, int],
+        checksums: dict[int, str],
+        items: list[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        name, offset, length = part
+        chunk: io.IOBase = Chunk(file, offset, length)
+        if not is_local(cast(AnyPath, self.path)):  # fetched once
+            chunk = io.BytesIO(chunk.read(length))
+        if compute_checksum(chunk) != checksums.get(offset):
+            raise make_chunk_error(self.path, name, items[0].storage_index.fqn)
+        chunk.seek(0)
+        if items[0].type == LoadItemType.BYTE_IO:
+            planner.load_bytes(items[0], io.BytesIO(chunk.read()))
+            return
+        stored = torch.load(cast(Any, chunk), map_location="cpu", weights_only=True)
+        for item in items:
+            own = planner.resolve_tensor(item).detach()
+            places = zip(item.storage_offsets, item.lengths, strict=True)
+            own.copy_(stored[tuple(slice(start, start + count) for start, count in places)])
+            planner.commit_tensor(item, own)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (cast(AnyPath, self.path) / ".metadata").open("rb") as file:
@@ -271,6 +321,13 @@ def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
     return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier one.")
 
 
+def make_chunk_error(path: Any, file: str, key: str) -> ValueError:
+    """What to say about a part of a tensor that is not what was written."""
+    return ValueError(
+        f"The checkpoint {str(path)!r} is damaged: {file} ({key}) is not what was written. Use an earlier one."
+    )
+
+
 def get_reason(error: Exception) -> str:
     """What to say of an error that is another one's cause; torch answers a damaged pickle with advice to trust it."""
     is_advice = isinstance(error, pickle.UnpicklingError)
@@ -344,6 +401,17 @@ class _Store(FileSystem):
 
     def rm_file(self, path: Any) -> None:
         path.unlink()
+
+
+@dataclass
+class _HashedInfo(StorageInfo):
+    """Where a chunk is, on its way to rank 0, and its checksum."""
+
+    checksum: str = ""
+
+    @property
+    def plain(self) -> Any:
+        return StorageInfo(self.relative_path, self.offset, self.length)
 
 
 class RefusedError(pickle.UnpicklingError):

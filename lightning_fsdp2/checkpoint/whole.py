@@ -41,23 +41,29 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
     }
 
 
-def read_whole_tensors(path: "str | AnyPath", names: Sequence[str], *, trust: bool = False) -> dict[str, Tensor]:
+def read_whole_tensors(
+    path: "str | AnyPath", names: Sequence[str], *, verify: bool = True, trust: bool = False
+) -> dict[str, Tensor]:
     """Read some of the tensors that :func:`list_tensors` names, on this process alone.
 
     Args:
         path: As for :func:`list_tensors`.
         names: Which tensors.
+        verify: Whether what is read of a directory is compared with its checksums.
         trust: As there.
 
     Returns:
         The tensors, whole and in host memory; those of a file are mapped, so that reading takes place where they are
         used.
+
+    Raises:
+        ValueError: When what is read is damaged.
     """
     found = get_path(path)
     if found.is_file():
         tensors = _map_file(found, trust)
         return {name: tensors[name] for name in names}
-    reader = CheckpointReader(found, trust=trust)
+    reader = CheckpointReader(found, trust=trust, verify=verify)
     metadata = reader.read_metadata()
     keys = _get_keys(metadata)
     entries: dict[str, Any] = {name: metadata.state_dict_metadata[keys[name]] for name in names}

@@ -8,7 +8,7 @@ from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
 
 
 def consolidate(
-    path: str, output: str, with_optimizers: bool = True, verify: bool = False, trust_checkpoint: bool = False
+    path: str, output: str, with_optimizers: bool = True, verify: bool = True, trust_checkpoint: bool = False
 ) -> None:
     """Write a checkpoint directory as the single file that any strategy resumes from.
 
@@ -16,7 +16,7 @@ def consolidate(
         path: The directory.
         output: The file to write; one of that name is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     consolidate_checkpoint(
@@ -47,7 +47,7 @@ def export(
     merge: bool = False,
     pretrained: str | None = None,
     overwrite: bool = False,
-    verify: bool = False,
+    verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
     """Write the Hugging Face model of a checkpoint, or the LoRA adapter, as a directory for ``from_pretrained``.
@@ -63,7 +63,7 @@ def export(
         pretrained: Directory of the model that training began with, if it has moved since and the checkpoint leaves
             frozen weights to it.
         overwrite: Whether to replace a directory that has something in it, once the new one is complete.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     from lightning_fsdp2.checkpoint.hugging_face import export_hf

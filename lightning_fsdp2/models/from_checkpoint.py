@@ -16,7 +16,6 @@ from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, put_back_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, restore_generation_configs
 from lightning_fsdp2.checkpoint.storage import load_pickled
-from lightning_fsdp2.checkpoint.verify import verify_checkpoint
 from lightning_fsdp2.checkpoint.whole import read_descriptions
 from lightning_fsdp2.parallel.materialize import is_meta, materialize
 from lightning_fsdp2.parallel.pretrained import load_pretrained
@@ -29,7 +28,7 @@ def load_from_checkpoint(
     path: str | Path,
     *,
     strict: bool | None = None,
-    verify: bool = False,
+    verify: bool = True,
     weights_only: bool | None = None,
     trust_checkpoint: bool = False,
     map_location: torch.device | str = "cpu",
@@ -48,7 +47,7 @@ def load_from_checkpoint(
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
             ``strict_loading``. If not, what the checkpoint lacks of a ``from_pretrained`` model is read from its files,
             and in any case what ``CheckpointConfig(frozen_parameters=False)`` has left out.
-        verify: Whether to compare the files with their checksums first.
+        verify: Whether what is read is compared with its checksums.
         weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
         map_location: The device of the module.
@@ -104,11 +103,9 @@ def load_from_checkpoint(
 
 
 def _read(path: str | Path, *, with_weights: bool, verify: bool, trust: bool) -> dict[str, Any]:
-    if verify:
-        verify_checkpoint(path, trust_checkpoint=trust)
     if not with_weights and (found := find_checkpoint(path, trust=trust)).is_dir():
         checkpoint: dict[str, Any] = load_pickled(found / METADATA_FILE, trust=trust)
     else:
-        checkpoint = read_whole_checkpoint(path, with_optimizers=False, trust=trust)
+        checkpoint = read_whole_checkpoint(path, with_optimizers=False, verify=verify, trust=trust)
     checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
     return _pl_migrate_checkpoint(checkpoint, str(path))

@@ -100,7 +100,7 @@ class Tracking(Callback):
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
                 # TensorBoard's would add a row `hp_metric` of -1 to the metrics of the run
-                options = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
+                options: dict[str, Any] = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
                 any_logger.log_hyperparams({"run": identity}, **options)
 
     @override

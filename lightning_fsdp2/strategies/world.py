@@ -130,7 +130,6 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._check_variables()
         if self.cluster_environment.creates_processes_externally:
             self._take_nodes_of_torchrun()
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -205,6 +204,7 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._check_variables()
         sizes = self.sizes  # an error before there are groups
         super().setup_environment()
         reset_seed()

@@ -3,13 +3,20 @@
 import json
 import os
 import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_fsdp2 import (
     CausalLM,
@@ -20,7 +27,9 @@ from lightning_fsdp2 import (
     save_checkpoint,
     verify_checkpoint,
 )
+from lightning_fsdp2.checkpoint import storage
 from lightning_fsdp2.checkpoint import verify as verify_module
+from lightning_fsdp2.checkpoint.chunks import Chunk
 
 DATA = "__0_0.distcp"
 
@@ -37,12 +46,39 @@ def flip_bit(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
+def make_older_checkpoint(folder: Path) -> Path:
+    """Write what version 2 of the format was: a checksum for each file, and none for chunks."""
+    path = make_checkpoint(folder)
+    summary = json.loads((path / "meta.json").read_text())
+    (path / "checksums.json").unlink()
+    files = {name: read_size_and_checksum(path / name) for name in summary["files"] if name != "checksums.json"}
+    (path / "meta.json").write_text(json.dumps({**summary, "format_version": 2, "files": files}))
+    return path
+
+
+def read_size_and_checksum(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+
+
 def test_an_intact_checkpoint_is_verified_file_by_file(tmp_path: Path) -> None:
     lines = verify_checkpoint(make_checkpoint(tmp_path))
-    assert {line.partition(":")[0] for line in lines} == {DATA, ".metadata", "meta.pt"}
+    assert {line.partition(":")[0] for line in lines} == {DATA, ".metadata", "meta.pt", "checksums.json"}
 
 
-@pytest.mark.parametrize("name", [DATA, ".metadata", "meta.pt"])
+def test_chunks_have_the_checksums_of_their_bytes(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    content = (path / DATA).read_bytes()
+    [(name, stored)] = json.loads((path / "checksums.json").read_text()).items()
+    offsets = sorted(map(int, stored))
+    assert name == DATA
+    assert len(offsets) == 2  # weight and bias
+    assert offsets[0] == 0
+    for start, end in pairwise([*offsets, len(content)]):
+        assert stored[str(start)] == xxhash.xxh3_128(content[start:end]).hexdigest()
+
+
+@pytest.mark.parametrize("name", [DATA, ".metadata", "meta.pt", "checksums.json"])
 def test_a_flipped_bit_is_named(name: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     flip_bit(path / name, (path / name).stat().st_size // 2)
@@ -50,16 +86,63 @@ def test_a_flipped_bit_is_named(name: str, tmp_path: Path) -> None:
         verify_checkpoint(path)
 
 
-def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank_if_asked_for(tmp_path: Path) -> None:
+def test_what_is_longer_than_what_was_written_is_named(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
+    with (path / DATA).open("ab") as file:
+        file.write(b"?")
+    with pytest.raises(ValueError, match=f"damaged: {DATA}"):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"), [(make_checkpoint, f"{DATA} (state_dict.weight)"), (make_older_checkpoint, DATA)]
+)
+def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank(
+    make: Callable[[Path], Path], named: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    load_checkpoint(path, nn.Linear(64, 64))
     flip_bit(path / DATA, (path / DATA).stat().st_size // 2)
 
     def load() -> None:
-        load_checkpoint(path, nn.Linear(64, 64))  # torch does not compare the CRC-32 that it writes
-        with pytest.raises(ValueError, match=f"{DATA} is not what was written"):
-            load_checkpoint(path, nn.Linear(64, 64), verify=True)
+        load_checkpoint(path, nn.Linear(64, 64), verify=False)
+        with pytest.raises(ValueError, match=rf"{re.escape(named)} is not what was written"):
+            load_checkpoint(path, nn.Linear(64, 64))
 
     run_ranks(load, 2)
+
+
+def test_ranks_read_and_compare_what_they_need_and_nothing_else(tmp_path: Path) -> None:
+    """Each of two ranks reads one chunk of a weight that two have written, and neither the optimizer's states."""
+    path = tmp_path / "a.ckpt"
+
+    def make_sharded() -> nn.Module:
+        torch.manual_seed(0)
+        return fully_shard(nn.Linear(64, 64, bias=False))
+
+    def save() -> None:
+        model = make_sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        save_checkpoint(path, model, optimizer)
+
+    def load() -> list[tuple[str, int, int]]:
+        compared: list[tuple[str, int, int]] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(
+                storage, "Chunk", lambda file, *at: compared.append((file.name, *at)) or Chunk(file, *at)
+            )
+            load_checkpoint(path, make_sharded())
+        return compared
+
+    run_ranks(save, 2)
+    sums = {name: sorted(map(int, sums)) for name, sums in json.loads((path / "checksums.json").read_text()).items()}
+    for rank, compared in enumerate(run_ranks(load, 2)):
+        ((name, start, length),) = compared
+        assert Path(name).name == f"__{rank}_0.distcp"
+        assert 64 * 32 * 4 < length < 64 * 32 * 4 + 2048
+        assert start in sums[Path(name).name]
 
 
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "meta.json", DATA, "file.ckpt"])
@@ -113,19 +196,20 @@ def test_a_folder_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["consolidate", "load", "export"])
-def test_a_flipped_bit_is_found_by_whatever_reads_a_checkpoint_if_asked_for(how: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path)
+def test_a_flipped_bit_is_found_by_whatever_reads_a_checkpoint(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(path, make_causal_lm(LLAMA))
     flip_bit(path / DATA, (path / DATA).stat().st_size // 2)
 
     def use() -> None:
         if how == "consolidate":
-            consolidate_checkpoint(path, tmp_path / "out", verify=True)
+            consolidate_checkpoint(path, tmp_path / "out")
         elif how == "load":
-            load_from_checkpoint(CausalLM, path, verify=True)
+            load_from_checkpoint(CausalLM, path)
         else:
-            export_hf(path, tmp_path / "out", verify=True)
+            export_hf(path, tmp_path / "out")
 
-    with pytest.raises(ValueError, match=f"{DATA} is not what was written"):
+    with pytest.raises(ValueError, match=rf"{DATA} \(state_dict\..*\) is not what was written"):
         use()
     assert not (tmp_path / "out").exists()
 
@@ -185,7 +269,7 @@ def test_a_single_file_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
         verify_checkpoint(path)
     with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
-        load_checkpoint(path, nn.Linear(64, 64), verify=True)
+        load_checkpoint(path, nn.Linear(64, 64))
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(ValueError, match="truncated"):
         load_checkpoint(path, nn.Linear(64, 64))
@@ -203,7 +287,7 @@ def test_a_damaged_list_of_a_single_file_is_named_on_every_rank(field: str, bit:
 
     def load() -> None:
         with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
-            load_checkpoint(path, nn.Linear(64, 64), verify=True)
+            load_checkpoint(path, nn.Linear(64, 64))
 
     run_ranks(load, 2)
     with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):

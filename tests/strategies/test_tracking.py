@@ -11,6 +11,7 @@ import torch
 import yaml
 from helpers.collectives import CountsStep, StepCounter
 from helpers.models import make_token_batches
+from helpers.ranks import run_ranks
 from helpers.recorder import Recorder
 from helpers.strategies import STRATEGIES
 from helpers.tracked_jobs import LENGTHS, finished_runs, make_batches, run_job
@@ -90,12 +91,12 @@ def test_tensorboard_gets_no_row_that_nobody_logged(tmp_path: Path) -> None:
 
     def run() -> None:
         trainer = make_trainer(logger=logger, log_every_n_steps=1)
-        trainer.fit(Regressor(), make_loader(make_batches(2 * WORLD)))
+        trainer.fit(Regressor(), make_loader(make_regression_batches(4)))
 
-    run_ranks(run, WORLD)
+    run_ranks(run, 2)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == ["epoch"]
+    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == []
     assert "run" in yaml.unsafe_load((tmp_path / "tensorboard" / "hparams.yaml").read_text())
 
 
