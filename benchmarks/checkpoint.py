@@ -54,7 +54,7 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 
 THEIRS, SYNC, NO_CHECKSUMS, ASYNC, DISK = VARIANTS = ("theirs", "sync", "no-checksums", "async", "disk")
 
-HASHER = "lightning_fsdp2.checkpoint.storage.xxhash.xxh3_128"
+HASHER = "lightning_fsdp2.checkpoint.chunks.xxhash.xxh3_128"
 """What the writer feeds with all it writes, and the reader with all it reads."""
 
 USUAL_STEP = "a usual training step, s"
@@ -338,15 +338,15 @@ def make_strategy(variant: str) -> Strategy:
 class NoHasher:
     """Stands in for ``HASHER``."""
 
+    def __init__(self, data: Any = b"") -> None:
+        """Skip the bytes."""
+
     def update(self, data: Any) -> None:
         """Skip the bytes."""
 
     def hexdigest(self) -> str:
         """The same for all bytes."""
         return ""
-
-    def reset(self) -> None:
-        """Nothing was kept."""
 
 
 def without_checksums() -> AbstractContextManager[Any]:

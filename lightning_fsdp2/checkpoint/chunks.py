@@ -1,19 +1,20 @@
 """Chunks of checkpoint files: what a rank stored of one tensor, with a checksum that is compared when it is read.
 
-``checksums.json`` has them by file and offset in bytes; a chunk ends where the next one begins::
+``checksums.json`` has the checksums by file and by the chunk's offset in bytes::
 
     {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
 
-A file as a whole has none, since a rank that resumes on another mesh reads some of its chunks only.
+They are of what a chunk holds, so that a rank compares what it has read, without reading it once more; a file as a
+whole has none, since a rank reads some of its chunks only.
 """
 
 import io
 import json
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
+import torch
 import xxhash
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.folder import AnyPath
@@ -23,7 +24,7 @@ CHECKSUMS_FILE = "checksums.json"
 CHECKSUM = "xxh3_128"
 """The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal, as those of chunks."""
 
-_BLOCK_SIZE = 1 << 20  # which a core's cache holds
+_BLOCK_SIZE = 1 << 20
 
 
 class Chunk(io.RawIOBase):
@@ -62,19 +63,30 @@ class Chunk(io.RawIOBase):
         return count
 
 
-def compute_checksum(file: Any) -> str:
-    """Return the checksum of what a file holds from where it stands to its end."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_SIZE))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
+def compute_checksum(value: Tensor | io.BytesIO) -> str:
+    """Return a checksum of a tensor's dtype, shape and elements, or of bytes."""
+    digest = xxhash.xxh3_128()
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(cast(Any, value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    else:
+        digest.update(value.getbuffer())
     return digest.hexdigest()
 
 
+def describe_bytes(data: bytes) -> dict[str, Any]:
+    """Return size and checksum of what a small file holds, for ``meta.json``."""
+    return {"bytes": len(data), CHECKSUM: xxhash.xxh3_128(data).hexdigest()}
+
+
 def describe_file(path: AnyPath) -> dict[str, Any]:
-    """Return size and checksum of a file."""
+    """Return the same of a file of any size, read block by block."""
+    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        checksum = compute_checksum(file)
-        return {"bytes": file.tell(), CHECKSUM: checksum}
+        while block := file.read(_BLOCK_SIZE):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, CHECKSUM: digest.hexdigest()}
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
@@ -86,15 +98,13 @@ def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
     return {name: {int(offset): checksum for offset, checksum in sums.items()} for name, sums in stored.items()}
 
 
-def has_damaged_chunk(path: AnyPath, size: int, checksums: dict[int, str]) -> bool:
-    """Whether a file is not what was written: its size in bytes, or any of its chunks."""
-    with path.open("rb") as file:
-        if file.seek(0, io.SEEK_END) != size:
-            return True
-        return any(compute_checksum(chunk) != checksum for chunk, checksum in _split(file, size, checksums))
+def raise_damaged(path: AnyPath, names: list[str]) -> None:
+    """Raise if there are names of damaged files.
 
-
-def _split(file: Any, size: int, checksums: dict[int, str]) -> Iterator[tuple[Chunk, str]]:
-    offsets = sorted(checksums)
-    for start, end in pairwise([*offsets, size]):
-        yield Chunk(file, start, end - start), checksums[start]
+    Raises:
+        ValueError: With them.
+    """
+    if names:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
+        )

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
-from lightning_fsdp2.checkpoint.chunks import CHECKSUM, CHECKSUMS_FILE, describe_file
+from lightning_fsdp2.checkpoint.chunks import CHECKSUMS_FILE, compute_checksum, describe_bytes, describe_file
 from lightning_fsdp2.checkpoint.conversion import convert_all, convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.checkpoint.coordination import all_gather, on_every_rank, on_first_rank
 from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, Draft, StoreDraft, check_free_space, start_draft
@@ -41,8 +41,7 @@ from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_shar
 from lightning_fsdp2.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
-    HashedFile,
-    get_digest,
+    DurableFile,
     get_reason,
     load_archive,
     load_pickled,
@@ -306,9 +305,9 @@ def _finish(
 
 def _write(path: AnyPath, data: bytes) -> dict[str, Any]:
     """Put a small file on the disk; return its size and checksum."""
-    with HashedFile(path) as file:
+    with DurableFile(path) as file:
         file.write(data)
-    return {"bytes": file.size, CHECKSUM: file.take_checksum()}
+    return describe_bytes(data)
 
 
 def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -343,7 +342,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
     for parameter, values in state["state"].items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                digests[f"{parameter}.{key}"] = get_digest(value)
+                digests[f"{parameter}.{key}"] = compute_checksum(value)
     first, *others = all_gather(digests, group)
     different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
     if different:

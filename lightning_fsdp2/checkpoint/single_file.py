@@ -12,7 +12,7 @@ from lightning_fsdp2.checkpoint.distributed import get_optimizer_keys, get_optim
 from lightning_fsdp2.checkpoint.folder import AnyPath, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
-from lightning_fsdp2.checkpoint.storage import HashedFile, load_pickled, save_plain, warn_of_objects
+from lightning_fsdp2.checkpoint.storage import DurableFile, load_pickled, save_plain, warn_of_objects
 from lightning_fsdp2.parallel.uneven_shards import gather as gather_tensor
 
 
@@ -59,7 +59,7 @@ def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
     draft = start_draft(path)
     try:
         check_free_space(path, sum(_get_sizes(checkpoint)))
-        with HashedFile(draft.path) as file:
+        with DurableFile(draft.path) as file:
             save_plain(checkpoint, file)
         draft.publish()
     except BaseException:

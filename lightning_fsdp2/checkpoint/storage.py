@@ -6,18 +6,16 @@ import pickle
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as checkpoint_metadata
@@ -27,15 +25,15 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint, set_crc32_options
 
 from lightning_fsdp2._torch_compat import StorageInfo, tree_map_only
-from lightning_fsdp2.checkpoint.chunks import Chunk, compute_checksum, read_checksums
+from lightning_fsdp2.checkpoint.chunks import Chunk, compute_checksum, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.folder import AnyPath, get_path, is_local
 from lightning_fsdp2.parallel.failures import list_names
 
@@ -54,8 +52,8 @@ _METADATA_GLOBALS = {
 }
 
 
-class HashedFile:
-    """A file that is written from start to end, with checksums of what goes into it.
+class DurableFile:
+    """A file that is written from start to end, and is on the disk once it is closed.
 
     Args:
         path: Of the file, which must not exist.
@@ -63,7 +61,6 @@ class HashedFile:
 
     def __init__(self, path: AnyPath) -> None:
         self._file = cast(io.BufferedWriter, path.open("wb"))
-        self._hash = xxhash.xxh3_128()
         self._is_local = is_local(path)
         self._name = str(path)
         self._failure: OSError | None = None
@@ -71,7 +68,6 @@ class HashedFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         try:
             self._file.write(view)
         except OSError as error:
@@ -101,7 +97,7 @@ class HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def __enter__(self) -> "HashedFile":
+    def __enter__(self) -> "DurableFile":
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
@@ -114,12 +110,6 @@ class HashedFile:
             if kind is None and self._is_local:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-
-    def take_checksum(self) -> str:
-        """Return the checksum of what was written since the last call."""
-        checksum = self._hash.hexdigest()
-        self._hash.reset()
-        return checksum
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -143,16 +133,11 @@ class CheckpointWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
         if plan.items:
-            with HashedFile(cast(AnyPath, self.path) / name) as file:
+            with DurableFile(cast(AnyPath, self.path) / name) as file:
                 for item in plan.items:
                     offset = file.tell()
-                    data = planner.resolve_data(item)
-                    if isinstance(data, Tensor):
-                        with _without_crc32():
-                            torch.save(_to_host(data), cast(Any, file))
-                    else:
-                        file.write(data.getbuffer())
-                    info = _HashedInfo(name, offset, file.tell() - offset, checksum=file.take_checksum())
+                    checksum = _write_chunk(file, planner.resolve_data(item))
+                    info = _HashedInfo(name, offset, file.tell() - offset, checksum=checksum)
                     results.append(WriteResult(item.index, info.length, info))
             self.sizes[name] = file.size
         future: Future[list[WriteResult]] = Future()
@@ -189,7 +174,7 @@ class CheckpointReader(FileSystemReader):
         self._verify = verify
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each chunk once, after it was compared with its checksum.
+        """Read each chunk once, and compare it with its checksum.
 
         Raises:
             ValueError: When a chunk is not what was written.
@@ -197,42 +182,57 @@ class CheckpointReader(FileSystemReader):
         checksums = read_checksums(cast(AnyPath, self.path)) if self._verify else {}
         if not checksums:
             return super().read_data(plan, planner)
-        chunks: dict[tuple[str, int, int], list[ReadItem]] = {}
+        items: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            chunks.setdefault((info.relative_path, info.offset, info.length), []).append(item)
-        for name, parts in groupby(sorted(chunks), key=itemgetter(0)):
-            with (cast(AnyPath, self.path) / name).open("rb") as file:
-                for part in parts:
-                    self._read_chunk(file, part, checksums[name], chunks[part], planner)
+            items.setdefault(item.storage_index, []).append(item)
+        for key, file in self._open_files(items):
+            chunk = self._read_chunk(file, key, checksums)
+            for item in items[key]:
+                _hand_over(chunk, item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_chunk(
-        self,
-        file: Any,
-        part: tuple[str, int, int],
-        checksums: dict[int, str],
-        items: list[ReadItem],
-        planner: LoadPlanner,
-    ) -> None:
-        name, offset, length = part
-        chunk: io.IOBase = Chunk(file, offset, length)
-        if not is_local(cast(AnyPath, self.path)):  # fetched once
-            chunk = io.BytesIO(chunk.read(length))
-        if compute_checksum(chunk) != checksums.get(offset):
-            raise make_chunk_error(self.path, name, items[0].storage_index.fqn)
-        chunk.seek(0)
-        if items[0].type == LoadItemType.BYTE_IO:
-            planner.load_bytes(items[0], io.BytesIO(chunk.read()))
-            return
-        stored = torch.load(cast(Any, chunk), map_location="cpu", weights_only=True)
-        for item in items:
-            own = planner.resolve_tensor(item).detach()
-            places = zip(item.storage_offsets, item.lengths, strict=True)
-            own.copy_(stored[tuple(slice(start, start + count) for start, count in places)])
-            planner.commit_tensor(item, own)
+    def find_damaged(self) -> list[str]:
+        """Read all chunks; name those that are not what was written, and their files."""
+        self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
+        checksums = read_checksums(cast(AnyPath, self.path))
+        damaged = []
+        for key, file in self._open_files(self.storage_data):
+            try:
+                self._read_chunk(file, key, checksums)
+            except ValueError:
+                damaged.append(self._get_name(key))
+        return damaged
+
+    def _open_files(self, keys: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
+        """Yield the keys in the order of their chunks in the files, and the file of each."""
+        places = {key: self.storage_data[key] for key in keys}
+        ordered = sorted(places, key=lambda key: (places[key].relative_path, places[key].offset))
+        for name, group in groupby(ordered, key=lambda key: places[key].relative_path):
+            with (cast(AnyPath, self.path) / name).open("rb") as file:
+                for key in group:
+                    yield key, file
+
+    def _read_chunk(self, file: Any, key: MetadataIndex, checksums: dict[str, dict[int, str]]) -> Tensor | io.BytesIO:
+        info = self.storage_data[key]
+        archive = Chunk(file, info.offset, info.length)
+        try:
+            if key.offset is None:  # not a tensor
+                chunk: Tensor | io.BytesIO = io.BytesIO(archive.read())
+            else:
+                chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
+            is_intact = compute_checksum(chunk) == checksums[info.relative_path][info.offset]
+        except OSError:
+            raise
+        except Exception:  # whatever a damaged archive leads to
+            is_intact = False
+        if not is_intact:
+            raise_damaged(cast(AnyPath, self.path), [self._get_name(key)])
+        return chunk
+
+    def _get_name(self, key: MetadataIndex) -> str:
+        return f"{self.storage_data[key].relative_path} ({key.fqn})"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (cast(AnyPath, self.path) / ".metadata").open("rb") as file:
@@ -241,12 +241,6 @@ class CheckpointReader(FileSystemReader):
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-def get_digest(tensor: Tensor) -> str:
-    """Return a checksum of a tensor's bytes."""
-    array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128(cast(Any, array)).hexdigest()
 
 
 def save_plain(value: Any, file: Any) -> None:
@@ -319,13 +313,6 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
 def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
     """What to say about a file that cannot be parsed."""
     return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier one.")
-
-
-def make_chunk_error(path: Any, file: str, key: str) -> ValueError:
-    """What to say about a part of a tensor that is not what was written."""
-    return ValueError(
-        f"The checkpoint {str(path)!r} is damaged: {file} ({key}) is not what was written. Use an earlier one."
-    )
 
 
 def get_reason(error: Exception) -> str:
@@ -464,6 +451,28 @@ def _without_crc32() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(computes)
+
+
+def _write_chunk(file: DurableFile, data: Tensor | io.BytesIO) -> str:
+    """Write what DCP saves of a tensor, or an object; return its checksum."""
+    if isinstance(data, Tensor):
+        data = _to_host(data)
+        with _without_crc32():
+            torch.save(data, cast(Any, file))
+    else:
+        file.write(data.getbuffer())
+    return compute_checksum(data)
+
+
+def _hand_over(chunk: Tensor | io.BytesIO, item: ReadItem, planner: LoadPlanner) -> None:
+    """Give ``planner`` the part of a chunk that it asks for."""
+    if not isinstance(chunk, Tensor):
+        planner.load_bytes(item, chunk)
+        return
+    own = planner.resolve_tensor(item).detach()
+    part = zip(item.storage_offsets, item.lengths, strict=True)
+    own.copy_(chunk[tuple(slice(start, start + length) for start, length in part)])
+    planner.commit_tensor(item, own)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lightning_fsdp2.checkpoint.chunks import CHECKSUM
+from lightning_fsdp2.checkpoint.chunks import CHECKSUM, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank, on_every_rank
-from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, raise_damaged, resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, resolve_checkpoint
 from lightning_fsdp2.checkpoint.folder import AnyPath
+from lightning_fsdp2.checkpoint.storage import CheckpointReader
 
 _BLOCK_SIZE = 1 << 20
 
@@ -30,10 +31,11 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     """
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
-    # before anything is read that might be damaged; first the checksums of what has none of its own
-    for has_own in (True, False):
-        raise_damaged(found, find_damaged(found, {k: v for k, v in files.items() if (CHECKSUM in v) is has_own}))
+    # before anything is read that might be damaged
+    raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
+    if files and read_checksums(found):
+        raise_damaged(found, CheckpointReader(found, trust=trust_checkpoint).find_damaged())
     if not found.is_dir():
         raise_damaged(found, _find_damaged_records(found))
         return [f"{found.name}: the CRC-32 of each of its records"]

@@ -21,6 +21,7 @@ from lightning_fsdp2.models.hugging_face import (
     find_pretrained,
     get_optional_folder,
 )
+from lightning_fsdp2.models.language_checks import check_causal, check_length
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.context_parallel import get_optional_sharding, shard_sequence, sum_over_positions
@@ -134,6 +135,7 @@ class CausalLM(LightningModule):
         self._gradient_norm: Tensor | None = None
         self._learning_rate = 0.0
         self._token_mean: TokenMean | None = None
+        self._checked_lengths: set[int] = set()
 
     # ------------------------------------------------------------------ model
 
@@ -143,6 +145,7 @@ class CausalLM(LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
+            self._check_causal()
             self._build_model()
         if self.loss == "chunked" and self._logits_tail is None:
             if type(self).forward is not CausalLM.forward:
@@ -151,6 +154,11 @@ class CausalLM(LightningModule):
                     " takes logits from; use loss='full'."
                 )
             self._logits_tail = trace_logits_tail(self.model)
+
+    def _check_causal(self) -> None:
+        if type(self).training_step is CausalLM.training_step:  # another loss may want later tokens to be seen
+            source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
+            check_causal(self.hf_config, source)
 
     def _build_model(self) -> None:
         # our strategies shard the model before they give it weights; `self.trainer` raises where there is none
@@ -180,7 +188,12 @@ class CausalLM(LightningModule):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
     def setup(self, stage: str) -> None:
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(length := getattr(data, "sequence_length", None), int):
+            restarts = bool(getattr(data, "separate_documents", False))
+            check_length(self.hf_config, length, f"sequence_length={length}", restarts=restarts)
+            self._checked_lengths.add(length)
+        tokenizer = getattr(data, "tokenizer", None)
         vocab_size = self.hf_config.get_text_config().vocab_size
         if tokenizer is not None and len(tokenizer) > vocab_size:
             raise ValueError(
@@ -224,6 +237,7 @@ class CausalLM(LightningModule):
 
         The positions are those of this rank.
         """
+        self._check_length(batch)
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
         labels = shard_sequence(self.model, shift_left(batch.get("labels", batch["input_ids"])))
         if self.loss == "full":
@@ -236,6 +250,13 @@ class CausalLM(LightningModule):
         else:
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
+
+    def _check_length(self, batch: Batch) -> None:
+        # a data module of the user's own does not say its lengths
+        length = batch["input_ids"].shape[-1]
+        if length not in self._checked_lengths:
+            self._checked_lengths.add(length)
+            check_length(self.hf_config, length, f"A batch of {length} tokens", restarts="position_ids" in batch)
 
     def _compute_logits(self, **inputs: Tensor) -> Tensor:
         with self._separate_documents(inputs):

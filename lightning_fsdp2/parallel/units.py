@@ -83,7 +83,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
         units.extend(ends)
         taken.update(module for unit in ends for top in unit.modules for module in get_modules(top))
         _extend_chain(chains, hf_model, embedding, head)
-    units.extend(_build_child_units(model, taken, owners))
+    units.extend(_build_child_units(model, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
     return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
 
@@ -131,7 +131,10 @@ def _build_end_units(
 
 
 def _build_child_units(
-    model: nn.Module, taken: set[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
+    model: nn.Module,
+    taken: set[nn.Module],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
     """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
     if is_hf_model(model):
@@ -145,7 +148,7 @@ def _build_child_units(
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(get_modules(child))
     groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
-    return [_build_model_unit(group, casts_output=is_lightning_module(model)) for group in groups]
+    return [_build_model_unit(group, reshard_after_forward, casts_output=is_lightning_module(model)) for group in groups]
 
 
 def _group_tied(
@@ -165,10 +168,15 @@ def _group_tied(
     return [sorted(group, key=tops.index) for group in unique.values()]
 
 
-def _build_model_unit(modules: list[nn.Module], *, casts_output: bool) -> Unit:
-    # backward begins in the model whose forward ended last: one that was split into layers keeps its few own weights
-    keep = any(get_layer_lists(module) for module in modules) and _is_trainable(modules)
-    return Unit(modules=modules, reshard_after_forward=not keep, casts_output=casts_output)
+def _build_model_unit(
+    modules: list[nn.Module], reshard_after_forward: bool | int | None, *, casts_output: bool
+) -> Unit:
+    if not isinstance(reshard_after_forward, bool):
+        # backward begins in the model whose forward ended last: one that was split into layers keeps its own few weights
+        has_layers = any(get_layer_lists(module) for module in modules)
+        keep = has_layers and _is_trainable(modules)
+        reshard_after_forward = False if keep else reshard_after_forward or True
+    return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
 
 
 def _build_root_unit(model: nn.Module) -> Unit:

@@ -338,13 +338,13 @@ def test_a_disk_that_is_full_in_the_middle_says_so_and_keeps_what_was_there(
         save_checkpoint(path, model, extra=value)
 
     save(1)
-    hashed_open = storage.HashedFile.__init__
+    hashed_open = storage.DurableFile.__init__
 
     def open_on_full_disk(self: Any, path: Path) -> None:
         hashed_open(self, path)
         self._file = FullDisk(self._file)
 
-    monkeypatch.setattr(storage.HashedFile, "__init__", open_on_full_disk)
+    monkeypatch.setattr(storage.DurableFile, "__init__", open_on_full_disk)
     with pytest.raises(RankError, match="No space left on device") as caught:
         run_ranks(save, 2, 2)
     assert isinstance(caught.value.cause, OSError)

@@ -129,6 +129,30 @@ def test_collectives_of_a_step() -> None:
     run_ranks(run, 2)
 
 
+class ThreeLinears(nn.Module):
+    """No list of layers, and no Hugging Face model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.third(self.second(self.first(inputs).relu()).relu())
+
+
+@pytest.mark.parametrize(("value", "gathered"), [(None, 3), (True, 3), (False, 0), (2, 3)])
+def test_the_flag_holds_for_modules_that_are_no_layers(value: bool | int | None, gathered: int) -> None:
+    def run() -> None:
+        model = parallelize(ThreeLinears(), reshard_after_forward=value)
+        for _ in range(2):
+            loss = model(torch.ones(2, 8)).sum()
+            with StepCounter() as backward:
+                loss.backward()
+            assert backward.collectives.get("all_gather", 0) == gathered
+
+    run_ranks(run, 2)
+
+
 def test_units_are_gathered_and_reduced_in_the_order_they_run() -> None:
     def run() -> None:
         model = make_causal_lm(LLAMA)

@@ -1,0 +1,97 @@
+"""What a model must be and take so that it learns the next token: checked before it trains."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fsdp2.models.trial import try_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_causal(config: "PretrainedConfig", source: str) -> None:
+    """Refuse a model whose tokens see later ones.
+
+    Args:
+        config: The model's.
+        source: The option that names the model, for the error.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    trial = try_config(config)
+    if _is_causal_by_config(config) if trial is None else trial.is_causal:
+        return
+    as_decoder = "set `is_decoder: true` in its config or " if getattr(config, "is_decoder", None) is False else ""
+    raise ValueError(
+        f"CausalLM({source}): model_type={config.model_type!r} is not causal as its config says it: the logits at a"
+        " position depend on later tokens, which are the labels, so that it would learn to copy them. For next-token"
+        f" training {as_decoder}use a causal model; to train this one otherwise, write a LightningModule with the loss"
+        " that it is made for."
+    )
+
+
+def check_length(config: "PretrainedConfig", length: int, source: str, *, restarts: bool) -> None:
+    """Refuse, or warn of, sequences that are longer than a model's positions.
+
+    Args:
+        config: The model's.
+        length: Of a sequence, in tokens.
+        source: What says so, for the message.
+        restarts: Whether positions begin anew within a sequence, with each document.
+
+    Raises:
+        ValueError: When the model has no position for the last tokens.
+    """
+    name, positions, ends = _get_positions(config)
+    if positions is None or length <= positions:
+        return
+    what = f"{source} is more than the {positions} positions of this {config.model_type} ({name})"
+    remedy = f"Shorten the sequences to {positions}"
+    if ends and not restarts:
+        raise ValueError(f"{what}, whose table of positions ends there. {remedy}, or give a new model a larger {name}.")
+    if ends:
+        rank_zero_warn(f"{what}: a document that is longer ends the run with an index error. {remedy}.")
+    else:
+        rank_zero_warn(
+            f"{what}, which it was not made for: its rotary positions are not scaled, and what lies beyond is"
+            f" extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
+        )
+
+
+def _is_causal_by_config(config: "PretrainedConfig") -> bool:
+    """What a config says of a model that cannot be tried."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    text = config.get_text_config()
+    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) is True:
+        return False
+    return config.model_type not in ENCODERS or getattr(config, "is_decoder", True) is not False
+
+
+def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
+    """Return the field that says how many positions a model has, their number, and whether it takes no more.
+
+    The number is None for a model that takes any, such as one with a linear bias, or positions that it scales itself.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if not isinstance(positions, int):
+        return name, None, False
+    trial = try_config(config)
+    if trial is not None and trial.lost_positions is not None:
+        return name, positions - trial.lost_positions, True
+    return name, _get_rotary_positions(text, positions), False
+
+
+def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
+    rotary: Any = getattr(text, "rope_parameters", None)
+    if not rotary:
+        return None
+    kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
+    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+        return None
+    scaled = [kind.get("original_max_position_embeddings", 0) * kind.get("factor", 1) for kind in kinds]
+    return max(positions, *map(int, scaled))
