@@ -69,6 +69,6 @@ lint: docs ## Check style, format, types, launch scripts and images, and that th
 	$(BIN)/shellcheck --severity=warning examples/slurm/*.sbatch examples/torchrun/*.sh
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
-clean: ## Remove caches, builds and the test-all ledger, but not the environments
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all build dist site *.egg-info
+clean: ## Remove caches, builds and the ledgers of test-all and parity, but not the environments
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all .parity build dist site *.egg-info
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
