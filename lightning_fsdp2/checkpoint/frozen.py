@@ -26,18 +26,21 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 def describe_left_out(
     module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> list[LeftOut]:
-    """Return which frozen weights of ``module`` ``state`` lacks, by pretrained model; on all ranks of ``group``.
+    """Return which frozen weights of ``module`` rank 0's ``state`` lacks, by pretrained model; on all ranks.
 
     Raises:
         OSError: On every rank, when the files of a pretrained model cannot be read by now.
     """
-    lacking = [(frozen.files, [name for name in frozen.names if name not in state]) for frozen in list_frozen(module)]
-    parts = [(files, names) for files, names in lacking if names]
-    fingerprints = on_first_rank(lambda: [files.fingerprint for files, _ in parts], group)
-    return [
-        {"folder": str(files.folder), "fingerprint": fingerprint, "names": names}
-        for (files, names), fingerprint in zip(parts, fingerprints, strict=True)
-    ]
+
+    def describe() -> list[LeftOut]:
+        parts = [(part.files, [name for name in part.names if name not in state]) for part in list_frozen(module)]
+        return [
+            {"folder": str(files.folder), "fingerprint": files.fingerprint, "names": names}
+            for files, names in parts
+            if names
+        ]
+
+    return on_first_rank(describe, group)
 
 
 def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:

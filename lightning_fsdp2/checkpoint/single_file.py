@@ -16,14 +16,34 @@ from lightning_fsdp2.checkpoint.storage import DurableFile, load_pickled, save_p
 from lightning_fsdp2.parallel.uneven_shards import gather as gather_tensor
 
 
+def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any]:
+    """Return nested containers with whole tensors on rank 0's host, and nothing on others; every rank must call it.
+
+    Args:
+        state: With sharded tensors, which are gathered one at a time.
+        copies: Whether to copy what rank 0 holds whole on its host, which may change later.
+    """
+    keep = get_rank() == 0
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        tensor = tensor.detach()
+        whole, local = gather_tensor(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        is_own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return whole.to("cpu", copy=copies and is_own) if keep else None
+
+    gathered: dict[str, Any] = map_tensors(gather, state)
+    return gathered if keep else {}
+
+
 def gather_whole(
-    checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, trust: bool = False
+    checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, copies: bool = True, trust: bool = False
 ) -> dict[str, Any]:
-    """Copy a checkpoint with sharded tensors to rank 0's host, one tensor at a time; every rank must call it.
+    """Gather a checkpoint with sharded tensors as :func:`gather_state` does, and number its optimizer states.
 
     Args:
         checkpoint: The Trainer's.
         group: For coordination; a CPU group spares the accelerator.
+        copies: As there; needless if the result is written at once.
         trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
 
     Returns:
@@ -32,17 +52,8 @@ def gather_whole(
     Raises:
         Exception: On every rank, when rank 0 could not copy the rest.
     """
-    keep = get_rank() == 0
-
-    def gather(tensor: Tensor) -> Tensor | None:
-        tensor = tensor.detach()
-        whole, local = gather_tensor(tensor), tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # what this rank holds whole is not gathered: without a copy it would change while it is being written
-        is_own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        return whole.to("cpu", copy=is_own) if keep else None
-
-    gathered: dict[str, Any] = map_tensors(gather, checkpoint)
-    return on_every_rank(lambda: _detach(gathered, trust) if keep else {}, group)
+    gathered = gather_state(checkpoint, copies=copies)
+    return on_every_rank(lambda: _detach(gathered, trust) if get_rank() == 0 else {}, group)
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

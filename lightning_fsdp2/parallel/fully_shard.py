@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2._torch_compat import StridedShard, end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
-from lightning_fsdp2.parallel.structure import get_modules, get_parameter_owners
+from lightning_fsdp2.parallel.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.units import Unit, UnitPlan, build_layer_units, build_unit_plan
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
@@ -238,10 +238,18 @@ def _shard_unit(
         ignored_params=ignored_params,
         shard_placement_fn=partial(_get_placement, ranks=mesh.size(-1)),
     )
+    for module in unit.modules:
+        _keep_class_name(module)
     for (module, name), values in attributes.items():
         module._parameters[name].__dict__.update(values)
     if not unit.unshard_in_backward:
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Let Lightning's and transformers' messages and summaries call a module what its user does, not ``FSDP...``."""
+    cls, own = type(module), get_class(module)
+    cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
 
 
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:

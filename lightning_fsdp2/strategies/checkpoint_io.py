@@ -99,7 +99,7 @@ class MeshCheckpointIO(CheckpointIO):
         self._pending = {target: True}
         if self.config.format == "full":
             checkpoint[DESCRIPTIONS_KEY] = summary.get(DESCRIPTIONS_KEY, [])
-            whole = gather_whole(checkpoint, self._group, trust=trust)
+            whole = gather_whole(checkpoint, self._group, copies=self._writer is not None, trust=trust)
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}

@@ -25,6 +25,7 @@ from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_rank
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
+from lightning_fsdp2.checkpoint.single_file import gather_state
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.parallel.fully_shard import reshard
@@ -139,9 +140,15 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the module; every rank must call it.
+
+        With ``CheckpointConfig(format="full")`` tensors are whole, on the host of rank 0, and other ranks have none.
+        """
         module = self.lightning_module
         state = module.state_dict()
-        return state if self.checkpoint_config.frozen_parameters else leave_out_frozen(module, state)
+        if not self.checkpoint_config.frozen_parameters:
+            state = leave_out_frozen(module, state)
+        return gather_state(state) if self.checkpoint_config.format == "full" else state
 
     def wait_for_all_ranks_to_save(self) -> None:
         """Explain a save that not every rank takes part in, where it would hang."""

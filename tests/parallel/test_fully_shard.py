@@ -27,7 +27,7 @@ from helpers.ranks import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -125,6 +125,16 @@ def test_collectives_of_a_step() -> None:
                 assert forward.collectives == {"all_gather": case.forward}, name
                 expected = {"all_gather": case.backward, "reduce_scatter": units}
                 assert backward.collectives == {kind: count for kind, count in expected.items() if count}, name
+
+    run_ranks(run, 2)
+
+
+def test_classes_keep_their_names() -> None:
+    def run() -> None:
+        model = parallelize(make_causal_lm(LLAMA))
+        assert isinstance(model.model.layers[0], FSDPModule)
+        assert "FSDP" not in repr(model)
+        assert type(model).__name__ == "LlamaForCausalLM"
 
     run_ranks(run, 2)
 

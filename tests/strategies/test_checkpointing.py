@@ -475,6 +475,10 @@ def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool,
         fit(trainer)
         trainer.save_checkpoint(path)
         trainer.save_checkpoint(path)  # and once more in its place
+        state, sharded = trainer.strategy.lightning_module_state_dict(), trainer.lightning_module.state_dict()
+        assert state.keys() == (sharded.keys() if trainer.is_global_zero else set())  # as under Lightning's strategies
+        expected = whole(sharded)
+        assert all(type(value) is Tensor and value.equal(expected[name]) for name, value in state.items())
         resumed = whole(fit(make_trainer(config), ckpt_path=path).state_dict())
         expected = whole(fit(make_trainer()).state_dict())
         assert all(value.equal(expected[name]) for name, value in resumed.items())
