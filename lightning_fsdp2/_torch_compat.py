@@ -4,7 +4,7 @@ import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import _api, _dtensor_spec, placement_types
+from torch.distributed.tensor import DTensor, _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
@@ -368,6 +368,23 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
         if len(chosen) == len(group.fsdp_params):
             group._partial_reduce_output = None  # of all of them, under HSDP
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
+
+
+def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
+    """Give each gradient that backwards without synchronisation have left in units memory of its own.
+
+    Autograd hands one tensor on to several parameters (of a sum, or a concatenation), and copies it for all but the
+    last that holds it. In DTensors each looks like the only holder, and the next backward would add to what all hold.
+    """
+    seen: set[int] = set()
+    for group in (group for module in modules for group in _get_param_groups(module)):
+        for parameter in group.fsdp_params:
+            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if isinstance(gradient, DTensor):
+                memory = gradient._local_tensor.untyped_storage()._cdata
+                if memory in seen:
+                    parameter._unsharded_param.grad = gradient.clone()
+                seen.add(memory)
 
 
 def _get_param_groups(module: FSDPModule) -> list[Any]:

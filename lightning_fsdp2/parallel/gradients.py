@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from lightning_fsdp2._torch_compat import drop_unreduced_gradients, ensure_gathered_once
+from lightning_fsdp2._torch_compat import drop_unreduced_gradients, ensure_gathered_once, separate_unreduced_gradients
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
 
@@ -130,10 +130,17 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     driver = get_optional_driver(model)
     set_sync(False)
+    # before the next backward adds to them: here as in a loop inside the block
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for module in modules[:1]
+    ]
     try:
         with driver.defer_sync() if driver is not None else nullcontext():
             yield
     finally:
+        for hook in hooks:
+            hook.remove()
+        separate_unreduced_gradients(modules)
         set_sync(True)
 
 

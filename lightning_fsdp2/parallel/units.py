@@ -148,7 +148,9 @@ def _build_child_units(
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(get_modules(child))
     groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
-    return [_build_model_unit(group, reshard_after_forward, casts_output=is_lightning_module(model)) for group in groups]
+    return [
+        _build_model_unit(group, reshard_after_forward, casts_output=is_lightning_module(model)) for group in groups
+    ]
 
 
 def _group_tied(
@@ -172,7 +174,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # backward begins in the model whose forward ended last: one that was split into layers keeps its own few weights
+        # backward begins in the model whose forward ended last: one that was split into layers keeps its own weights
         has_layers = any(get_layer_lists(module) for module in modules)
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True

@@ -4,10 +4,12 @@ import atexit
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher, subprocess_script
 from typing_extensions import override
 
@@ -25,12 +27,27 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Lightning tells the ranks of errors and of some signals, during a fit. A process that is killed while its ranks
     still import torch, or by a signal that nobody handles, would leave them behind, with the devices that they hold.
+
+    Args:
+        environment: Which asks for processes.
+        devices: Processes of this node.
+        nodes: Their number.
+        check: Called before the first process is started; Lightning overwrites variables of the environment then.
     """
 
     has_started: ClassVar[bool] = False
     """Whether this process has started others; it does so once, for all its Trainers."""
 
     _has_killed = False
+
+    def __init__(self, environment: ClusterEnvironment, devices: int, nodes: int, check: Callable[[], None]) -> None:
+        super().__init__(environment, devices, nodes)
+        self._check = check
+
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().launch(*args, **kwargs)
 
     @override
     def _call_children_scripts(self) -> None:

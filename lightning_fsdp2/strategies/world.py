@@ -145,7 +145,9 @@ class WorldStrategy(ParallelStrategy):
                     f" {self.num_processes} script.py`, or use the command line `lightning-fsdp2 fit`."
                 )
             return
-        self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = RankLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._check_variables
+        )
 
     def _check_variables(self) -> None:
         """Refuse variables of another launcher, or of a run before, where nobody but Lightning starts processes."""
@@ -204,7 +206,7 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._check_variables()
+        self._check_variables()  # again: in a notebook nothing is launched
         sizes = self.sizes  # an error before there are groups
         super().setup_environment()
         reset_seed()

@@ -119,6 +119,15 @@ def flip_byte(checkpoint: Path) -> None:
     path.write_bytes(data)
 
 
+def flip_bytes(checkpoint: Path) -> None:
+    """Damage the largest file all over: what is exported of it is a third."""
+    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    for position in range(len(data) // 40, len(data), len(data) // 20):
+        data[position] ^= 1
+    path.write_bytes(data)
+
+
 def cut_off(checkpoint: Path) -> None:
     """Lose the end of the largest file."""
     path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -334,7 +343,7 @@ CASES = {
     ),
     "export of nothing": Case("absent", command=("export", "absent", "out")),
     "export into itself": Case("run.ckpt", command=("export", "run.ckpt", "run.ckpt/sub"), prepare=train_first()),
-    "export of a flipped byte": Case("damaged", command=("export", "run.ckpt", "out"), prepare=train_first(flip_byte)),
+    "export of a flipped byte": Case("damaged", command=("export", "run.ckpt", "out"), prepare=train_first(flip_bytes)),
     "export to a dtype that is none": Case(
         "int3", command=("export", "run.ckpt", "out", "--dtype=int3"), prepare=train_first()
     ),

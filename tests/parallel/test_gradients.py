@@ -1,6 +1,7 @@
 """Norms, clipping, scaling and deferred synchronisation, against torch on the whole gradients in one process."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.collectives import StepCounter
 from helpers.models import PlainTransformer
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -321,6 +323,43 @@ def test_deferred_gradients_add_up(reduce_scatter: bool) -> None:
         torch.testing.assert_close(whole_gradients(list(model.parameters())), expected, rtol=1e-4, atol=1e-6)
 
     run_ranks(run, 4)
+
+
+class SumOfParameters(nn.Module):
+    """Autograd hands one gradient on to both parameters."""
+
+    def __init__(self, wrap: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(wrap(torch.ones(4))) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parameters = (self.first, self.second)
+        first, second = (value.to_local() if isinstance(value, DTensor) else value for value in parameters)
+        return inputs * (first + second)
+
+
+def accumulate(model: nn.Module) -> list[Tensor]:
+    with defer_grad_sync(model):
+        for step in range(2):
+            model(torch.full((4,), 1.0 + step)).sum().backward()
+    model(torch.full((4,), 3.0)).sum().backward()
+    return [
+        parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for parameter in model.parameters()
+    ]
+
+
+def test_deferred_gradients_of_parameters_that_share_one_are_separate() -> None:
+    """Under tensor parallelism, where torch does not see that the other parameter holds the same memory."""
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        model = SumOfParameters(lambda tensor: distribute_tensor(tensor, mesh["tensor"], [Replicate()]))
+        sharded = accumulate(fully_shard(model, mesh=mesh["data"]))
+        for gradient, expected in zip(sharded, accumulate(SumOfParameters()), strict=True):
+            assert torch.equal(gradient, expected)
+
+    run_ranks(run, 2)
 
 
 def test_defer_grad_sync_ignores_a_model_that_is_not_sharded() -> None:
