@@ -131,9 +131,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     driver = get_optional_driver(model)
     set_sync(False)
     # before the next backward adds to them: here as in a loop inside the block
-    hooks = [
-        module.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for module in modules[:1]
-    ]
+    tops = cast(list[nn.Module], modules[:1])
+    hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
         with driver.defer_sync() if driver is not None else nullcontext():
             yield
