@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 import torch.distributed as dist
