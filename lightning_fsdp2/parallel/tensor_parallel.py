@@ -105,7 +105,10 @@ def apply_tensor_parallel(
     for layer in layers:
         compute_with_local_parameters(layer, layouts, mesh.get_group())
     for module in others:
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=False, methods=get_entrances(module))
+        # torch's attention computes with the weights of its output projection, whose own forward it does not call
+        recurse = isinstance(module, nn.MultiheadAttention)
+        methods = get_entrances(module)
+        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=recurse, methods=methods)
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
 
 
