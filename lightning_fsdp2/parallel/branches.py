@@ -1,0 +1,71 @@
+"""Parts of a model that not every batch needs, such as the tower of images, run on all data parallel ranks or on none.
+
+Ranks gather a unit's weights together. One whose batch has no image would enter the language model while the others
+gather the tower, and the two collectives would be taken for one: a crash, or a hang.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_fsdp2.parallel.failures import describe_ranks
+from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules, is_unsharded_by_user
+from lightning_fsdp2.parallel.structure import get_layer_lists
+
+
+def check_branches(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
+
+    A part is a unit of FSDP2 outside of layers, or a list of layers; each costs an exchange of a number on the host.
+    Models with a single list of layers have nothing to choose from, and no exchange.
+
+    Args:
+        root: A module that FSDP2 has sharded.
+        group: All ranks, on the host.
+    """
+    lists = get_layer_lists(root)
+    later: set[Any] = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
+    later -= {blocks[0] for blocks in lists}  # a list of layers is entered with the first
+    units: list[Any] = get_fsdp_modules(root)
+    parts = [module for module in units if module not in later]
+    if len(lists) < 2 or dist.get_backend(group) == "fake":
+        return
+    names = {module: name for name, module in root.named_modules()}
+    check = _Check([names[part] for part in parts], group)
+    for index, part in enumerate(parts):
+        part.register_forward_pre_hook(check.make_hook(index), prepend=True)
+
+
+class _Check:
+    def __init__(self, names: list[str], group: dist.ProcessGroup) -> None:
+        self.names = names
+        self.group = group
+
+    def make_hook(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if not (is_unsharded_by_user(module) or torch.compiler.is_compiling()):
+                self.compare(index)
+
+        return hook
+
+    def compare(self, index: int) -> None:
+        """Raise, on every rank, where ranks are at different parts.
+
+        Raises:
+            RuntimeError: Naming the parts, and the ranks that enter them.
+        """
+        entered = [torch.tensor(0) for _ in range(self.group.size())]
+        dist.all_gather(entered, torch.tensor(index), group=self.group)
+        ranks: dict[int, list[int]] = {}
+        for rank, other in enumerate(entered):
+            ranks.setdefault(int(other), []).append(rank)
+        if len(ranks) > 1:
+            places = "; ".join(f"{self.names[part]} (ranks {describe_ranks(found)})" for part, found in ranks.items())
+            raise RuntimeError(
+                f"Ranks run different parts of the model in the same step: {places}. They gather the weights of each"
+                " part together, so every micro-batch must use it or none: let the collator give a batch without an"
+                " image a dummy one, with its placeholders after the text and labels of -100"
+                " (`lightning_fsdp2.data.add_dummy_image`)."
+            )

@@ -1,0 +1,108 @@
+"""A rank whose batch has no image: an error before the collectives meet, or a dummy image that changes nothing."""
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.oracle import whole
+from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
+from helpers.vision import IMAGE, get_vision_loss, make_image_batch, make_vision_model
+from torch import Tensor
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.data import add_dummy_image
+
+FAMILY = "qwen2_vl"
+SEEN = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
+
+
+def make_text_batch(seed: int) -> dict[str, Tensor]:
+    batch = make_image_batch(FAMILY, seed)
+    return {"input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 9), "labels": batch["labels"]}
+
+
+def make_dummy() -> dict[str, Tensor]:
+    batch = make_image_batch(FAMILY, 99)
+    tokens = ("input_ids", "mm_token_type_ids")
+    return {name: batch[name][:, 1:7] if name in tokens else batch[name] for name in ("input_ids", *SEEN)}
+
+
+class Seeing(pl.LightningModule):
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.is_frozen = is_frozen
+        self.model: Any = None
+        self.gradients: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = make_vision_model(FAMILY)
+            self.model.model.visual.requires_grad_(not self.is_frozen)
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        return get_vision_loss(self.model, batch)
+
+    def on_after_backward(self) -> None:
+        named = self.model.named_parameters()
+        self.gradients = whole({name: value.grad for name, value in named if value.grad is not None})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.0)
+
+
+def fit(batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    module = Seeing(**options)
+    strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full"))
+    make_trainer(strategy, max_steps=1).fit(module, torch.utils.data.DataLoader([batch], batch_size=None))
+    return module.gradients
+
+
+@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_that_run_other_parts_are_told_apart(is_frozen: bool) -> None:
+    def run() -> None:
+        batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)
+        message = (
+            r"visual\.blocks\.0 \(ranks 0\); model\.model\.language_model\.layers\.0 \(ranks 1\)\..*add_dummy_image"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            fit(batch, is_frozen=is_frozen)
+
+    run_ranks(run, 2, group=False)
+
+
+def test_a_dummy_image_changes_nothing() -> None:
+    def run() -> dict[str, Tensor]:
+        batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)
+        return fit(add_dummy_image(batch, make_dummy()))
+
+    def run_alone() -> dict[str, Tensor]:
+        model = make_vision_model(FAMILY)
+        for batch in (make_image_batch(FAMILY, 0), make_text_batch(1)):
+            (get_vision_loss(model, batch) / 2).backward()
+        return {f"{name}": value.grad for name, value in model.named_parameters()}
+
+    [gradients, _] = run_ranks(run, 2, group=False)
+    [expected] = run_ranks(run_alone, 1)
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(gradients[name], value, rtol=1e-5, atol=1e-7 * largest)
+
+
+def test_what_a_dummy_adds() -> None:
+    batch = {
+        "input_ids": torch.ones(2, 3).long(),
+        "labels": torch.ones(2, 3).long(),
+        "attention_mask": torch.ones(2, 3),
+    }
+    dummy = {"input_ids": torch.tensor([[7, 8]]), "pixel_values": torch.zeros(1, 3, 4, 4)}
+    grown = add_dummy_image(batch, dummy, pad_token_id=5)
+    assert grown["input_ids"].tolist() == [[1, 1, 1, 7, 8], [1, 1, 1, 5, 5]]
+    assert grown["labels"].tolist() == [[1, 1, 1, -100, -100]] * 2
+    assert grown["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert grown["pixel_values"] is dummy["pixel_values"]
+    assert add_dummy_image(grown, dummy) == grown
+    with pytest.raises(ValueError, match="position_ids"):
+        add_dummy_image({**batch, "position_ids": batch["labels"]}, dummy)
