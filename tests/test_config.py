@@ -74,7 +74,7 @@ DEFAULTS = {
     CheckpointConfig: {
         "format": "sharded",
         "async_save": False,
-        "verify": False,
+        "verify": True,
         "save_at_end": True,
         "trust_checkpoint": False,
         "frozen_parameters": True,

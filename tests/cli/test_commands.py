@@ -36,7 +36,7 @@ def run(*args: str | Path) -> int:
 def test_verify_names_the_files(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", path) == 0
     *files, last = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in files] == ["__0_0.distcp", "meta.pt", ".metadata"]
+    assert [line.partition(":")[0] for line in files] == ["__0_0.distcp", "meta.pt", "checksums.json", ".metadata"]
     assert last == f"{path} is complete."
 
 
