@@ -43,7 +43,7 @@ from lightning_fsdp2.parallel.tp_plans import is_registered
 
 Names = dict[str, Any]
 
-TINY = {**LLAMA, "vocab_size": 257}
+TINY = {**LLAMA, "vocab_size": 257, "max_position_embeddings": 8192}
 STAND_INS = {
     'tokenizer="/models/llama-3-8b"': "tokenizer=None",
     "/models/llama-3-8b": "model",
