@@ -223,10 +223,10 @@ class CheckpointReader(FileSystemReader):
             else:
                 chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
             is_intact = compute_checksum(chunk) == checksums[info.relative_path][info.offset]
-        except OSError:
+        except (OSError, MemoryError):
             raise
-        except Exception:  # whatever a damaged archive leads to
-            is_intact = False
+        except Exception as error:  # whatever a damaged archive leads to
+            raise make_damage_error(cast(AnyPath, self.path) / self._get_name(key), error) from error
         if not is_intact:
             raise_damaged(cast(AnyPath, self.path), [self._get_name(key)])
         return chunk

@@ -27,24 +27,25 @@ def add_dummy_image(
         pad_token_id: What the other sequences are filled with.
 
     Returns:
-        ``batch``, as it is if it has all that ``dummy`` has.
+        ``batch``, as it is if it has all that the tower takes.
 
     Raises:
         ValueError: When ``batch`` has position_ids, which would have to go on over the dummy; the model makes its own.
     """
-    if all(name in batch for name in dummy):
+    shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
+    seen = {name: value for name, value in dummy.items() if value.shape != tokens}
+    if seen.keys() <= batch.keys():
         return dict(batch)
     if "position_ids" in batch:
         raise ValueError(
             "add_dummy_image: the batch has position_ids; leave them out, so that the model makes its own."
         )
-    shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
     # what the processor says of each token, and the batch does not since it has text alone; without a mask all count
-    of_tokens = {name for name, value in dummy.items() if value.shape == tokens} - {"attention_mask"}
+    of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
-    grown = {name: value for name, value in dummy.items() if value.shape != tokens}
+    grown = dict(seen)
     for name, value in whole.items():
         grown[name] = value
         if value.shape == shape:
