@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -215,11 +216,40 @@ def is_last_epoch(trainer: Trainer) -> bool:
     ``fit_loop.done`` knows that too, and says it each time it is asked.
     """
     loop = cast(Any, trainer.fit_loop)
-    return (
-        _is_max_limit_reached(trainer.global_step, loop.max_steps)
-        or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
-        or (trainer.should_stop and loop._can_stop_early)
-    )
+    return _is_told_to_end(trainer) or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
+
+
+def is_epoch_cut_short(trainer: Trainer) -> bool:
+    """Whether ``max_steps`` or a request to stop has ended the fit before its epoch had all its batches."""
+    loop = cast(Any, trainer.fit_loop)
+    epoch, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    return epoch.started == epoch.processed > 0 and not batches.is_last_batch and _is_told_to_end(trainer)
+
+
+def _is_told_to_end(trainer: Trainer) -> bool:
+    loop = cast(Any, trainer.fit_loop)
+    return _is_max_limit_reached(trainer.global_step, loop.max_steps) or (trainer.should_stop and loop._can_stop_early)
+
+
+def reopen_epoch(fit_loop: dict[str, Any]) -> None:
+    """Let a run that goes on from this state train the rest of an epoch that :func:`is_epoch_cut_short`.
+
+    Lightning counts it as complete, and a run that goes on would begin the next one.
+    """
+    for count in ("current", "total"):
+        progress = fit_loop["epoch_progress"][count]
+        progress["processed"] = progress["completed"] = progress["started"] - 1
+
+
+def begin_epoch_after_complete_one(trainer: Trainer) -> None:
+    """Let a fit that goes on after a complete epoch begin the next one with its first batch; for its start.
+
+    With ``max_steps`` Lightning would begin it with the number of batches that the complete one had.
+    """
+    loop = cast(Any, trainer.fit_loop)
+    epoch = loop.epoch_progress.current
+    if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
+        cast(Any, _Loop).restarting.fset(loop, False)  # the setter of its own class sets it again
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:

@@ -20,7 +20,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import get_last_saved, is_accumulating, is_last_epoch, save_last
+from lightning_fsdp2._lightning_compat import (
+    get_last_saved,
+    is_accumulating,
+    is_epoch_cut_short,
+    is_last_epoch,
+    reopen_epoch,
+    save_last,
+)
 from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
@@ -57,6 +64,7 @@ class CheckpointingStrategy(WorldStrategy):
     _random_state_to_restore: dict[str, Any] | None = None
     _begins_epoch_anew = False
     _left_out: Sequence[LeftOut] = ()
+    _last_loader_states: Sequence[Any] = ()
     _checkpoint_io: MeshCheckpointIO | None
     _tracking: Tracking | None = None
 
@@ -107,6 +115,7 @@ class CheckpointingStrategy(WorldStrategy):
         self.checkpoint_io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._last_loader_states = []
         check_shared_folders(trainer, self.hosts, self._control_group)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
@@ -187,6 +196,10 @@ class CheckpointingStrategy(WorldStrategy):
             " error in the log of that rank.",
         )
         self._warn_of_gradients(checkpoint)
+        if "loops" in checkpoint and is_epoch_cut_short(self.lightning_module.trainer):
+            reopen_epoch(checkpoint["loops"]["fit_loop"])
+            if self._last_loader_states:
+                _set_loader_states(checkpoint, self._last_loader_states)
         checkpoint = {**checkpoint, _RANKS_KEY: self._gather_rank_states(checkpoint)}
         if not self.checkpoint_config.frozen_parameters:
             state = checkpoint["state_dict"]
@@ -248,6 +261,11 @@ class CheckpointingStrategy(WorldStrategy):
                 "ModelCheckpoint(save_last=True) writes every checkpoint twice, and training waits for the first before"
                 " the second, in spite of CheckpointConfig(async_save=True). Use save_last='link'."
             )
+
+    def keep_loader_states(self) -> None:
+        """Remember where the data loaders are at the end of a fit; they are reset before a later checkpoint."""
+        loader = self.lightning_module.trainer.fit_loop._combined_loader
+        self._last_loader_states = [] if loader is None else loader._state_dicts()
 
     def _warn_of_gradients(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.lightning_module.trainer
@@ -359,10 +377,9 @@ def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any
 def _save_last_step(
     callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
 ) -> None:
-    """Lightning's hook, and behind it, where the fit ends now, a last checkpoint of steps that are in none yet.
+    """Call Lightning's hook, and after it, where the fit ends now, save a last checkpoint of steps that are in none.
 
-    Not in `on_train_end`, where Lightning has counted an epoch as complete that `max_steps` ended amid, so that a run
-    which goes on would leave out the rest of its data.
+    Not in `on_train_end`, where the schedulers of the epoch have been updated, which a run that goes on does, too.
     """
     own(trainer, module)
     _, step = get_last_saved(callback)
@@ -382,5 +399,5 @@ def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     return fit_loop.get("state_dict", {}).get("combined_loader", [])
 
 
-def _set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
+def _set_loader_states(checkpoint: dict[str, Any], states: Sequence[Any]) -> None:
     checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import end_signal_handling
+from lightning_fsdp2._lightning_compat import begin_epoch_after_complete_one, end_signal_handling
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
@@ -341,10 +341,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
+        self.keep_loader_states()
         end_signal_handling(self.lightning_module.trainer)  # there is nothing left to save
 
     @override
     def on_train_start(self) -> None:
+        begin_epoch_after_complete_one(self.lightning_module.trainer)
         self._restore_loader_positions()
         self.restore_random_state()
 

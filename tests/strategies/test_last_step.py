@@ -14,6 +14,7 @@ from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import WORLD, Regressor, make_batches, make_optimizer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fsdp2 import CheckpointConfig
@@ -43,9 +44,9 @@ class Model(Regressor):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def make_loader(count: int = BATCHES) -> StatefulDataLoader[Any]:
+def make_loader(count: int = BATCHES, kind: type[DataLoader[Any]] = StatefulDataLoader) -> DataLoader[Any]:
     batches = [{**batch, "number": torch.tensor(i)} for i, batch in enumerate(make_batches(count * WORLD))]
-    return StatefulDataLoader(batches[dist.get_rank() :: WORLD], batch_size=None)
+    return kind(batches[dist.get_rank() :: WORLD], batch_size=None)
 
 
 def fit(
@@ -56,6 +57,7 @@ def fit(
     ckpt_path: Path | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
     save: dict[str, Any] | None = None,
+    loader: type[DataLoader[Any]] = StatefulDataLoader,
     **options: Any,
 ) -> tuple[pl.Trainer, Model]:
     saves = []
@@ -67,17 +69,12 @@ def fit(
         checkpoint=checkpoint, **{"max_steps": -1, "max_epochs": -1, **options}, callbacks=[*callbacks, *saves]
     )
     module = Model()
-    trainer.fit(module, make_loader(), make_loader(1), ckpt_path=ckpt_path)
+    trainer.fit(module, make_loader(kind=loader), make_loader(1), ckpt_path=ckpt_path)
     return trainer, module
 
 
 def read_step(path: Path) -> int:
     return torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)["global_step"]
-
-
-@pytest.fixture(params=STRATEGIES)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return STRATEGIES[request.param]
 
 
 FSDP2 = STRATEGIES["fsdp2"]
@@ -115,16 +112,34 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     run_ranks(run, WORLD)
 
 
+GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]] = {
+    "amid an epoch": ({"max_steps": 11}, {"max_steps": 20}, StatefulDataLoader),
+    "amid an epoch, for epochs": ({"max_steps": 11}, {"max_epochs": 3}, StatefulDataLoader),
+    "after an epoch": ({"max_steps": BATCHES}, {"max_steps": 20}, DataLoader),
+    "after epochs": ({"max_epochs": 1}, {"max_epochs": 2}, StatefulDataLoader),
+}
+"""How a first run ends, how one goes on that was not ended, and the loader of both."""
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_goes_on_from_there_as_if_it_had_not_ended(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "fsdp2")]
+)
+def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, tmp_path: Path) -> None:
+    kind = STRATEGIES[strategy]
+
     def run() -> None:
-        for first, whole_run in (({"max_steps": 11}, {"max_steps": 20}), ({"max_epochs": 1}, {"max_epochs": 2})):
-            folder = tmp_path / str(first)
-            _, expected = fit(kind, None, **whole_run)
-            _, before = fit(kind, folder, **first)
-            _, after = fit(kind, None, ckpt_path=folder / "last.ckpt", **whole_run)
-            assert before.seen + after.seen == expected.seen
-            torch.testing.assert_close(whole(dict(after.named_parameters())), whole(dict(expected.named_parameters())))
+        for name, (first, whole_run, loader) in GOES_ON.items():
+            expected_trainer, expected = fit(kind, None, loader=loader, **whole_run)
+            trainer, before = fit(kind, tmp_path / name, loader=loader, **first)
+            trainer.save_checkpoint(tmp_path / name / "after_fit.ckpt")
+            for file in ("last.ckpt", "after_fit.ckpt"):
+                trainer, after = fit(kind, None, loader=loader, ckpt_path=tmp_path / name / file, **whole_run)
+                assert before.seen + after.seen == expected.seen, (name, file)
+                assert trainer.current_epoch == expected_trainer.current_epoch, (name, file)
+                torch.testing.assert_close(
+                    whole(dict(after.named_parameters())), whole(dict(expected.named_parameters()))
+                )
 
     kind.run(run, WORLD)
 
