@@ -22,8 +22,8 @@ WEIGHTS_ONLY = ("plain", "theirs")
 """Lightning numbers the states of a single file as if the optimizer had one group of all parameters, and fails."""
 
 READERS_APART = (0, 1, 3, 7, 12)
-"""How far a layout's readers are from it in the list. What is stored says nothing of who reads it, so each layout writes
-for a third of all, itself among them, and reads what a third of all, of three kinds or more, have written."""
+"""How far a layout's readers are from it in the list. What is stored says nothing of who reads it, so each layout
+writes for a third of all, itself among them, and reads what a third of all, of three kinds or more, have written."""
 
 NAMES = list(LAYOUTS)
 CELLS = [(NAMES[i], NAMES[(i + apart) % len(NAMES)]) for i in range(len(NAMES)) for apart in READERS_APART]
