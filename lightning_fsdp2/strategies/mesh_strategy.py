@@ -178,12 +178,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None and self._control_group is not None:
+        module = self.lightning_module
+        # arguments that Lightning refuses leave a module that has no Trainer yet
+        if module is not None and module._trainer is not None and self._control_group is not None:
             self.finish_checkpoints()
-            self._own_callbacks.detach(self.lightning_module.trainer)
+            self._own_callbacks.detach(module.trainer)
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
-        if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
-            del self.lightning_module.log
+        if module is not None and _is_log_whole(module.__dict__.get("log")):
+            del module.log
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -483,17 +485,21 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         def closure_before_step() -> Any:
             # forward and backward run in the closure, beside the copies of what the step is about to change
             output = closure()
+            if not self.lightning_module.automatic_optimization:
+                self.finish_manual_gradients(optimizer)
             self.checkpoint_io.wait_for_copies()
             return output
 
-        if not self.lightning_module.automatic_optimization:
-            self._apply_token_mean()
         output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
         self.release_parameters()
         if optimizer not in self._checked_optimizers:
             check_optimizer_states(self.lightning_module, optimizer)
             self._checked_optimizers.add(optimizer)
         return output
+
+    def finish_manual_gradients(self, optimizer: Optimizer) -> None:
+        """What precedes a step under manual optimisation, behind its closure, which may hold the backward."""
+        self._apply_token_mean()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
