@@ -69,6 +69,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
             " pass that."
         )
     check_no_scalars(model, "FSDP2")
+    check_no_sparse_gradients(model, "FSDP2")
     _check_no_hooks(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
@@ -252,6 +253,21 @@ def check_no_scalars(model: nn.Module, sharder: str) -> None:
         raise ValueError(
             f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+
+
+def check_no_sparse_gradients(model: nn.Module, sharder: str) -> None:
+    """Refuse embeddings with sparse gradients, which have no collectives.
+
+    Raises:
+        ValueError: Naming them and ``sharder``.
+    """
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
+    if sparse:
+        raise ValueError(
+            f"{sharder} reduces dense gradients, and those of the embeddings {', '.join(sparse)} are sparse; build them"
+            " with sparse=False, or train under a strategy that does not shard."
         )
 
 

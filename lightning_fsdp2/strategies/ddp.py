@@ -62,6 +62,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     manager_class: Callable[[DDPConfig, DeviceMesh], DDPManager] = DDPManager
     refused_callbacks: ClassVar[dict[type[Callback], str]] = {}
     refused_optimizers = ()
+    shards_module = False
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ from lightning_fsdp2.parallel.structure import get_modules, is_metric
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.agreement import check_same_run
-from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, set_available_flops
+from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
@@ -84,6 +84,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
     """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
+
+    shards_module = True
+    """Whether a rank holds less than the whole module."""
 
     averages_gradients = True
     """Whether gradients are the mean over the data parallel ranks, not the sum."""
@@ -163,6 +166,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         # before the callbacks' own `setup`, in which some copy the module, and before there are groups
         refuse_callbacks(self.lightning_module.trainer, self.refused_callbacks)
         check_clipping(self.lightning_module.trainer)
+        if self.shards_module and self.lightning_module.example_input_array is not None:
+            refuse_graphs(self.lightning_module.trainer)
         super().setup_environment()
 
     @override
