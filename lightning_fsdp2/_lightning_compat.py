@@ -17,7 +17,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 def logs_graph(logger: Logger) -> bool:
     """Whether ``logger`` traces the module's forward, on rank 0 alone."""
-    return isinstance(logger, TensorBoardLogger) and logger._log_graph
+    return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
 def is_accumulating(trainer: Trainer) -> bool:
