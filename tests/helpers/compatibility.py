@@ -177,6 +177,18 @@ DIFFERENCES = (
         "Lightning's is wrong by up to the rounding (2.6.6)",
     ),
     Difference(
+        "`trainer.predict` with fewer samples than ranks",
+        "hangs until its timeout",
+        "a `ValueError` on every rank",
+        "a rank without a batch cannot take part",
+    ),
+    Difference(
+        "`trainer.init_module(empty_init=True)`",
+        "memory without values on the device",
+        "the meta device under FSDP2; weights come from the module's `reset_parameters`, or a checkpoint",
+        "no rank holds the whole module",
+    ),
+    Difference(
         "random numbers behind `seed_everything`",
         "iterators of loaders draw their seed from the global generator",
         "they have one of their own: the same seed gives other dropout masks, and another order of what"
@@ -255,6 +267,12 @@ DIFFERENCES = (
         "work",
         "refused where parameters are sharded",
         "torch's have no step for shards",
+    ),
+    Difference(
+        "`Muon` for a matrix of one row",
+        "works",
+        "under FSDP2 an error of torch's; give it to another optimizer, as one would a vector",
+        "its products change how the row is sharded",
     ),
     Difference(
         "`lightning.pytorch.utilities.grad_norm`",

@@ -81,9 +81,10 @@ def scenario(*, slow: bool = True) -> Callable[[Scenario], Scenario]:
     return add
 
 
+@pytest.mark.parametrize("world_size", [WORLD, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("run_scenario", SCENARIOS)
-def test_beside_lightnings_ddp(strategy: str, run_scenario: Scenario, tmp_path: Path) -> None:
+def test_beside_lightnings_ddp(strategy: str, world_size: int, run_scenario: Scenario, tmp_path: Path) -> None:
     options = {"checkpoint": CheckpointConfig(save_at_end=False)}  # a last checkpoint which Lightning does not write
     makers = {
         "lightning": lambda **flags: make_trainer(LightningDDPStrategy(), **flags),
@@ -98,7 +99,7 @@ def test_beside_lightnings_ddp(strategy: str, run_scenario: Scenario, tmp_path: 
             run_scenario(one)
         assert_same(runs["own"].seen, runs["lightning"].seen)
 
-    STRATEGIES[strategy].run(run, WORLD)
+    STRATEGIES[strategy].run(run, world_size)
 
 
 def assert_same(seen: Any, expected: Any) -> None:
