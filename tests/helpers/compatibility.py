@@ -245,6 +245,12 @@ DIFFERENCES = (
         "weights are whole in the forward of their module only",
     ),
     Difference(
+        "`self.load_state_dict(...)` with whole tensors in `on_fit_start` or later",
+        "works",
+        "under FSDP2 an error; load in `__init__`, `setup` or `configure_model`",
+        "the module is sharded between `setup` and `on_fit_start`",
+    ),
+    Difference(
         "a gradient of a gradient (`create_graph=True`)",
         "works",
         "under FSDP2 an error that says so",
