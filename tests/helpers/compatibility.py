@@ -214,12 +214,6 @@ DIFFERENCES = (
         "layers are compiled one by one, before they are wrapped",
     ),
     Difference(
-        "nothing to train",
-        "an error of torch's",
-        "runs",
-        "nothing is wrapped for which there is nothing to reduce",
-    ),
-    Difference(
         '`precision="bf16-mixed"`, output of the module',
         "bfloat16",
         "float32 under FSDP2",
