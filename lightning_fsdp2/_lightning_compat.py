@@ -10,9 +10,15 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+
+def logs_graph(logger: Logger) -> bool:
+    """Whether ``logger`` traces the module's forward, on rank 0 alone."""
+    return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
 def is_accumulating(trainer: Trainer) -> bool:

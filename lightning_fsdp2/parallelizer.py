@@ -48,7 +48,7 @@ from lightning_fsdp2.parallel.pretrained import load_pretrained
 from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 from lightning_fsdp2.parallel.tp_matching import match_plan
 from lightning_fsdp2.parallel.tp_plans import PlanOption, get_plan, get_style, to_torch_style
-from lightning_fsdp2.parallel.units import check_no_scalars
+from lightning_fsdp2.parallel.units import check_shardable
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ def megatron_fsdp_strategy_parallelize(
         else [_import_unit_class(path) for path in megatron_fsdp_unit_modules]
     )
     check_unit_classes(model, unit_classes, zero_dp_strategy=zero_dp_strategy)
-    check_no_scalars(model, "Megatron-FSDP")
+    check_shardable(model, "Megatron-FSDP")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = _get_device(device_mesh)
     cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)

@@ -68,7 +68,7 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
             f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
             " pass that."
         )
-    check_no_scalars(model, "FSDP2")
+    check_shardable(model, "FSDP2")
     _check_no_hooks(model)
     owners = get_parameter_owners(model)
     layer_lists = get_layer_lists(model)
@@ -240,18 +240,23 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
     return groups
 
 
-def check_no_scalars(model: nn.Module, sharder: str) -> None:
-    """Refuse parameters without a dimension that could be sharded.
+def check_shardable(model: nn.Module, sharder: str) -> None:
+    """Refuse parameters without a dimension that could be sharded, and embeddings with sparse gradients.
 
     Raises:
         ValueError: Naming them and ``sharder``.
     """
     names = get_parameter_names(model)
-    scalars = [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]
-    if scalars:
+    if scalars := [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]:
         raise ValueError(
             f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    if sparse := [name for name, part in model.named_modules() if isinstance(part, embeddings) and part.sparse]:
+        raise ValueError(
+            f"{sharder} reduces dense gradients, and those of the embeddings {', '.join(sparse)} are sparse; build them"
+            " with sparse=False, or train under a strategy that does not shard."
         )
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fsdp2._lightning_compat import end_by_sigterm, give_signals_back
+from lightning_fsdp2._lightning_compat import end_by_sigterm, give_signals_back, logs_graph
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 
@@ -74,6 +74,21 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
         for kind, reason in refused.items():
             if isinstance(callback, kind):
                 raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
+
+
+def refuse_graphs(trainer: Trainer) -> None:
+    """Refuse loggers that trace a module which is then sharded: its forward is a collective, and has no trace.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for logger in cast(Any, trainer).loggers:
+        if logs_graph(logger):
+            raise ValueError(
+                f"{type(logger).__name__}(log_graph=True) traces the module on one rank, and a sharded one has no"
+                " forward there; leave it out, or log the graph of a module that no Trainer has had"
+                " (`logger.log_graph(module)`)."
+            )
 
 
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:

@@ -62,6 +62,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     manager_class: Callable[[DDPConfig, DeviceMesh], DDPManager] = DDPManager
     refused_callbacks: ClassVar[dict[type[Callback], str]] = {}
     refused_optimizers = ()
+    shards_module = False
 
     def __init__(
         self,
@@ -127,10 +128,14 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.lightning_module.automatic_optimization:
-            _check_manual_backward(optimizer, has_backward=self._has_backward)
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._has_stepped = True
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        return output
+
+    @override
+    def finish_manual_gradients(self, optimizer: Optimizer) -> None:
+        _check_manual_backward(optimizer, has_backward=self._has_backward)
+        super().finish_manual_gradients(optimizer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

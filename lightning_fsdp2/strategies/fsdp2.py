@@ -157,7 +157,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=not self.config.defer_fsdp_grad_sync):
+        # one process may leave out the last micro-batch (a step that returns None), which would add up what is deferred
+        reduce_scatter = not self.config.defer_fsdp_grad_sync or self.world_size == 1
+        with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
 
 

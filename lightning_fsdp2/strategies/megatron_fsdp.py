@@ -136,6 +136,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization and not self._is_accumulating:
+            with self.surround_backward():
+                pass  # an empty one: the optimizer steps with what the micro-batches before have left
         # hooks may read parameters, and those that were computed with may be without memory
         self.release_parameters()
         return output

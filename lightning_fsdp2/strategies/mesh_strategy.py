@@ -40,7 +40,7 @@ from lightning_fsdp2.parallel.structure import get_modules, is_metric
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies import distributed
 from lightning_fsdp2.strategies.agreement import check_same_run
-from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, set_available_flops
+from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
@@ -84,6 +84,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
     """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
+
+    shards_module = True
+    """Whether a rank holds less than the whole module."""
 
     averages_gradients = True
     """Whether gradients are the mean over the data parallel ranks, not the sum."""
@@ -163,6 +166,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         # before the callbacks' own `setup`, in which some copy the module, and before there are groups
         refuse_callbacks(self.lightning_module.trainer, self.refused_callbacks)
         check_clipping(self.lightning_module.trainer)
+        if self.shards_module and self.lightning_module.example_input_array is not None:
+            refuse_graphs(self.lightning_module.trainer)
         super().setup_environment()
 
     @override
@@ -178,12 +183,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None and self._control_group is not None:
+        module = self.lightning_module
+        # arguments that Lightning refuses leave a module that has no Trainer yet
+        if module is not None and module._trainer is not None and self._control_group is not None:
             self.finish_checkpoints()
-            self._own_callbacks.detach(self.lightning_module.trainer)
+            self._own_callbacks.detach(module.trainer)
         # Lightning calls this after every stage: the sharded module, its mesh and process group live on
-        if self.lightning_module is not None and _is_log_whole(self.lightning_module.__dict__.get("log")):
-            del self.lightning_module.log
+        if module is not None and _is_log_whole(module.__dict__.get("log")):
+            del module.log
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -485,17 +492,21 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         def closure_before_step() -> Any:
             # forward and backward run in the closure, beside the copies of what the step is about to change
             output = closure()
+            if not self.lightning_module.automatic_optimization:
+                self.finish_manual_gradients(optimizer)
             self.checkpoint_io.wait_for_copies()
             return output
 
-        if not self.lightning_module.automatic_optimization:
-            self._apply_token_mean()
         output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
         self.release_parameters()
         if optimizer not in self._checked_optimizers:
             check_optimizer_states(self.lightning_module, optimizer)
             self._checked_optimizers.add(optimizer)
         return output
+
+    def finish_manual_gradients(self, optimizer: Optimizer) -> None:
+        """What precedes a step under manual optimisation, behind its closure, which may hold the backward."""
+        self._apply_token_mean()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -129,6 +129,194 @@ def _global_state_kept() -> Iterator[None]:
 HEADINGS = {"Trainer": "Arguments of the Trainer", "callbacks": "Callbacks", "Tuner": "Tuner"}
 
 
+class Difference(NamedTuple):
+    """What is not as under Lightning's own strategy, by design or because it cannot be."""
+
+    what: str
+    under_ddp: str
+    here: str
+    reason: str
+
+
+DIFFERENCES = (
+    Difference(
+        "`X.ckpt`",
+        "a file",
+        'a directory; a file with `CheckpointConfig(format="full")`; `lightning_fsdp2.load_from_checkpoint` reads both,'
+        " for modules and data modules, where `load_from_checkpoint` of the class reads files",
+        "each rank writes what it holds",
+    ),
+    Difference(
+        "end of a fit with `ModelCheckpoint`",
+        "what was saved before",
+        "`last.ckpt` has the last step, unless `CheckpointConfig(save_at_end=False)`",
+        "no step is lost",
+    ),
+    Difference(
+        "a run that goes on from `trainer.save_checkpoint(...)` after a fit with `max_steps`",
+        "leaves out the rest of an epoch that was cut short, and begins the next one too far on",
+        "goes on where the fit ended",
+        "it trains what the whole run would have trained",
+    ),
+    Difference(
+        "`ModelCheckpoint(every_n_train_steps=...)` with accumulation",
+        "may save amid a window",
+        "saves behind optimizer steps",
+        "what was accumulated is not in a checkpoint",
+    ),
+    Difference(
+        "`on_load_checkpoint` before an evaluation",
+        "gets `optimizer_states`",
+        "does not get them",
+        "they are not read, which would take time and memory",
+    ),
+    Difference(
+        "a checkpoint of another model",
+        "`RuntimeError`",
+        "`ValueError`, on every rank, with what to do",
+        "a user's mistake is a `ValueError`",
+    ),
+    Difference(
+        "`self.log(..., sync_dist=True)` with different numbers of samples on the ranks",
+        "divides by the mean number, cut to an integer: 3 for 4 and 3 samples",
+        "the mean over all samples",
+        "Lightning's is wrong by up to the rounding (2.6.6)",
+    ),
+    Difference(
+        "`trainer.predict` with fewer samples than ranks",
+        "hangs until its timeout",
+        "a `ValueError` on every rank",
+        "a rank without a batch cannot take part",
+    ),
+    Difference(
+        "`trainer.init_module(empty_init=True)`",
+        "memory without values on the device",
+        "the meta device under FSDP2; weights come from the module's `reset_parameters`, or a checkpoint",
+        "no rank holds the whole module",
+    ),
+    Difference(
+        "random numbers behind `seed_everything`",
+        "iterators of loaders draw their seed from the global generator",
+        "they have one of their own: the same seed gives other dropout masks, and another order of what"
+        " `use_distributed_sampler=False` leaves to `shuffle=True`",
+        "a resumed run draws what an uninterrupted one does",
+    ),
+    Difference(
+        "`trainer.callbacks` during a run, reports of profilers",
+        "the user's",
+        "one or two of the strategy's beside them, which leave with the run",
+        "signals and logs: [callbacks.md](callbacks.md)",
+    ),
+    Difference(
+        "rows and hyperparameters in loggers",
+        "a row for each call",
+        "one row per step, and the hyperparameter `run`",
+        "[tracking.md](tracking.md)",
+    ),
+    Difference(
+        "`trainer.fit(torch.compile(module))`",
+        "compiles the module",
+        "an error of Lightning's, which names its own strategies; `enable_compile` of the config",
+        "layers are compiled one by one, before they are wrapped",
+    ),
+    Difference(
+        '`precision="bf16-mixed"`, output of the module',
+        "bfloat16",
+        "float32 under FSDP2",
+        "losses are computed in float32",
+    ),
+    Difference(
+        "`trainer.model` while it trains",
+        "`DistributedDataParallel`",
+        "the LightningModule itself under FSDP2",
+        "torch shards it in place",
+    ),
+    Difference(
+        "parameters that the loss does not use",
+        "an error, or `find_unused_parameters`",
+        "left alone under FSDP2; the same under DDP",
+        "nothing waits for their gradients",
+    ),
+    Difference(
+        "weights that are used without a call of the module that has them: `F.linear(x, self.layer.weight)`, a penalty"
+        " on `self.parameters()`",
+        "work",
+        "under FSDP2 an error that says what to do instead; `weight_decay` is the optimizer's",
+        "weights are whole in the forward of their module only",
+    ),
+    Difference(
+        "`self.load_state_dict(...)` with whole tensors in `on_fit_start` or later",
+        "works",
+        "under FSDP2 an error; load in `__init__`, `setup` or `configure_model`",
+        "the module is sharded between `setup` and `on_fit_start`",
+    ),
+    Difference(
+        "a gradient of a gradient (`create_graph=True`)",
+        "works",
+        "under FSDP2 an error that says so",
+        "weights are freed behind their forward",
+    ),
+    Difference(
+        "parameters without a dimension, embeddings with `sparse=True`",
+        "work",
+        "refused where parameters are sharded",
+        "there is nothing to shard; sparse gradients have no reduce-scatter",
+    ),
+    Difference(
+        "parameters of the LightningModule itself under manual optimisation",
+        "work",
+        "refused where parameters are sharded",
+        "they are gathered once for the whole step",
+    ),
+    Difference(
+        "`LBFGS`, `Rprop`, `Adafactor`",
+        "work",
+        "refused where parameters are sharded",
+        "torch's have no step for shards",
+    ),
+    Difference(
+        "`Muon` for a matrix of one row",
+        "works",
+        "under FSDP2 an error of torch's; give it to another optimizer, as one would a vector",
+        "its products change how the row is sharded",
+    ),
+    Difference(
+        "`lightning.pytorch.utilities.grad_norm`",
+        "works",
+        "under FSDP2 an error that says what to use; or the callback `GradientNorm`",
+        "it reads gradients as if they were whole",
+    ),
+    Difference(
+        "`TensorBoardLogger(log_graph=True)` with an `example_input_array`",
+        "traces on rank 0",
+        "refused where parameters are sharded",
+        "a forward takes all ranks",
+    ),
+    Difference(
+        "`copy.deepcopy(module)`, `module.to_torchscript()` behind a fit",
+        "work",
+        "errors of torch's where parameters are sharded; load a checkpoint into a new module",
+        "a rank has a part of it",
+    ),
+)
+
+
+def describe_differences() -> list[str]:
+    """The section of the document on what a user of Lightning's own strategy may not expect."""
+    return [
+        "",
+        "## What differs from Lightning's `ddp`",
+        "",
+        "What Lightning documents for `fit`, `validate`, `test` and `predict`, loops, checkpoints, callbacks and the",
+        'Tuner was run under its `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on one and two ranks: values, files,',
+        "errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of it. These differ:",
+        "",
+        "| | Lightning's `ddp` | here | because |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(difference)} |" for difference in DIFFERENCES),
+    ]
+
+
 def describe_options(made_with: str) -> str:
     """The document, in Markdown; ``made_with`` says when and with which versions the checks ran."""
     lines = [
@@ -149,7 +337,7 @@ def describe_options(made_with: str) -> str:
             if row.group == group:
                 cells = " | ".join(row.describe(strategy) for strategy in STRATEGIES)
                 lines.append(f"| `{row.name}` | {row.tried} | {cells} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *describe_differences(), ""])
 
 
 # ---------------------------------------------------------------------- runs to compare

@@ -52,7 +52,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -907,6 +907,62 @@ def test_zero_grad_drops_what_was_not_yet_synchronised(kind: Kind) -> None:
             assert_same_weights(module, expected)
 
     kind.run(run, WORLD)
+
+
+def test_a_graph_of_a_sharded_module_is_refused(kind: Kind, tmp_path: Path) -> None:
+    class HasExample(Regressor):
+        example_input_array = torch.zeros(2, WIDTH)
+
+    def run() -> None:
+        logger = TensorBoardLogger(tmp_path, log_graph=True)
+        error = pytest.raises(ValueError, match=r"TensorBoardLogger\(log_graph=True\) traces the module on one rank")
+        with error if kind.shards else nullcontext():
+            kind.make_trainer(logger=logger, max_steps=1).fit(HasExample(), make_loader(make_batches(WORLD)))
+
+    kind.run(run, WORLD)
+
+
+class Embeds(Regressor):
+    def build(self) -> None:
+        super().build()
+        self.table = nn.Embedding(4, WIDTH, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + self.table(torch.tensor([1])))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_sharded(kind: Kind) -> None:
+    def run() -> None:
+        error = pytest.raises(ValueError, match="reduces dense gradients, and those of the embeddings table are sparse")
+        with error if kind.shards else nullcontext():
+            kind.make_trainer(max_steps=1).fit(Embeds(), make_loader(make_batches(WORLD)))
+
+    kind.run(run, WORLD)
+
+
+def test_steps_that_are_none_end_an_accumulation_of_one_process(kind: Kind) -> None:
+    """What came before is stepped with; several ranks are refused by Lightning."""
+
+    class LeavesOut(Regressor):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+            return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
+
+    batches = make_batches(6)
+
+    def run() -> None:
+        module, expected = LeavesOut(), Regressor()
+        kind.make_trainer(accumulate_grad_batches=2, max_steps=3).fit(module, make_loader(batches))
+        optimizer = make_optimizer(expected.parameters())
+        for window in (batches[:1], batches[3:4], batches[4:]):
+            optimizer.zero_grad()
+            (sum(expected.loss(batch) for batch in window) / 2).backward()
+            optimizer.step()
+        assert_same_weights(module, expected)
+
+    kind.run(run, 1)
 
 
 # ---------------------------------------------------------------------- manual optimisation

@@ -71,6 +71,29 @@ def test_token_mean_under_manual_optimisation_is_that_of_automatic_optimisation(
         torch.testing.assert_close(manual[name], weight, rtol=1e-6, atol=1e-7, msg=name)
 
 
+class TokenMeanByClosure(TokenMean):
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+
+        optimizer.step(closure=closure)
+
+
+def test_token_mean_in_the_closure_of_a_step_is_that_of_automatic_optimisation() -> None:
+    def run(module: TokenMean) -> dict[str, Tensor]:
+        batches = make_token_batches(4)[dist.get_rank() :: 2]
+        make_trainer().fit(module, DataLoader(batches, batch_size=None))
+        return whole(module.model.state_dict())
+
+    automatic, manual = (
+        run_ranks(run, 2, module)[0] for module in (TokenMean(manual=False), TokenMeanByClosure(manual=True))
+    )
+    torch.testing.assert_close(manual, automatic, rtol=1e-6, atol=1e-7)
+
+
 def test_an_aborted_run_leaves_no_tokens_behind() -> None:
     class Aborts(pl.Callback):
         def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
