@@ -44,8 +44,9 @@ class _Check:
         self.group = group
 
     def make_hook(self, index: int) -> Any:
+        @torch.compiler.disable  # dynamo may take the hook of a compiled layer for code to trace
         def hook(module: nn.Module, args: Any) -> None:
-            if not (is_unsharded_by_user(module) or torch.compiler.is_compiling()):
+            if not is_unsharded_by_user(module):
                 self.compare(index)
 
         return hook

@@ -50,6 +50,12 @@ def test_what_a_config_switches_is_seen() -> None:
         assert trial.try_config(config).is_causal is not is_bidirectional
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_names_of_sizes_that_only_one_config_has_are_cut(is_causal: bool) -> None:
+    """As large as its authors have it, it would be judged by `is_decoder`, which it lacks."""
+    assert trial.try_config(AutoConfig.for_model("xlm", causal=is_causal)).is_causal is is_causal
+
+
 def test_a_config_that_cannot_be_cut_is_judged_by_what_it_says() -> None:
     config = AutoConfig.for_model("xmod")  # which asks for a language before it runs
     assert trial.try_config(config) is None

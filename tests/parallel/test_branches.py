@@ -53,22 +53,24 @@ class Seeing(pl.LightningModule):
         return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.0)
 
 
-def fit(batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def fit(batch: dict[str, Tensor], *, is_compiled: bool = False, **options: Any) -> dict[str, Tensor]:
     module = Seeing(**options)
-    strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full"))
+    strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full", enable_compile=is_compiled))
     make_trainer(strategy, max_steps=1).fit(module, torch.utils.data.DataLoader([batch], batch_size=None))
     return module.gradients
 
 
-@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_that_run_other_parts_are_told_apart(is_frozen: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"is_compiled": True}, pytest.param({"is_frozen": True}, marks=pytest.mark.slow)], ids=str
+)
+def test_ranks_that_run_other_parts_are_told_apart(options: dict[str, bool], compile_without_code: None) -> None:
     def run() -> None:
         batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)
         message = (
             r"visual\.blocks\.0 \(ranks 0\); model\.model\.language_model\.layers\.0 \(ranks 1\)\..*add_dummy_image"
         )
         with pytest.raises(RuntimeError, match=message):
-            fit(batch, is_frozen=is_frozen)
+            fit(batch, **options)
 
     run_ranks(run, 2, group=False)
 
