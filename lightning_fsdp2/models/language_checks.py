@@ -55,8 +55,8 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
         rank_zero_warn(f"{what}: a document that is longer ends the run with an index error. {remedy}.")
     else:
         rank_zero_warn(
-            f"{what}, which it was not made for: its rotary positions are not scaled, and what lies beyond is"
-            f" extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
+            f"{what}, which it was not made for: its rotary positions are not scaled that far, and what lies"
+            f" beyond is extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
         )
 
 
@@ -88,7 +88,7 @@ def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
 
 def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
     rotary: Any = getattr(text, "rope_parameters", None)
-    if not rotary:
+    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both, and its model takes one
         return None
     kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):

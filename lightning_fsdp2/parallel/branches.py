@@ -16,7 +16,7 @@ from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 
 
-def check_branches(root: nn.Module, units: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
 
     A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host. Where there
@@ -48,12 +48,11 @@ class _Check:
         self.group = group
 
     def make_hook(self, index: int) -> Any:
-        @torch.compiler.disable  # dynamo may take the hook of a compiled layer for code to trace
         def hook(module: nn.Module, args: Any) -> None:
             if not is_unsharded_by_user(module):
                 self.compare(index)
 
-        return hook
+        return torch.compiler.disable(hook)  # dynamo would take the hook of a compiled layer for code to trace
 
     def compare(self, index: int) -> None:
         """Raise, on every rank, where ranks are at different parts.

@@ -256,7 +256,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self.model_to_device()
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
 
-    def tell_branches_apart(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
+    def tell_branches_apart(self, module: nn.Module, units: Iterable[Any]) -> None:
         """Let data parallel ranks, which have other batches, notice before they gather the weights of other units."""
         if self.data_parallel_size > 1 and self._control_group is not None:
             check_branches(module, units, self._control_group)

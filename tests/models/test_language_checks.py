@@ -132,7 +132,7 @@ def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None
     ("config", "length", "says"),
     [
         ({**LLAMA, "max_position_embeddings": 32}, 32, None),
-        ({**LLAMA, "max_position_embeddings": 32}, 33, "not scaled"),
+        ({**LLAMA, "max_position_embeddings": 32}, 33, "not scaled that far"),
         (
             {
                 **LLAMA,
@@ -148,6 +148,7 @@ def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None
             None,
         ),
         ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, 100_000, None),  # linear biases
+        ({"model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "alibi": True}, 100_000, None),
     ],
 )
 def test_rotary_positions_go_on_with_a_warning(config: dict[str, Any], length: int, says: str | None) -> None:
