@@ -1,10 +1,15 @@
 """What a model must be and take so that it learns the next token: checked before it trains."""
 
+import inspect
+from collections.abc import Set
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_fsdp2.models.trial import try_config
+from lightning_fsdp2.parallel.structure import get_class, get_class_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,6 +63,25 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
             f"{what}, which it was not made for: its rotary positions are not scaled that far, and what lies"
             f" beyond is extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
         )
+
+
+def check_names(model: nn.Module, names: Set[str]) -> None:
+    """Refuse a batch in which the name of an argument is misspelt: models of transformers ignore what they do not know.
+
+    Args:
+        model: Of transformers.
+        names: Of the batch's tensors.
+
+    Raises:
+        ValueError: With the nearest argument.
+    """
+    arguments = inspect.signature(get_class(model).forward).parameters
+    for name in names - arguments.keys():
+        if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
+            raise ValueError(
+                f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Call it"
+                f" {nearest[0]!r}, or leave it out of the batch."
+            )
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:

@@ -177,3 +177,13 @@ def test_documents_that_start_anew_are_only_warned_of() -> None:
     config = CausalLM(config=GPT2).hf_config
     with pytest.warns(UserWarning, match="a document that is longer ends the run"):
         check_length(config, 64, "sequence_length=64", restarts=True)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("attention_msk", "attention_mask"), ("lables", "labels")])
+def test_a_misspelt_name_in_a_batch_is_an_error(name: str, nearest: str) -> None:
+    def run() -> None:
+        row = {"input_ids": torch.arange(8), "row": torch.zeros(1), name: torch.arange(8)}
+        with pytest.raises(ValueError, match=f"has '{name}', which LlamaForCausalLM would ignore, and no '{nearest}'"):
+            make_trainer(devices=1).fit(CausalLM(config=LLAMA), DataLoader([row]))
+
+    run_ranks(run, 1, group=False)
