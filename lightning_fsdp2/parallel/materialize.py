@@ -78,7 +78,7 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
     """
     if device_mesh.size() == 1:
         return
-    _check_same_tensors(model, device, get_groups(device_mesh))
+    _check_same_tensors(model, get_groups(device_mesh))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
@@ -223,23 +223,16 @@ def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
-def _check_same_tensors(model: nn.Module, device: torch.device, groups: list[dist.ProcessGroup]) -> None:
+def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
     """Refuse a module that is another one on some rank, before collectives that do not fit meet."""
     if any(dist.get_backend(group) == "fake" for group in groups):
         return
     tensors = (*model.named_parameters(), *model.named_buffers())
     own = [(name, [*tensor.shape], tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
     digest = zlib.crc32(repr(own).encode())
-    largest = torch.tensor([digest, -digest], device=device)
-    for group in groups:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    if not largest.sum():  # the largest is the smallest
+    if len(set(_gather({dist.get_rank(): digest}, groups).values())) == 1:
         return
-    known = {dist.get_rank(): own}
-    for group in groups:
-        parts: list[dict[int, Any]] = [{}] * group.size()
-        dist.all_gather_object(parts, known, group=group)
-        known = {rank: described for part in parts for rank, described in part.items()}
+    known = _gather({dist.get_rank(): own}, groups)
     first = known[min(known)]
     others = [rank for rank, described in sorted(known.items()) if described != first]
     pairs = zip_longest(first, known[others[0]], fillvalue="nothing")
@@ -249,6 +242,15 @@ def _check_same_tensors(model: nn.Module, device: torch.device, groups: list[dis
         f" {describe_ranks(others)} than on rank {min(known)}, first {there} in place of {here} (name, shape, dtype,"
         " whether it is trained). Build it alike everywhere, whatever the rank, its data and its files."
     )
+
+
+def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int, Any]:
+    """Return the values of all ranks of a mesh, by rank."""
+    for group in groups:
+        parts: list[dict[int, Any]] = [{}] * group.size()
+        dist.all_gather_object(parts, values, group=group)
+        values = {rank: value for part in parts for rank, value in part.items()}
+    return values
 
 
 def _check_can_initialize(model: nn.Module) -> None:
