@@ -36,8 +36,11 @@ torch 2.11, and the next one fails; 2.13 and 2.15 do not."""
 tree_map_only: Any = _pytree.tree_map_only
 """Maps what is of a type in nested containers; private by its module's name only (torch 2.11 to 2.15)."""
 
+tree_leaves: Any = _pytree.tree_leaves
+"""Lists what is in nested containers."""
+
 tree_map_with_path: Any = _pytree.tree_map_with_path
-"""The same for everything, with the keys on the way to it."""
+"""Maps everything in them, with the keys on the way to it."""
 
 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2._torch_compat import tree_map_only
+from lightning_fsdp2._torch_compat import tree_leaves, tree_map_only
 from lightning_fsdp2._torch_simulation import FakeTensor
 from lightning_fsdp2.checkpoint.conversion import convert_back, get_stored_layout, is_converted
 from lightning_fsdp2.parallel.failures import list_names
@@ -136,8 +136,7 @@ def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            kind = _get_optional_foreign_class(value)
-            if kind is not None:
+            if kind := next(filter(None, map(_get_optional_foreign_class, tree_leaves(value))), None):
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names.get(id(parameter), 'a parameter')} as"
                     f" {kind.__module__}.{kind.__qualname__}: optimizer states of tensor subclasses are not supported,"

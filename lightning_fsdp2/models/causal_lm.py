@@ -21,7 +21,7 @@ from lightning_fsdp2.models.hugging_face import (
     find_pretrained,
     get_optional_folder,
 )
-from lightning_fsdp2.models.language_checks import check_causal, check_length
+from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
 from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.context_parallel import get_optional_sharding, shard_sequence, sum_over_positions
@@ -35,6 +35,7 @@ from lightning_fsdp2.parallel.loss import (
     token_cross_entropy,
 )
 from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
+from lightning_fsdp2.parallel.structure import get_hf_models
 from lightning_fsdp2.schedulers import WarmupCosine
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class CausalLM(LightningModule):
 
         The positions are those of this rank.
         """
-        self._check_length(batch)
+        self._check_batch(batch)
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
         labels = shard_sequence(self.model, shift_left(batch.get("labels", batch["input_ids"])))
         if self.loss == "full":
@@ -251,12 +252,13 @@ class CausalLM(LightningModule):
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
 
-    def _check_length(self, batch: Batch) -> None:
-        # a data module of the user's own does not say its lengths
+    def _check_batch(self, batch: Batch) -> None:
+        # a data module of the user's own does not say its lengths, nor what it calls its tensors
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
             check_length(self.hf_config, length, f"A batch of {length} tokens", restarts="position_ids" in batch)
+            check_names(get_hf_models(self)[0], batch.keys())
 
     def _compute_logits(self, **inputs: Tensor) -> Tensor:
         with self._separate_documents(inputs):

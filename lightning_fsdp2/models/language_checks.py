@@ -1,10 +1,15 @@
 """What a model must be and take so that it learns the next token: checked before it trains."""
 
+import inspect
+from collections.abc import Set
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_fsdp2.models.trial import try_config
+from lightning_fsdp2.parallel.structure import get_class, get_class_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,9 +60,28 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
         rank_zero_warn(f"{what}: a document that is longer ends the run with an index error. {remedy}.")
     else:
         rank_zero_warn(
-            f"{what}, which it was not made for: its rotary positions are not scaled, and what lies beyond is"
-            f" extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
+            f"{what}, which it was not made for: its rotary positions are not scaled that far, and what lies"
+            f" beyond is extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
         )
+
+
+def check_names(model: nn.Module, names: Set[str]) -> None:
+    """Refuse a batch in which the name of an argument is misspelt: models of transformers ignore what they do not know.
+
+    Args:
+        model: Of transformers.
+        names: Of the batch's tensors.
+
+    Raises:
+        ValueError: With the nearest argument.
+    """
+    arguments = inspect.signature(get_class(model).forward).parameters
+    for name in names - arguments.keys():
+        if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
+            raise ValueError(
+                f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Call it"
+                f" {nearest[0]!r}, or leave it out of the batch."
+            )
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
@@ -88,7 +112,7 @@ def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
 
 def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
     rotary: Any = getattr(text, "rope_parameters", None)
-    if not rotary:
+    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both, and its model takes one
         return None
     kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):

@@ -23,7 +23,7 @@ LAYERS, HEADS, EXPERTS, VOCABULARY, POSITIONS = 2, 4, 4, 64, 32
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "out_hidden_size")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "word_embed_proj_dim", "out_hidden_size")
 _HEAD_COUNTS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -36,9 +36,9 @@ _CUTS: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), VOCABULARY),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), VOCABULARY - 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "chunk_size", "mamba_chunk_size"), POSITIONS),
 }
 """What the fields of configs that say a size are cut to, if they are larger."""
 

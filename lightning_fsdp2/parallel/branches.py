@@ -4,6 +4,7 @@ Ranks gather a unit's weights together. One whose batch has no image would enter
 gather the tower, and the two collectives would be taken for one: a crash, or a hang.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,26 +12,29 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fsdp2.parallel.failures import describe_ranks
-from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules, is_unsharded_by_user
-from lightning_fsdp2.parallel.structure import get_layer_lists
+from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user
+from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 
 
-def check_branches(root: nn.Module, group: dist.ProcessGroup) -> None:
+def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
 
-    A part is a unit of FSDP2 outside of layers, or a list of layers; each costs an exchange of a number on the host.
-    Models with a single list of layers have nothing to choose from, and no exchange.
+    A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host. Where there
+    is one list of layers, and nothing beside a Hugging Face model, there is nothing to choose from, and no exchange.
 
     Args:
-        root: A module that FSDP2 has sharded.
+        root: A module that is sharded.
+        units: Its modules whose weights are gathered when they are called.
         group: All ranks, on the host.
     """
     lists = get_layer_lists(root)
-    later: set[Any] = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
-    later -= {blocks[0] for blocks in lists}  # a list of layers is entered with the first
-    units: list[Any] = get_fsdp_modules(root)
-    parts = [module for module in units if module not in later]
-    if len(lists) < 2 or dist.get_backend(group) == "fake":
+    inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
+    # a list of layers is entered with the first
+    entered = ({*units} - inside) | {blocks[0] for blocks in lists}
+    parts = [module for module in root.modules() if module in entered]
+    models = {module for model in get_hf_models(root) for module in model.modules()}
+    has_choice = len(lists) > 1 or (models and not entered <= models)
+    if not has_choice or dist.get_backend(group) == "fake":
         return
     names = {module: name for name, module in root.named_modules()}
     check = _Check([names[part] for part in parts], group)
@@ -45,10 +49,10 @@ class _Check:
 
     def make_hook(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not (is_unsharded_by_user(module) or torch.compiler.is_compiling()):
+            if not is_unsharded_by_user(module):
                 self.compare(index)
 
-        return hook
+        return torch.compiler.disable(hook)  # dynamo would take the hook of a compiled layer for code to trace
 
     def compare(self, index: int) -> None:
         """Raise, on every rank, where ranks are at different parts.

@@ -40,9 +40,10 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: See ``error_if_nonfinite``.
-        ValueError: Under Megatron-FSDP, when the model was called since its backward, and now holds parameters without
-            gradients.
+        ValueError: When the bound is negative or NaN; under Megatron-FSDP, when the model was called since its
+            backward, and now holds parameters without gradients.
     """
+    _check_bound("max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _check_distributed(parameters)
     total = get_total_norm(parameters, norm_type)
@@ -58,7 +59,12 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate."""
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate.
+
+    Raises:
+        ValueError: When the bound is negative or NaN; under Megatron-FSDP as :func:`clip_grad_norm_`.
+    """
+    _check_bound("clip_value", clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _check_distributed(parameters)
     _reduce_partial(parameters)
@@ -156,6 +162,12 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
         drop_unreduced_gradients(module, cleared)
+
+
+def _check_bound(name: str, bound: float) -> None:
+    """Refuse what would turn all gradients around, or make them NaN."""
+    if not bound >= 0:
+        raise ValueError(f"{name}={bound!r} must be 0 or more; to measure the norm alone, use max_norm=float('inf').")
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:

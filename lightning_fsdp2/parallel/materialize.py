@@ -4,8 +4,10 @@ The weights are those of one process: every rank draws the same random numbers f
 shard, so that a seed gives one model on any mesh. One module is held in full at a time.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp2.parallel.adapters import check_can_initialize as check_adapters_can_initialize
 from lightning_fsdp2.parallel.adapters import initialize_adapters
+from lightning_fsdp2.parallel.failures import describe_ranks
 from lightning_fsdp2.parallel.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.parallel.structure import is_hf_model
 
@@ -69,9 +72,13 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
         model: Not sharded yet; tensors on the meta device are skipped.
         device: Where the mesh's groups can communicate.
         device_mesh: All of its axes are broadcast over.
+
+    Raises:
+        ValueError: On every rank, when ranks have other tensors.
     """
     if device_mesh.size() == 1:
         return
+    _check_same_tensors(model, get_groups(device_mesh))
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
@@ -214,6 +221,36 @@ def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+
+
+def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
+    """Refuse a module that is another one on some rank, before collectives that do not fit meet."""
+    if any(dist.get_backend(group) == "fake" for group in groups):
+        return
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = [(name, [*tensor.shape], tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    digest = zlib.crc32(repr(own).encode())
+    if len(set(_gather({dist.get_rank(): digest}, groups).values())) == 1:
+        return
+    known = _gather({dist.get_rank(): own}, groups)
+    first = known[min(known)]
+    others = [rank for rank, described in sorted(known.items()) if described != first]
+    pairs = zip_longest(first, known[others[0]], fillvalue="nothing")
+    here, there = next((here, there) for here, there in pairs if here != there)
+    raise ValueError(
+        "The module is not the same on all ranks: its parameters and buffers are others on the ranks"
+        f" {describe_ranks(others)} than on rank {min(known)}, first {there} in place of {here} (name, shape, dtype,"
+        " whether it is trained). Build it alike everywhere, whatever the rank, its data and its files."
+    )
+
+
+def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int, Any]:
+    """Return the values of all ranks of a mesh, by rank."""
+    for group in groups:
+        parts: list[dict[int, Any]] = [{}] * group.size()
+        dist.all_gather_object(parts, values, group=group)
+        values = {rank: value for part in parts for rank, value in part.items()}
+    return values
 
 
 def _check_can_initialize(model: nn.Module) -> None:

@@ -20,8 +20,8 @@ from lightning_fsdp2._torch_compat import initialize_root
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 from lightning_fsdp2.mesh import get_mesh_sizes
-from lightning_fsdp2.parallel.branches import check_branches
 from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
+from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.gradients import defer_grad_sync, drop_deferred_gradients
 from lightning_fsdp2.parallel.materialize import materialize
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
@@ -106,8 +106,6 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
-        if self.data_parallel_size > 1 and self._control_group is not None:
-            check_branches(self.lightning_module, self._control_group)
 
     @override
     def teardown(self) -> None:
@@ -144,6 +142,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                     register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
+        self.tell_branches_apart(module, get_fsdp_modules(module))
 
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:

@@ -157,6 +157,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         check_manual_optimization(module)
         self.manager.parallelize(module)
+        self.tell_branches_apart(module, (part for part in module.modules() if len(part._parameters)))
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:

@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,6 +34,7 @@ from lightning_fsdp2._lightning_compat import begin_epoch_after_complete_one, en
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
+from lightning_fsdp2.parallel.branches import check_branches
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.structure import get_modules, is_metric
@@ -261,6 +262,11 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._step_region.watch(self.lightning_module)
         self.model_to_device()
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
+
+    def tell_branches_apart(self, module: nn.Module, units: Iterable[Any]) -> None:
+        """Let data parallel ranks, which have other batches, notice before they gather the weights of other units."""
+        if self.data_parallel_size > 1 and self._control_group is not None:
+            check_branches(module, units, self._control_group)
 
     def setup_training(self, trainer: "Trainer") -> None:
         """Make the optimizers of the module."""

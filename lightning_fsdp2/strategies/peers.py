@@ -18,6 +18,9 @@ from lightning_fsdp2.parallel.failures import describe_ranks
 _PROBE_TIMEOUT = timedelta(seconds=5)
 """How long ranks that lost contact wait for the others to say the same: all were in one collective."""
 
+_AGENT_TIMEOUT = timedelta(seconds=15)
+"""How long to wait for the store of torchrun's agent, which had it before it started the ranks: it may have ended."""
+
 _MOST_NAMED = 5
 _MOST_LISTED = 64
 _MOST_CHARACTERS = 200
@@ -43,13 +46,14 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         ValueError: On every rank, with what differs in ``run`` and where, or who has the number of another one.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
     try:
         server = TCPStore(
             address,
             port,
             world_size,
             is_master=rank == 0 and not is_agents,
-            timeout=timeout,
+            timeout=store_timeout,
             wait_for_workers=False,  # which does not say for whom
             multi_tenant=True,
         )
@@ -65,9 +69,11 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             raise OSError(
                 f"Port {port} is taken on {platform.node()} by another process; set MASTER_PORT to a free one."
             ) from error
+        holder = "torchrun's agent" if is_agents else "rank 0"
+        waited = f"rendezvous_timeout={timeout}" if store_timeout == timeout else f"{store_timeout}"
         raise TimeoutError(
-            f"Rank {rank} ({platform.node()}) could not reach the store of rank 0 at {address}:{port} within"
-            f" rendezvous_timeout={timeout}: {str(error).splitlines()[0]} Check that rank 0 has started, that"
+            f"Rank {rank} ({platform.node()}) could not reach the store of {holder} at {address}:{port} within"
+            f" {waited}: {str(error).splitlines()[0]} Check that {holder} has started and still runs, that"
             " MASTER_ADDR is its address and the same on all nodes, and that no firewall closes the port."
         ) from error
     try:

@@ -170,18 +170,18 @@ class Packed(torch.Tensor):
     """A tensor in a format of its own."""
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_states_of_a_tensor_subclass_are_refused_before_anything_is_written(is_sharded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["local", "sharded", "in a list"])
+def test_states_of_a_tensor_subclass_are_refused_before_anything_is_written(form: str, tmp_path: Path) -> None:
     def run() -> None:
         model, optimizer = train(lambda model: torch.optim.AdamW(model.net.parameters()), 1)
         for values in optimizer.state.values():
             average = values["exp_avg"]
             local = average.to_local().as_subclass(Packed)
-            values["exp_avg"] = (
-                DTensor.from_local(local, average.device_mesh, average.placements, run_check=False)
-                if is_sharded
-                else local
-            )
+            values["exp_avg"] = {
+                "local": local,
+                "sharded": DTensor.from_local(local, average.device_mesh, average.placements, run_check=False),
+                "in a list": [local],
+            }[form]
         with pytest.raises(ValueError, match=r"AdamW keeps 'exp_avg' of net\.weight as .*Packed: .* such as torch.opt"):
             save_checkpoint(tmp_path / "x.ckpt", model, optimizer)
         assert not (tmp_path / "x.ckpt").exists()

@@ -50,6 +50,12 @@ def test_what_a_config_switches_is_seen() -> None:
         assert trial.try_config(config).is_causal is not is_bidirectional
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_names_of_sizes_that_only_one_config_has_are_cut(is_causal: bool) -> None:
+    """As large as its authors have it, it would be judged by `is_decoder`, which it lacks."""
+    assert trial.try_config(AutoConfig.for_model("xlm", causal=is_causal)).is_causal is is_causal
+
+
 def test_a_config_that_cannot_be_cut_is_judged_by_what_it_says() -> None:
     config = AutoConfig.for_model("xmod")  # which asks for a language before it runs
     assert trial.try_config(config) is None
@@ -126,7 +132,7 @@ def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None
     ("config", "length", "says"),
     [
         ({**LLAMA, "max_position_embeddings": 32}, 32, None),
-        ({**LLAMA, "max_position_embeddings": 32}, 33, "not scaled"),
+        ({**LLAMA, "max_position_embeddings": 32}, 33, "not scaled that far"),
         (
             {
                 **LLAMA,
@@ -142,6 +148,7 @@ def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None
             None,
         ),
         ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, 100_000, None),  # linear biases
+        ({"model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "alibi": True}, 100_000, None),
     ],
 )
 def test_rotary_positions_go_on_with_a_warning(config: dict[str, Any], length: int, says: str | None) -> None:
@@ -170,3 +177,13 @@ def test_documents_that_start_anew_are_only_warned_of() -> None:
     config = CausalLM(config=GPT2).hf_config
     with pytest.warns(UserWarning, match="a document that is longer ends the run"):
         check_length(config, 64, "sequence_length=64", restarts=True)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("attention_msk", "attention_mask"), ("lables", "labels")])
+def test_a_misspelt_name_in_a_batch_is_an_error(name: str, nearest: str) -> None:
+    def run() -> None:
+        row = {"input_ids": torch.arange(8), "row": torch.zeros(1), name: torch.arange(8)}
+        with pytest.raises(ValueError, match=f"has '{name}', which LlamaForCausalLM would ignore, and no '{nearest}'"):
+            make_trainer(devices=1).fit(CausalLM(config=LLAMA), DataLoader([row]))
+
+    run_ranks(run, 1, group=False)

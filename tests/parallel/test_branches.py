@@ -6,11 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.models import LLAMA
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES
 from helpers.user_modules import make_trainer
 from helpers.vision import IMAGE, get_vision_loss, make_image_batch, make_vision_model
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.data import add_dummy_image
@@ -53,24 +56,76 @@ class Seeing(pl.LightningModule):
         return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.0)
 
 
-def fit(batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def fit(batch: dict[str, Tensor], *, is_compiled: bool = False, **options: Any) -> dict[str, Tensor]:
     module = Seeing(**options)
-    strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full"))
+    strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full", enable_compile=is_compiled))
     make_trainer(strategy, max_steps=1).fit(module, torch.utils.data.DataLoader([batch], batch_size=None))
     return module.gradients
 
 
-@pytest.mark.parametrize("is_frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_that_run_other_parts_are_told_apart(is_frozen: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"is_compiled": True}, pytest.param({"is_frozen": True}, marks=pytest.mark.slow)], ids=str
+)
+def test_ranks_that_run_other_parts_are_told_apart(options: dict[str, bool], compile_without_code: None) -> None:
     def run() -> None:
         batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)
         message = (
             r"visual\.blocks\.0 \(ranks 0\); model\.model\.language_model\.layers\.0 \(ranks 1\)\..*add_dummy_image"
         )
         with pytest.raises(RuntimeError, match=message):
-            fit(batch, is_frozen=is_frozen)
+            fit(batch, **options)
 
     run_ranks(run, 2, group=False)
+
+
+def test_ranks_of_megatron_fsdp_are_told_apart_too() -> None:
+    kind = STRATEGIES["megatron_fsdp"]
+
+    def run() -> None:
+        batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)
+        loader = torch.utils.data.DataLoader([batch], batch_size=None)
+        with pytest.raises(RuntimeError, match=r"visual\.patch_embed\.proj \(ranks 0\); .*\.layers\.0 \(ranks 1\)\."):
+            kind.make_trainer(max_steps=1).fit(Seeing(), loader)
+
+    kind.run(run, 2, group=False)
+
+
+class WithTower(pl.LightningModule):
+    """A Hugging Face model with a tower of the user's, which has no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.Linear(8, 32)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        embedded = self.model.get_input_embeddings()(batch)
+        if self.global_rank == 0:
+            embedded = embedded + self.tower(torch.ones(8))
+        return self.model(inputs_embeds=embedded).logits.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_tower_beside_a_model_is_a_part_too() -> None:
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"tower \(ranks 0\); model \(ranks 1\)\."):
+            make_trainer(max_steps=1).fit(WithTower(), torch.utils.data.DataLoader(torch.ones(2, 4).long()))
+
+    run_ranks(run, 2, group=False)
+
+
+def test_a_module_that_goes_through_several_stages_is_checked_once() -> None:
+    def run() -> int:
+        module = Seeing()
+        loader = torch.utils.data.DataLoader([make_image_batch(FAMILY, 0)], batch_size=None)
+        for _ in range(2):
+            make_trainer(max_steps=1).fit(module, loader)
+        hooks = module.model.model.language_model.layers[0]._forward_pre_hooks.values()
+        return sum("branches" in hook.__module__ for hook in hooks)
+
+    assert run_ranks(run, 2, group=False) == [1, 1]
 
 
 def test_a_dummy_image_changes_nothing() -> None:

@@ -166,6 +166,16 @@ def test_norm_without_any_gradient_is_zero() -> None:
         assert norm == 0
 
 
+@pytest.mark.parametrize("bound", [-1.0, math.nan])
+def test_a_bound_that_would_turn_gradients_around_is_refused(bound: float) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    for clip, name in ((clip_grad_norm_, "max_norm"), (clip_grad_value_, "clip_value")):
+        with pytest.raises(ValueError, match=f"{name}={bound} must be 0 or more"):
+            clip(parameter, bound)
+    assert parameter.grad.tolist() == [1, 1]
+
+
 def test_one_tensor_is_accepted_like_by_torch() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2 import DDPConfig, DDPManager, FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.materialize import materialize
 
 MODELS = {
@@ -106,3 +107,34 @@ def test_a_model_with_weights_takes_those_of_the_first_rank() -> None:
     expected = PlainTransformer().head.weight
     for actual in run_ranks(run, 3, None):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class Own(nn.Module):
+    """Another module on the last rank."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__()
+        is_other = dist.get_rank() == dist.get_world_size() - 1
+        self.first = nn.Linear(2, 3 if is_other and difference == "shape" else 2)
+        self.first.weight.requires_grad_(not (is_other and difference == "frozen"))
+        if is_other and difference == "one more":
+            self.second = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("manager", [FSDP2Manager, DDPManager])
+@pytest.mark.parametrize(
+    ("difference", "says"),
+    [
+        ("shape", r"first \('first.weight', \[3, 2\], torch.float32, True\) in place of \('first.weight', \[2, 2\]"),
+        ("frozen", r"torch.float32, False\) in place of"),
+        ("one more", r"first \('second.weight', .*\) in place of nothing"),
+    ],
+)
+def test_a_module_that_depends_on_the_rank_is_refused_on_every_rank(difference: str, says: str, manager: Any) -> None:
+    def run() -> None:
+        config = FSDP2Config() if manager is FSDP2Manager else DDPConfig()
+        mesh = create_device_mesh(config, dp_replicate_size=2 if manager is FSDP2Manager else 1, device_type="cpu")
+        with pytest.raises(ValueError, match=rf"not the same on all ranks: .* ranks 3 than on rank 0, .*{says}"):
+            manager(config, mesh).parallelize(Own(difference))
+
+    run_ranks(run, 4)

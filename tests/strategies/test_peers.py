@@ -79,7 +79,18 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
 
     [message] = run_ranks(run, 1, group=False)
     assert message.startswith("Rank 3 (b) could not reach the store of rank 0 at 127.0.0.1:")
-    assert "Check that rank 0 has started, that MASTER_ADDR is its address" in message
+    assert "Check that rank 0 has started and still runs, that MASTER_ADDR is its address" in message
+
+
+def test_an_agent_of_torchrun_that_has_ended_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that still imported torch then would hold their devices for all of rendezvous_timeout."""
+    monkeypatch.setattr(peers, "_AGENT_TIMEOUT", timedelta(seconds=1))
+
+    def run() -> str:
+        return start(timedelta(minutes=10), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+
+    [message] = run_ranks(run, 1, group=False)
+    assert "could not reach the store of torchrun's agent" in message
 
 
 def test_agents_that_have_counted_other_restarts_meet() -> None:
