@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -238,13 +239,30 @@ def _is_told_to_end(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let a run that goes on from this state train the rest of an epoch that :func:`is_epoch_cut_short`.
+    """Let a run that goes on from this state end the epoch that the state counts as processed.
 
-    Lightning counts it as complete, and a run that goes on would begin the next one.
+    Where :func:`is_epoch_cut_short`, the run would leave out the rest of it.
     """
     for count in ("current", "total"):
         progress = fit_loop["epoch_progress"][count]
         progress["processed"] = progress["completed"] = progress["started"] - 1
+
+
+def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
+    """Count the epochs right in the state of a fit that goes on, and return the number of the epoch that it goes on in.
+
+    A fit with ``max_steps`` ends an epoch anew that was saved while it ended, and would count it twice: samplers that
+    shuffle by epoch would be one ahead.
+    """
+    progress = fit_loop["epoch_progress"]["current"]
+    if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
+        reopen_epoch(fit_loop)
+    return int(progress["processed"])
+
+
+def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
+    """Tell the samplers of ``dataloader`` the epoch; before there are iterators, which Lightning does not in a resume."""
+    _set_sampler_epoch(dataloader, epoch)
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:

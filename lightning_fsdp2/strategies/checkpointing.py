@@ -25,6 +25,7 @@ from lightning_fsdp2._lightning_compat import (
     is_accumulating,
     is_epoch_cut_short,
     is_last_epoch,
+    prepare_resume,
     reopen_epoch,
     save_last,
 )
@@ -65,6 +66,7 @@ class CheckpointingStrategy(WorldStrategy):
     _begins_epoch_anew = False
     _left_out: Sequence[LeftOut] = ()
     _last_loader_states: Sequence[Any] = ()
+    _resumed_epoch = 0
     _checkpoint_io: MeshCheckpointIO | None
     _tracking: Tracking | None = None
 
@@ -236,6 +238,8 @@ class CheckpointingStrategy(WorldStrategy):
         checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
             self._take_rank_states(checkpoint, ranks)
+        if module.trainer.state.fn == TrainerFn.FITTING and "loops" in checkpoint:
+            self._resumed_epoch = prepare_resume(checkpoint["loops"]["fit_loop"], module.trainer)
         self._left_out = checkpoint.pop(LEFT_OUT_KEY, [])
         self._loaded_path = path
         return checkpoint

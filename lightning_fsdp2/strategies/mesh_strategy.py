@@ -30,7 +30,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import begin_epoch_after_complete_one, end_signal_handling
+from lightning_fsdp2._lightning_compat import (
+    begin_epoch_after_complete_one,
+    end_signal_handling,
+    set_sampler_epoch,
+)
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
@@ -360,6 +364,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def on_train_start(self) -> None:
         begin_epoch_after_complete_one(self.lightning_module.trainer)
+        self._resumed_epoch = 0
         self._restore_loader_positions()
         self.restore_random_state()
 
@@ -544,6 +549,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed by global rank, and the ranks of one replica would augment differently
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_parallel_rank)
+        if self._resumed_epoch:
+            set_sampler_epoch(dataloader, self._resumed_epoch)
         may_drop = self.lightning_module.trainer.state.fn != TrainerFn.PREDICTING
         return keep_in_step(dataloader, self._control_group, may_drop=may_drop)
 

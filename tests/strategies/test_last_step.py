@@ -14,7 +14,7 @@ from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import WORLD, Regressor, make_batches, make_optimizer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fsdp2 import CheckpointConfig
@@ -45,8 +45,9 @@ class Model(Regressor):
 
 
 def make_loader(count: int = BATCHES, kind: type[DataLoader[Any]] = StatefulDataLoader) -> DataLoader[Any]:
+    """Return a loader of the rank's batches, in another order in each epoch."""
     batches = [{**batch, "number": torch.tensor(i)} for i, batch in enumerate(make_batches(count * WORLD))]
-    return kind(batches[dist.get_rank() :: WORLD], batch_size=None)
+    return kind(batches, batch_size=None, sampler=DistributedSampler(batches, WORLD, dist.get_rank()))
 
 
 def fit(
