@@ -51,20 +51,23 @@ _QWEN_TOKENS = {
 }
 _QWEN_WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": {
-            **_TEXT,
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "vision_config": {**_TOWER, "vision_use_head": True},
-        "mm_tokens_per_image": 4,
-        "image_token_index": IMAGE,
-        "boi_token_index": START,
-        "eoi_token_index": END,
+_GEMMA3: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
+    "vision_config": _TOWER,
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": True}},
+    "gemma3 (vision_use_head=False)": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": False}},
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14]},
@@ -98,16 +101,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_QWEN_TOKENS,
     },
 }
+"""Configs by family; a second one of the same family has what differs behind its name."""
+
+NOT_BUILT: dict[str, str] = {}
+"""Families that are left out, and why."""
 
 _IMAGE_TOKENS = {"llava": 16}
 """Placeholders of an image; of others 4."""
 
+Inputs = dict[str, Tensor]
 
-def make_vision_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+
+def _see_patches(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    """Return flat patches of one image, as Qwen's towers take them: 4 by 4, of which 2 by 2 become a token."""
+    return {
+        "pixel_values": torch.randn(16, 3 * 2 * 14 * 14, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
+
+
+def _see_image(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    return {"pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
+
+
+def _see_image_of_gemma(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    return {**_see_image(tokens, generator), "token_type_ids": (tokens == IMAGE).long()}
+
+
+_INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
+    "gemma3": _see_image_of_gemma,
+    "qwen2_vl": _see_patches,
+    "qwen2_5_vl": _see_patches,
+    "qwen3_vl": _see_patches,
+}
+"""What a model takes beside tokens; of others one image, as it is."""
+
+
+def get_family(name: str) -> str:
+    """Return the ``model_type`` of an entry of :data:`FAMILIES`, which may be one of several of its family."""
+    return name.partition(" ")[0]
+
+
+def make_vision_config(name: str) -> Any:
+    return AutoConfig.for_model(get_family(name), **deepcopy(FAMILIES[name]))
+
+
+def make_vision_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build the model, with weights of which every one matters."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **deepcopy(FAMILIES[family]))
-    model: nn.Module = AutoModelForImageTextToText.from_config(config)
+    model: nn.Module = AutoModelForImageTextToText.from_config(make_vision_config(name))
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():  # a projector or an embedding that begins at zero, whose inputs have no gradients
@@ -115,21 +158,19 @@ def make_vision_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Mod
     return model.to(dtype).train()
 
 
-def make_image_batch(family: str, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def make_image_batch(name: str, seed: int, dtype: torch.dtype = torch.float32) -> Inputs:
     """Return a sequence with an image in it: tokens of shape [1, LENGTH], and what the tower takes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(10, VOCABULARY, (1, LENGTH), generator=generator)
+    family = get_family(name)
     count = _IMAGE_TOKENS.get(family, 4)
     tokens[0, 1], tokens[0, 2 : 2 + count], tokens[0, 2 + count] = START, IMAGE, END
-    batch = {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) < 3 + count, -100)}
-    if family.startswith("qwen"):
-        pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=generator)
-        batch |= {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (tokens == IMAGE).int()}
-    else:
-        pixels = torch.randn(1, 3, 56, 56, generator=generator)
-    if family == "gemma3":
-        batch["token_type_ids"] = (tokens == IMAGE).long()
-    return {**batch, "pixel_values": pixels.to(dtype)}
+    inputs = _INPUTS.get(family, _see_image)(tokens, generator)
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(torch.arange(LENGTH) < 3 + count, -100),
+        **{key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()},
+    }
 
 
 def get_vision_loss(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
