@@ -164,6 +164,15 @@ def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def is_of_tower(module: nn.Module, model: Any) -> bool:
+    """Whether ``module`` belongs to a model inside of ``model`` that has another config: of one that sees, or hears."""
+    config = getattr(model, "config", None)
+    inner: list[Any] = [part for part in model.modules() if is_hf_model(part) and module in part.modules()]
+    if config is None or not inner:
+        return False
+    return inner[-1].config.model_type not in (config.model_type, config.get_text_config().model_type)
+
+
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Map every parameter to the modules that hold it directly, with its attribute name: two or more where tied."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

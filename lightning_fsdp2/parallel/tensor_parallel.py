@@ -27,6 +27,7 @@ from lightning_fsdp2.parallel.structure import (
     get_layer_lists,
     get_modules,
     is_hf_model,
+    is_of_tower,
     iterate_children,
 )
 from lightning_fsdp2.parallel.tp_checks import check_layouts, check_plans, warn_of_replicated
@@ -107,8 +108,14 @@ def apply_tensor_parallel(
     for module in others:
         # torch's attention computes with the weights of its output projection, whose own forward it does not call
         recurse = isinstance(module, nn.MultiheadAttention)
-        methods = get_entrances(module)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=recurse, methods=methods)
+        compute_with_local_parameters(
+            module,
+            layouts,
+            mesh.get_group(),
+            recurse=recurse,
+            tables=_get_tables(module, layouts),
+            methods=get_entrances(module),
+        )
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
 
 
@@ -123,6 +130,12 @@ def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) ->
         model.entries[name] = replace(model.entries[name], style=style)
     if shards_logits:
         model.module.loss_function = causal_lm_loss  # type: ignore[assignment]
+
+
+def _get_tables(module: nn.Module, layouts: dict[Slot, Layout]) -> list[nn.Module]:
+    """The whole embeddings in ``module``: vision towers read the weights of theirs to interpolate positions."""
+    tables = [child for child in module.children() if isinstance(child, nn.Embedding)]
+    return [table for table in tables if all(layouts[slot] == Layout() for slot in get_slots([table]))]
 
 
 # ---------------------------------------------------------------------- installation
@@ -140,7 +153,7 @@ def _install(
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
     names = {module: name for name, module in model.module.named_modules()}
     for layers in stacks:
-        if sequence_parallel:
+        if sequence_parallel and not is_of_tower(layers[0], model.module):
             _install_stack(model, layers, styles, layouts, mesh)
         else:
             returns = Kind.EITHER if model.foreign else Kind.EQUAL

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_of_tower
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -227,8 +227,10 @@ def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[s
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
-    prefixes = [f"{name}." if name else "" for name, module in model.named_modules() if _find(module, stem)]
-    return {prefixes[0] + name: style for name, style in plan.items()}
+    holders = {name: module for name, module in model.named_modules() if _find(module, stem)}
+    # a tower, which may come first, has layers too
+    holder = next((name for name, module in holders.items() if not is_of_tower(module, model)), next(iter(holders)))
+    return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
 
 def _find(module: Any, path: list[str]) -> bool:
@@ -502,6 +504,7 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
+    "qwen3_omni_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
@@ -527,6 +530,8 @@ _TRAITS: dict[str, LayerTraits] = {
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
+    "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
+    "qwen3_omni_moe_text": _DEEPSTACK,
     "qwen3_vl_moe_text": _DEEPSTACK,
     "qwen3_vl_text": _DEEPSTACK,
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
