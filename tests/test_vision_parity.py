@@ -13,6 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
         ("internvl", "tp2"),
         ("qwen2_vl", "tp2+sp"),
         ("gemma3", "dp2"),
+        ("llava (olmo2)", "tp2+sp"),
+        ("muse_glimmer", "tp2+sp"),
+        ("step3p7", "tp2"),
         pytest.param("qwen2_5_vl", "tp2+sp", marks=pytest.mark.slow),
     ],
 )

@@ -75,6 +75,7 @@ _SAM: dict[str, Any] = {
     "output_channels": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "initializer_range": 0.02,
     "window_size": 2,
     "global_attn_indexes": [1],
     "mlp_dim": 64,
@@ -219,6 +220,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+    },
+    "llava (olmo2)": {
+        "text_config": {**_TEXT, "model_type": "olmo2"},
+        "vision_config": _CLIP,
         "image_token_index": IMAGE,
         "vision_feature_layer": -1,
     },
@@ -504,7 +511,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Configs by family; a second one of the same family has what differs behind its name."""
 
-NOT_BUILT: dict[str, str] = {}
+NOT_BUILT: dict[str, str] = {
+    "mistral4": "It is a text model, which other families put behind a tower.",
+    "perception_lm": "Its tower needs timm, which is not installed.",
+    "pi0": "It returns movements of a robot, no logits.",
+    "pix2struct": "It is an encoder and a decoder, with no tokens of images among those of the text.",
+    "pp_formulanet": "It is an encoder and a decoder, with no tokens of images among those of the text.",
+    "t5gemma2": "It is an encoder and a decoder, and only the encoder sees images.",
+    "udop": "It is an encoder and a decoder, and reads boxes with the text.",
+    "vision-encoder-decoder": "It is made of two other models, an encoder and a decoder.",
+}
 """Families that are left out, and why."""
 
 _IMAGE_TOKENS = {

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 2
 """Micro-batches of each data parallel rank."""
 
-REFUSED = {"qwen3_vl": "features of its images"}
+REFUSED = dict.fromkeys(("qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"), "features of its images")
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
 TOWER = re.compile("vis|image|tower|projector")
