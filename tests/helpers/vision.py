@@ -5,6 +5,7 @@ Images are random patches of as many pixels as a family's tower takes; no proces
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,62 @@ _TOWER: dict[str, Any] = {
     "image_size": 56,
     "patch_size": 14,
 }
+_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model"}
+_CLIP = {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 32}
+_SLIDING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_QFORMER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "encoder_hidden_size": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "dropout": 0.0,
+}
+_SAM: dict[str, Any] = {
+    **_TOWER,
+    "output_channels": 8,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+    "mlp_dim": 64,
+    "initializer_range": 0.02,
+}
+
+
+def _turn(*sections: int, **more: Any) -> dict[str, Any]:
+    """Return rotary parameters with parts for time, height and width."""
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more},
+    }
+
+
 _QWEN_TOWER: dict[str, Any] = {
     "depth": 2,
     "num_heads": 4,
@@ -42,7 +99,7 @@ _QWEN_TOWER: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_QWEN_TEXT = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_QWEN_TEXT = {**_TEXT, **_turn(2, 3, 3)}
 _QWEN_TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -50,14 +107,25 @@ _QWEN_TOKENS = {
     "vision_end_token_id": END,
 }
 _QWEN_WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
-
+_WINDOWS: dict[str, Any] = {**_QWEN_TOWER, **_QWEN_WIDTHS, "fullatt_block_indexes": [1], "window_size": 56}
+_DEEPSTACK: dict[str, Any] = {
+    **_QWEN_TOWER,
+    **_QWEN_WIDTHS,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_GLM_TOWER: dict[str, Any] = {**_QWEN_TOWER, **_QWEN_WIDTHS, "image_size": 56}
+_GLM_TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+    "video_start_token_id": 3,
+    "video_end_token_id": 4,
+}
+_GLM_TEXT: dict[str, Any] = {**_TEXT, **_turn(1, 2, 1, partial_rotary_factor=0.5)}
 _GEMMA3: dict[str, Any] = {
-    "text_config": {
-        **_TEXT,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "text_config": {**_TEXT, **_SLIDING, "head_dim": 16},
     "vision_config": _TOWER,
     "mm_tokens_per_image": 4,
     "image_token_index": IMAGE,
@@ -66,6 +134,210 @@ _GEMMA3: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "aria": {
+        "text_config": {**_TEXT, "intermediate_size": 32, "moe_num_experts": 4, "moe_topk": 2},
+        "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {16: 4},
+        "image_token_index": IMAGE,
+    },
+    "aya_vision": {
+        "text_config": {**_TEXT, **_SLIDING, "model_type": "cohere2"},
+        "vision_config": {**_SIGLIP, "vision_use_head": False},
+        "image_token_index": IMAGE,
+    },
+    "blip": {
+        "text_config": {**_TEXT, "encoder_hidden_size": 32, "projection_dim": 32, "sep_token_id": 2},
+        "vision_config": {**_TOWER, "projection_dim": 32, "initializer_range": 0.02},
+        "projection_dim": 32,
+        "image_text_hidden_size": 32,
+    },
+    "blip-2": {
+        "text_config": _OPT,
+        "vision_config": {**_TOWER, "initializer_range": 0.02},
+        "qformer_config": _QFORMER,
+        "num_query_tokens": 4,
+        "image_token_index": IMAGE,
+        "image_text_hidden_size": 32,
+    },
+    "chameleon": {
+        **_TEXT,
+        "vq_config": {
+            "embed_dim": 16,
+            "num_embeddings": 8,
+            "latent_channels": 16,
+            "resolution": 56,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 2, 2],
+            "num_res_blocks": 1,
+        },
+        "vocabulary_map": {"<image>": IMAGE, **{f"IMGIMG{chr(ord('A') + code)}Z": 100 + code for code in range(8)}},
+    },
+    "cohere2_vision": {
+        "text_config": {**_TEXT, **_SLIDING, "model_type": "cohere2"},
+        "vision_config": _SIGLIP,
+        "image_token_id": IMAGE,
+        "alignment_intermediate_size": 64,
+    },
+    "cohere_compass": {
+        "text_config": {
+            **_TEXT,
+            **_SLIDING,
+            "rope_parameters": {"sliding_attention": _turn(2, 3, 3)["rope_parameters"], "full_attention": None},
+        },
+        "vision_config": _DEEPSTACK,
+        **_QWEN_TOKENS,
+    },
+    "cosmos3_edge": {
+        "text_config": {**_QWEN_TEXT, "head_dim": 16},
+        "vision_config": {**_TOWER, "num_patches": 16},
+        "projector_hidden_size": 64,
+        **_QWEN_TOKENS,
+    },
+    "cosmos3_omni": {
+        "text_config": {**_QWEN_TEXT, "head_dim": 16},
+        "vision_config": _DEEPSTACK,
+        **_QWEN_TOKENS,
+    },
+    "deepseek_ocr2": {
+        "text_config": {
+            **_TEXT,
+            **_MOE,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [16, 32]},
+            "encoder_config": {**_TEXT, "hidden_size": 32, "intermediate_size": 64},
+        },
+        "image_token_id": IMAGE,
+    },
+    "deepseek_vl": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _SIGLIP,
+        "image_token_id": IMAGE,
+    },
+    "deepseek_vl_hybrid": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _SIGLIP,
+        "high_res_vision_config": {**_SAM, "model_type": "sam_vision_model"},
+        "image_token_id": IMAGE,
+    },
+    "dots3_note": {
+        "text_config": {
+            **_TEXT,
+            **_MOE,
+            **_LATENT,
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "index_topk": 8,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "shared_experts_intermediate_size": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 8,
+        },
+        "vision_config": {
+            **_TOWER,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 64,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "adapter_input_size": 32,
+            "adapter_out_dim": 64,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "audio_token_id": 9,
+    },
+    "emu3": {
+        "text_config": {**_TEXT, "attention_dropout": 0.0},
+        "vq_config": {
+            "codebook_size": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 2, 2],
+            "num_res_blocks": 1,
+            "hidden_size": 64,
+            "attn_resolutions": [],
+        },
+        "vocabulary_map": {
+            "<image>": IMAGE,
+            "<|extra_200|>": 99,
+            **{f"<|visual token {code:06}|>": 100 + code for code in range(8)},
+        },
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            **_turn(3, 3, 2),
+            "moe_intermediate_size": [32, 32],
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {**_QWEN_TOWER, "hidden_size": 32, "intermediate_size": 64, "temporal_merge_size": 2},
+        "image_token_id": IMAGE,
+        "image_start_token_id": START,
+        "image_end_token_id": END,
+        "video_token_id": VIDEO,
+        "video_start_token_id": 3,
+        "video_end_token_id": 4,
+    },
+    "exaone4_5": {
+        "text_config": {**_TEXT, **_SLIDING, "model_type": "exaone4"},
+        "vision_config": {**_WINDOWS, "num_key_value_heads": 2},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+    },
+    "florence2": {
+        "text_config": {
+            "model_type": "bart",
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 256,
+            "dropout": 0.0,
+        },
+        "vision_config": {
+            "depths": [1, 1],
+            "patch_size": [7, 3],
+            "patch_stride": [4, 2],
+            "patch_padding": [3, 1],
+            "patch_prenorm": [False, True],
+            "embed_dim": [16, 32],
+            "num_heads": [4, 4],
+            "num_groups": [4, 4],
+            "window_size": 4,
+            "drop_path_rate": 0.0,
+            "projection_dim": 64,
+        },
+        "image_token_id": IMAGE,
+    },
+    "fuyu": {
+        "text_config": {**_TEXT, "model_type": "persimmon"},
+        "image_size": 56,
+        "patch_size": 14,
+        "image_token_id": IMAGE,
+    },
     "gemma3": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": True}},
     "gemma3 (vision_use_head=False)": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": False}},
     "internvl": {
@@ -76,7 +348,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
-        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+        "vision_config": _CLIP,
         "image_token_index": IMAGE,
         "vision_feature_layer": -1,
     },
@@ -87,17 +359,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_vl": {
         "text_config": _QWEN_TEXT,
-        "vision_config": {**_QWEN_TOWER, **_QWEN_WIDTHS, "fullatt_block_indexes": [1], "window_size": 56},
+        "vision_config": _WINDOWS,
         **_QWEN_TOKENS,
     },
     "qwen3_vl": {
         "text_config": {**_QWEN_TEXT, "head_dim": 16},
-        "vision_config": {
-            **_QWEN_TOWER,
-            **_QWEN_WIDTHS,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
+        "vision_config": _DEEPSTACK,
         **_QWEN_TOKENS,
     },
 }
@@ -106,34 +373,82 @@ FAMILIES: dict[str, dict[str, Any]] = {
 NOT_BUILT: dict[str, str] = {}
 """Families that are left out, and why."""
 
-_IMAGE_TOKENS = {"llava": 16}
+_IMAGE_TOKENS = {
+    "chameleon": 49,
+    "deepseek_ocr2": 145,
+    "deepseek_vl": 16,
+    "deepseek_vl_hybrid": 16,
+    "emu3": 56,
+    "florence2": 50,
+    "fuyu": 16,
+    "llava": 16,
+}
 """Placeholders of an image; of others 4."""
 
 Inputs = dict[str, Tensor]
-
-
-def _see_patches(tokens: Tensor, generator: torch.Generator) -> Inputs:
-    """Return flat patches of one image, as Qwen's towers take them: 4 by 4, of which 2 by 2 become a token."""
-    return {
-        "pixel_values": torch.randn(16, 3 * 2 * 14 * 14, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (tokens == IMAGE).int(),
-    }
 
 
 def _see_image(tokens: Tensor, generator: torch.Generator) -> Inputs:
     return {"pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
 
 
+def _see_patches(tokens: Tensor, generator: torch.Generator, times: int = 2) -> Inputs:
+    """Return flat patches of one image, as Qwen's towers take them: 4 by 4, of which 2 by 2 become a token."""
+    return {
+        "pixel_values": torch.randn(16, 3 * times * 14 * 14, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+def _see_typed_patches(tokens: Tensor, generator: torch.Generator, times: int = 2) -> Inputs:
+    return {**_see_patches(tokens, generator, times), "mm_token_type_ids": (tokens == IMAGE).int()}
+
+
+_see_typed_flat_patches = partial(_see_typed_patches, times=1)
+
+
 def _see_image_of_gemma(tokens: Tensor, generator: torch.Generator) -> Inputs:
     return {**_see_image(tokens, generator), "token_type_ids": (tokens == IMAGE).long()}
 
 
+def _see_patches_of_ernie(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    marked = (tokens == IMAGE) | (tokens == START) | (tokens == END)
+    return {**_see_typed_flat_patches(tokens, generator), "moe_mm_token_type_ids": marked.int()}
+
+
+def _see_image_of_florence(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    """Return an image for the encoder, and what the decoder reads."""
+    return {**_see_image(tokens, generator), "decoder_input_ids": tokens.roll(1)}
+
+
+def _see_patches_of_fuyu(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    return {"pixel_values": torch.randn(1, 16, 3 * 14 * 14, generator=generator)}
+
+
+def _see_fine_image(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    image = _see_image(tokens, generator)
+    return {**image, "high_res_pixel_values": torch.randn(1, 3, 56, 56, generator=generator)}
+
+
+def _see_sized_image(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    return {**_see_image(tokens, generator), "image_sizes": torch.tensor([[56, 56]])}
+
+
 _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
+    "cohere_compass": _see_typed_patches,
+    "cosmos3_edge": _see_typed_flat_patches,
+    "cosmos3_omni": _see_typed_patches,
+    "deepseek_vl_hybrid": _see_fine_image,
+    "dots3_note": partial(_see_patches, times=1),
+    "emu3": _see_sized_image,
+    "ernie4_5_vl_moe": _see_patches_of_ernie,
+    "exaone4_5": _see_patches,
+    "florence2": _see_image_of_florence,
+    "fuyu": _see_patches_of_fuyu,
     "gemma3": _see_image_of_gemma,
-    "qwen2_vl": _see_patches,
-    "qwen2_5_vl": _see_patches,
-    "qwen3_vl": _see_patches,
+    "qwen2_vl": _see_typed_patches,
+    "qwen2_5_vl": _see_typed_patches,
+    "qwen3_vl": _see_typed_patches,
 }
 """What a model takes beside tokens; of others one image, as it is."""
 
@@ -159,16 +474,17 @@ def make_vision_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Modul
 
 
 def make_image_batch(name: str, seed: int, dtype: torch.dtype = torch.float32) -> Inputs:
-    """Return a sequence with an image in it: tokens of shape [1, LENGTH], and what the tower takes."""
+    """Return a sequence with an image in it: tokens of shape [1, LENGTH or more], and what the tower takes."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(10, VOCABULARY, (1, LENGTH), generator=generator)
     family = get_family(name)
     count = _IMAGE_TOKENS.get(family, 4)
+    length = max(LENGTH, count + 16)
+    tokens = torch.randint(10, 96, (1, length), generator=generator)
     tokens[0, 1], tokens[0, 2 : 2 + count], tokens[0, 2 + count] = START, IMAGE, END
     inputs = _INPUTS.get(family, _see_image)(tokens, generator)
     return {
         "input_ids": tokens,
-        "labels": tokens.masked_fill(torch.arange(LENGTH) < 3 + count, -100),
+        "labels": tokens.masked_fill(torch.arange(length) < 3 + count, -100),
         **{key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()},
     }
 
