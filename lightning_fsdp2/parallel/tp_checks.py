@@ -237,7 +237,7 @@ def _check_layers(model: MatchedModel) -> None:
             " sequence_parallel=False."
         )
     names = {module: name for name, module in model.module.named_modules()}
-    for layer in (layer for layers in model.get_stacks() for layer in layers):
+    for layer in (layer for layers in model.get_text_stacks() for layer in layers):
         known = {*model.styles, *(getattr(layer, name, None) for name in traits.pointwise)}
         for child in iterate_children(layer):
             if isinstance(child, nn.Linear) and child not in known:

@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_hf_model
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -117,8 +118,16 @@ def is_registered(model: nn.Module) -> bool:
 def get_layer_traits(model: nn.Module) -> LayerTraits:
     """Return the traits that were registered for ``model``, or those of its family."""
     registered = _get_registered(model)
+    if registered is not None:
+        return registered[1]
     family = getattr(_get_config(model), "model_type", None)
-    return registered[1] if registered is not None else _TRAITS.get(cast(str, family), LayerTraits())
+    return _DEEPSTACK if _has_deepstack(model) else _TRAITS.get(cast(str, family), LayerTraits())
+
+
+def _has_deepstack(model: nn.Module) -> bool:
+    """Whether the model around the layers takes features of images for the layers."""
+    forwards = [signature(module.forward).parameters for module in model.modules() if is_hf_model(module)]
+    return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
@@ -527,7 +536,5 @@ _TRAITS: dict[str, LayerTraits] = {
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
-    "qwen3_vl_moe_text": _DEEPSTACK,
-    "qwen3_vl_text": _DEEPSTACK,
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }
