@@ -477,6 +477,12 @@ def _qwen3_vl(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     return {**_LLAMA_ATTENTION, **norms, **_LLAMA_MLP}
 
 
+def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    """Linear attention shares its output's name with the other, but nothing in it is sharded."""
+    linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
+
+
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     """Small weights that work position by position: shards of them would need whole sequences again."""
     return {
@@ -508,6 +514,7 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "cohere": _cohere,
     "gemma3n_text": _gemma3n,
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
+    "glm5_next_text": _glm5_next,
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
@@ -532,6 +539,7 @@ _TRAITS: dict[str, LayerTraits] = {
         pointwise=("altup", "laurel", *_PER_LAYER), per_position=("per_layer_input",), sequence_dim=2
     ),
     "gemma4_text": LayerTraits(pointwise=("router", *_PER_LAYER), per_position=("per_layer_input",)),
+    "glm5_next_text": _HYPER_CONNECTIONS,
     "hy_v4": _HYPER_CONNECTIONS,
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
