@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from lightning_fsdp2.parallel.structure import get_parameter_owners, is_of_tower, iterate_children
+from lightning_fsdp2.parallel.structure import get_parameter_owners, iterate_children
 from lightning_fsdp2.parallel.tp_matching import MatchedModel
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tp_plans import get_layer_traits
@@ -237,8 +237,7 @@ def _check_layers(model: MatchedModel) -> None:
             " sequence_parallel=False."
         )
     names = {module: name for name, module in model.module.named_modules()}
-    stacks = [layers for layers in model.get_stacks() if not is_of_tower(layers[0], model.module)]
-    for layer in (layer for layers in stacks for layer in layers):
+    for layer in (layer for layers in model.get_text_stacks() for layer in layers):
         known = {*model.styles, *(getattr(layer, name, None) for name in traits.pointwise)}
         for child in iterate_children(layer):
             if isinstance(child, nn.Linear) and child not in known:

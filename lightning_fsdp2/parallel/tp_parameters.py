@@ -116,8 +116,7 @@ def compute_with_local_parameters(
     layouts: dict[Slot, Layout],
     group: dist.ProcessGroup,
     *,
-    recurse: bool = True,
-    tables: Iterable[nn.Module] = (),
+    modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
     """Let methods of ``top`` find this rank's part of its parameters as plain tensors.
@@ -126,12 +125,11 @@ def compute_with_local_parameters(
         top: The methods are replaced.
         layouts: Of all parameters of ``top`` and others.
         group: Of the tensor parallel ranks.
-        recurse: Whether for the parameters of the modules in it too.
-        tables: Modules in it whose parameters its own code may read, where they are not FSDP units of their own.
+        modules: Those whose parameters; by default all in ``top``.
         methods: Names of the methods.
     """
-    modules = set(top.modules()) if recurse else {top, *tables}
-    slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in modules]
+    inside = set(top.modules() if modules is None else modules)
+    slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in inside]
     for name in methods if slots else ():
         wrap_method(top, _LocalParameters(slots, group), name)
 
@@ -145,7 +143,7 @@ class _LocalParameters:
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # where a module around this one has done it, there is no DTensor left
-        sharded = [slot for slot in self.slots if _is_gathered(slot[0]._parameters[slot[1]])]
+        sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]
         try:
             for (module, name, layout), local in zip(sharded, self._to_local(saved, sharded), strict=True):
@@ -163,11 +161,6 @@ class _LocalParameters:
             for i, copy in zip(partial, copy_together([local[i] for i in partial], self.group), strict=True):
                 local[i] = copy
         return local
-
-
-def _is_gathered(parameter: Any) -> bool:
-    """Whether FSDP's all-gather has left a shard of tensor parallelism; a unit that waits for it has more mesh dims."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
 
 
 def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:

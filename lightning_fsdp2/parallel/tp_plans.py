@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_of_tower
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_hf_model, is_of_tower
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -117,8 +118,16 @@ def is_registered(model: nn.Module) -> bool:
 def get_layer_traits(model: nn.Module) -> LayerTraits:
     """Return the traits that were registered for ``model``, or those of its family."""
     registered = _get_registered(model)
+    if registered is not None:
+        return registered[1]
     family = getattr(_get_config(model), "model_type", None)
-    return registered[1] if registered is not None else _TRAITS.get(cast(str, family), LayerTraits())
+    return _DEEPSTACK if _has_deepstack(model) else _TRAITS.get(cast(str, family), LayerTraits())
+
+
+def _has_deepstack(model: nn.Module) -> bool:
+    """Whether the model around the layers takes features of images for the layers."""
+    forwards = [signature(module.forward).parameters for module in model.modules() if is_hf_model(module)]
+    return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
@@ -470,6 +479,12 @@ def _qwen3_vl(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     return {**_LLAMA_ATTENTION, **norms, **_LLAMA_MLP}
 
 
+def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    """Linear attention shares its output's name with the other, but nothing in it is sharded."""
+    linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
+
+
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     """Small weights that work position by position: shards of them would need whole sequences again."""
     return {
@@ -501,6 +516,7 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "cohere": _cohere,
     "gemma3n_text": _gemma3n,
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
+    "glm5_next_text": _glm5_next,
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
@@ -526,13 +542,11 @@ _TRAITS: dict[str, LayerTraits] = {
         pointwise=("altup", "laurel", *_PER_LAYER), per_position=("per_layer_input",), sequence_dim=2
     ),
     "gemma4_text": LayerTraits(pointwise=("router", *_PER_LAYER), per_position=("per_layer_input",)),
+    "glm5_next_text": _HYPER_CONNECTIONS,
     "hy_v4": _HYPER_CONNECTIONS,
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
     "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
-    "qwen3_omni_moe_text": _DEEPSTACK,
-    "qwen3_vl_moe_text": _DEEPSTACK,
-    "qwen3_vl_text": _DEEPSTACK,
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }

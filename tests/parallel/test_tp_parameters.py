@@ -11,8 +11,6 @@ from helpers.collectives import StepCounter
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import make_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_fsdp2._torch_compat import StridedShard, has_packed_shards
@@ -346,47 +344,11 @@ def test_without_recursion_only_the_parameters_of_the_module_itself_become_plain
         module = Outer()
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=False)
+        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=[module])
         seen: list[Any] = []
         module.inner.forward = lambda factors: seen.extend([module.weight, module.inner.weight]) or torch.zeros(())
         module()
         assert [type(value) for value in seen] == [Tensor, DTensor]
-
-    run_ranks(run, 2)
-
-
-class Positions(nn.Module):
-    """Reads the weight of its table, as towers do to interpolate, and looks something up in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 2)
-        self.seen: list[type] = []
-
-    def forward(self) -> Tensor:
-        self.seen.append(type(self.table.weight))
-        read = 0 if isinstance(self.table.weight, DTensor) else self.table.weight.sum()
-        return read + self.table(torch.tensor([1, 1])).sum()
-
-
-@pytest.mark.parametrize("is_unit", [False, True])
-def test_a_table_becomes_plain_for_the_module_that_reads_it_unless_fsdp_has_yet_to_gather_it(is_unit: bool) -> None:
-    def run() -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-        module = Positions()
-        layouts = dict.fromkeys(get_slots(module.modules()), Layout())
-        shard_parameters(layouts, mesh["tensor"])
-        group = mesh["tensor"].get_group()
-        compute_with_local_parameters(module.table, layouts, group)
-        compute_with_local_parameters(module, layouts, group, recurse=False, tables=[module.table])
-        if is_unit:
-            fully_shard(module.table, mesh=mesh["data"])
-        fully_shard(module, mesh=mesh["data"])
-        module().backward()
-        assert [issubclass(kind, DTensor) for kind in module.seen] == [is_unit]
-        gradient = torch.full((4, 2), 0.0 if is_unit else 1.0)
-        gradient[1] += 2
-        assert torch.equal(module.table.weight.grad.full_tensor(), gradient)
 
     run_ranks(run, 2)
 
