@@ -171,7 +171,7 @@ def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
 
 def is_of_tower(module: nn.Module, model: Any) -> bool:
     """Whether ``module`` belongs to a model inside of ``model`` that has another config: of one that sees, or hears."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     inner: list[Any] = [part for part in model.modules() if is_hf_model(part) and module in part.modules()]
     if not hasattr(config, "get_text_config") or not inner:
         return False
