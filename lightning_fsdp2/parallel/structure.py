@@ -111,6 +111,12 @@ def get_hf_models(root: nn.Module) -> list[nn.Module]:
     return [model for model in dict.fromkeys(models) if model not in inner]
 
 
+def get_innermost_hf_models(root: nn.Module) -> dict[nn.Module, Any]:
+    """Map every module in ``root`` that is in a Hugging Face model to the innermost one, which may be itself."""
+    models = [module for module in root.modules() if is_hf_model(module)]
+    return {module: model for model in models for module in model.modules()}  # of nested ones the inner comes last
+
+
 def _iterate_hf_models(module: nn.Module) -> Iterator[nn.Module]:
     if is_hf_model(module):
         yield module

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_layer_lists, is_hf_model
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_innermost_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
@@ -64,8 +64,7 @@ class MatchedModel:
         if not hasattr(config, "get_text_config"):
             return self.get_stacks()
         families = (config.model_type, config.get_text_config().model_type)
-        models: list[Any] = [module for module in self.module.modules() if is_hf_model(module)]
-        around = {module: model for model in models for module in model.modules()}  # the innermost one comes last
+        around = get_innermost_hf_models(self.module)
         stacks = [stack for stack in self.get_stacks() if around[stack[0]].config.model_type in families]
         return stacks or self.get_stacks()
 

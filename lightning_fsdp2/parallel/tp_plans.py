@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_hf_model
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_innermost_hf_models, is_hf_model
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -232,12 +232,22 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 
 
 def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head."""
+    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head.
+
+    A tower beside it may have layers of the same name.
+    """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
-    prefixes = [f"{name}." if name else "" for name, module in model.named_modules() if _find(module, stem)]
-    return {prefixes[0] + name: style for name, style in plan.items()}
+    found = {f"{name}." if name else "": module for name, module in model.named_modules() if _find(module, stem)}
+    family, around = getattr(_get_config(model), "model_type", None), get_innermost_hf_models(model)
+    own = [prefix for prefix, module in found.items() if module in around and _has_family(around[module], family)]
+    prefix = [*own, *found][0]
+    return {prefix + name: style for name, style in plan.items()}
+
+
+def _has_family(model: Any, family: str | None) -> bool:
+    return getattr(model.config, "model_type", None) == family
 
 
 def _find(module: Any, path: list[str]) -> bool:
