@@ -15,6 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
         ("cosmos3_edge", "tp2"),  # a table of positions whose weights the module around it reads
         ("dots3_note", "tp2+sp"),  # a tower with a plan, which hands on patches without a batch
         ("qwen2_vl", "tp2+sp"),
+        ("llava (olmo2)", "tp2+sp"),  # a plan of ours, beside a tower with layers of the same name
+        ("muse_glimmer", "tp2+sp"),
+        ("step3p7", "tp2"),
     ],
 )
 def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:

@@ -111,12 +111,6 @@ def get_hf_models(root: nn.Module) -> list[nn.Module]:
     return [model for model in dict.fromkeys(models) if model not in inner]
 
 
-def get_innermost_hf_models(root: nn.Module) -> dict[nn.Module, Any]:
-    """Map every module in ``root`` that is in a Hugging Face model to the innermost one, which may be itself."""
-    models = [module for module in root.modules() if is_hf_model(module)]
-    return {module: model for model in models for module in model.modules()}  # of nested ones the inner comes last
-
-
 def _iterate_hf_models(module: nn.Module) -> Iterator[nn.Module]:
     if is_hf_model(module):
         yield module
@@ -173,6 +167,15 @@ def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
         if norms:
             return norms[-1]
     return None
+
+
+def is_of_tower(module: nn.Module, model: Any) -> bool:
+    """Whether ``module`` belongs to a model inside of ``model`` that has another config: of one that sees, or hears."""
+    config: Any = getattr(model, "config", None)
+    inner: list[Any] = [part for part in model.modules() if is_hf_model(part) and module in part.modules()]
+    if not hasattr(config, "get_text_config") or not inner:
+        return False
+    return inner[-1].config.model_type not in (config.model_type, config.get_text_config().model_type)
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

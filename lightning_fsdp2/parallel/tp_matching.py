@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_innermost_hf_models, get_layer_lists
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_layer_lists, is_of_tower
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
@@ -65,12 +65,7 @@ class MatchedModel:
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
         """Return those of them that read text, where the config says which: towers hand on no parts of the batch."""
-        config: Any = getattr(self.module, "config", None)
-        if not hasattr(config, "get_text_config"):
-            return self.get_stacks()
-        families = (config.model_type, config.get_text_config().model_type)
-        around = get_innermost_hf_models(self.module)
-        stacks = [stack for stack in self.get_stacks() if around[stack[0]].config.model_type in families]
+        stacks = [layers for layers in self.get_stacks() if not is_of_tower(layers[0], self.module)]
         return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_innermost_hf_models, is_hf_model
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_hf_model, is_of_tower
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -239,15 +239,10 @@ def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[s
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
-    found = {f"{name}." if name else "": module for name, module in model.named_modules() if _find(module, stem)}
-    family, around = getattr(_get_config(model), "model_type", None), get_innermost_hf_models(model)
-    own = [prefix for prefix, module in found.items() if module in around and _has_family(around[module], family)]
-    prefix = [*own, *found][0]
-    return {prefix + name: style for name, style in plan.items()}
-
-
-def _has_family(model: Any, family: str | None) -> bool:
-    return getattr(model.config, "model_type", None) == family
+    holders = {name: module for name, module in model.named_modules() if _find(module, stem)}
+    # a tower, which may come first, has layers too
+    holder = next((name for name, module in holders.items() if not is_of_tower(module, model)), next(iter(holders)))
+    return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
 
 def _find(module: Any, path: list[str]) -> bool:
@@ -541,6 +536,7 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
+    "qwen3_omni_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
@@ -567,5 +563,6 @@ _TRAITS: dict[str, LayerTraits] = {
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
+    "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }

@@ -165,6 +165,50 @@ _KOSMOS_TEXT: dict[str, Any] = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
+_EXPERTS: dict[str, Any] = {**_MOE, "num_experts": 4, "num_local_experts": 4, "shared_expert_intermediate_size": 32}
+_LLAMA: dict[str, Any] = {**_TEXT, "model_type": "llama"}
+_PIXTRAL: dict[str, Any] = {**_TOWER, "model_type": "pixtral", "head_dim": 8}
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MINICPM: dict[str, Any] = {
+    "text_config": {**_TEXT, **_LINEAR, "model_type": "qwen3_5_text"},
+    "vision_config": _TOWER,
+    "insert_layer_id": 0,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
+_MUSE: dict[str, Any] = {
+    "text_config": {**_TEXT, **_SLIDING, "head_dim": 16, "layer_rope_theta": [10000.0, 0]},
+    "vision_config": {
+        **_TOWER,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+        "max_position_embeddings": 16,
+        "layer_types": ["window_attention", "full_attention"],
+    },
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "out_hidden_size": 128,
+    "projector_hidden_size": 64,
+}
+_QWEN_EAR: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 16,
+    "max_source_positions": 16,
+    "n_window": 4,
+    "output_dim": 64,
+}
+_QWEN3_TOWER: dict[str, Any] = {**_QWEN_TOWER, **_QWEN_WIDTHS, "num_position_embeddings": 16}
+_QWEN3_LINEAR: dict[str, Any] = {**_TEXT, **_LINEAR, **_turn(2, 1, 1, partial_rotary_factor=0.5)}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
@@ -599,26 +643,345 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "patch_embed_hidden_size": 3 * 14 * 14, "head_dim": 8, "max_num_patches": 16},
         "latent_query_num": 4,
     },
+    "lfm2_vl": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+        },
+        "vision_config": {
+            **_TOWER,
+            "model_type": "siglip2_vision_model",
+            "num_patches": 16,
+            "vision_use_head": False,
+        },
+        "image_token_id": IMAGE,
+        "projector_hidden_size": 64,
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **_TEXT,
+            **_SLIDING,
+            "head_dim": 16,
+            "model_type": "lfm3",
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+        },
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        **_QWEN_TOKENS,
+        "projector_hidden_size": 64,
+    },
+    "lighton_ocr": {
+        "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16},
+        "vision_config": _PIXTRAL,
+        "image_token_id": IMAGE,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "num_experts_per_tok": 1,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [1],
+            "attention_chunk_size": 8,
+            "floor_scale": 4,
+        },
+        "vision_config": {
+            **_TOWER,
+            "intermediate_size": 128,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+    },
     "llava": {
-        "text_config": {**_TEXT, "model_type": "llama"},
+        "text_config": _LLAMA,
         "vision_config": _CLIP,
         "image_token_index": IMAGE,
         "vision_feature_layer": -1,
     },
+    "llava (olmo2)": {
+        "text_config": {**_TEXT, "model_type": "olmo2"},
+        "vision_config": _CLIP,
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+    },
+    "llava_next": {
+        "text_config": _LLAMA,
+        "vision_config": _CLIP,
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": [[56, 56]],
+    },
+    "llava_next_video": {
+        "text_config": _LLAMA,
+        "vision_config": _CLIP,
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": [[56, 56]],
+    },
+    "llava_onevision": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "vision_use_head": False},
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "image_grid_pinpoints": [[56, 56]],
+    },
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": {**_MINICPM, "image_size": 112},
+    "minicpmv4_7": {
+        **_MINICPM,
+        "image_size": 112,
+        "image_start_id": START,
+        "image_end_id": END,
+        "slice_start_id": 3,
+        "slice_end_id": 4,
+        "newline_id": 9,
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 32,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+        },
+        "vision_config": _TOWER,
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "projector_hidden_size": 64,
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16},
+        "vision_config": _PIXTRAL,
+        "image_token_index": IMAGE,
+    },
+    "mistral_large4": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            **_LATENT,
+            "head_dim": 8,
+            "index_topk": 8,
+            "index_head_dim": 16,
+            "index_n_heads": 4,
+        },
+        "vision_config": _PIXTRAL,
+        "image_token_index": IMAGE,
+    },
+    "mllama": {
+        "text_config": {**_TEXT, "cross_attention_layers": [1]},
+        "vision_config": {
+            **_TOWER,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        "image_token_index": IMAGE,
+    },
+    "molmo2": {
+        "text_config": {**_TEXT, "head_dim": 16, "additional_vocab_size": 0},
+        "vision_config": {**_TOWER, "image_size": [56, 56], "num_key_value_heads": 4, "head_dim": 8},
+        "adapter_config": {
+            "vision_feature_layer": [-1, 0],
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "text_hidden_size": 64,
+        },
+        "image_patch_id": IMAGE,
+    },
+    "muse_glimmer": _MUSE,
+    "muse_spark": {
+        **_MUSE,
+        "text_config": {
+            **_MUSE["text_config"],
+            **_EXPERTS,
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_hidden_size": 32,
+        },
+        "audio_config": {
+            "patch_sizes": [2, 2],
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 64,
+        },
+        "audio_token_id": 9,
+    },
+    "nemotron_h_omni": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "model_type": "nemotron_h",
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 4,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        "vision_config": {**_TOWER, "model_type": "radio", "max_img_size": 56, "video_temporal_patch_size": 2},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_hidden_size": 32,
+        "projector_hidden_size": 64,
+    },
+    "ovis2": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_TOWER, "hidden_stride": 2, "vocab_size": 64, "num_visual_indicator_tokens": 2},
+        "image_token_id": IMAGE,
+        "visual_indicator_token_ids": [START, END],
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+    },
+    "paddleocr_vl": {
+        "text_config": {**_QWEN_TEXT, "head_dim": 16},
+        "vision_config": _TOWER,
+        **_QWEN_TOKENS,
+    },
+    "paligemma": {
+        "text_config": {**_TEXT, "model_type": "gemma", "head_dim": 16},
+        "vision_config": {**_SIGLIP, "vision_use_head": False},
+        "image_token_index": IMAGE,
+        "vocab_size": VOCABULARY,
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
+    "pp_chart2table": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SAM, "image_size": 128, "patch_size": 16},
+        "image_token_index": IMAGE,
+        "image_seq_length": 4,
+    },
+    "qianfan_ocr": {
+        "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16},
+        "vision_config": {**_TOWER, "drop_path_rate": 0.0},
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    },
+    "qwen2_5_omni_thinker": {
+        "text_config": _QWEN_TEXT,
+        "vision_config": _WINDOWS,
+        "audio_config": _QWEN_EAR,
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "audio_token_index": 9,
+    },
+    "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": _WINDOWS, **_QWEN_TOKENS},
     "qwen2_vl": {
         "text_config": _QWEN_TEXT,
         "vision_config": {**_QWEN_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
         **_QWEN_TOKENS,
     },
-    "qwen2_5_vl": {
-        "text_config": _QWEN_TEXT,
-        "vision_config": _WINDOWS,
+    "qwen3_5": {"text_config": _QWEN3_LINEAR, "vision_config": _QWEN3_TOWER, **_QWEN_TOKENS},
+    "qwen3_5_moe": {
+        "text_config": {**_QWEN3_LINEAR, **_EXPERTS},
+        "vision_config": _QWEN3_TOWER,
         **_QWEN_TOKENS,
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": {**_QWEN_TEXT, **_EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
+        "vision_config": _DEEPSTACK,
+        "audio_config": {**_QWEN_EAR, "downsample_hidden_size": 8},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "audio_token_id": 9,
     },
     "qwen3_vl": {
         "text_config": {**_QWEN_TEXT, "head_dim": 16},
         "vision_config": _DEEPSTACK,
         **_QWEN_TOKENS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {**_QWEN_TEXT, **_EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
+        "vision_config": _DEEPSTACK,
+        **_QWEN_TOKENS,
+    },
+    "qwen4_exp": {
+        "text_config": {
+            **_QWEN3_LINEAR,
+            **_EXPERTS,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_layer_ids": [1],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 64,
+            "make_ngram_vocab_size_divisible_by": 4,
+            "split_ngram_parts": 4,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        },
+        "vision_config": _QWEN3_TOWER,
+        **_QWEN_TOKENS,
+    },
+    "shieldgemma2": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": False}},
+    "smolvlm": {"text_config": _LLAMA, "vision_config": _TOWER, "image_token_id": IMAGE},
+    "step3p7": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            **_SLIDING,
+            "head_dim": 16,
+            "num_sliding_attention_heads": 8,
+            "mlp_layer_types": ["dense", "sparse"],
+            "share_expert_dim": 32,
+        },
+        "vision_config": {**_TOWER, "image_size": 112, "mlp_ratio": 2.0, "max_position_embeddings": 64},
+        "image_token_id": IMAGE,
+    },
+    "unlimited_ocr": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "n_shared_experts": 1,
+            "sliding_window": 8,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "image_size": 128, "patch_size": 16, "downsample_channels": [16, 32]},
+            "encoder_config": {**_TOWER, "image_size": 28},
+        },
+        "image_token_id": IMAGE,
+    },
+    "video_llama_3": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": _TOWER,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+    },
+    "video_llava": {
+        "text_config": _LLAMA,
+        "vision_config": _CLIP,
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "vision_feature_layer": -1,
+    },
+    "vipllava": {
+        "text_config": _LLAMA,
+        "vision_config": _CLIP,
+        "image_token_index": IMAGE,
+        "vision_feature_layers": [-1, -2],
     },
 }
 """Configs by family; a second one of the same family has what differs behind its name."""
@@ -628,6 +991,14 @@ NOT_BUILT: dict[str, str] = {
     "evolla": "It reads proteins, and no images.",
     "fast_vlm": "Its vision tower needs timm, which is not installed.",
     "gemma3n": "Its vision tower needs timm, which is not installed; gemma3n_text is in parity.md.",
+    "mistral4": "It is a text model, which other families put behind a tower.",
+    "perception_lm": "Its tower needs timm, which is not installed.",
+    "pi0": "It returns movements of a robot, no logits.",
+    "pix2struct": "It is an encoder and a decoder, with no tokens of images among those of the text.",
+    "pp_formulanet": "It is an encoder and a decoder, with no tokens of images among those of the text.",
+    "t5gemma2": "It is an encoder and a decoder, and only the encoder sees images.",
+    "udop": "It is an encoder and a decoder, and reads boxes with the text.",
+    "vision-encoder-decoder": "It is made of two other models, an encoder and a decoder.",
 }
 """Families that are left out, and why."""
 
@@ -641,9 +1012,17 @@ _IMAGE_TOKENS = {
     "fuyu": 16,
     "granite4_vision": 10,
     "hunyuan_vl": 8,
-    "janus": 16,
     "instructblipvideo": 8,
+    "janus": 16,
     "llava": 16,
+    "llava_next": 36,
+    "llava_next_video": 36,
+    "llava_onevision": 36,
+    "mllama": 0,
+    "paligemma": 16,
+    "unlimited_ocr": 7,
+    "video_llava": 16,
+    "vipllava": 16,
 }
 """Placeholders of an image; of others 4."""
 
@@ -773,6 +1152,31 @@ def _see_patches_of_kosmos(tokens: Tensor, generator: torch.Generator) -> Inputs
     }
 
 
+def _see_pixels(*size: int, **inputs: Any) -> Callable[[Tensor, torch.Generator], Inputs]:
+    """Return a function that makes pixels of a size, and gives what else is the same for every image."""
+
+    def see(tokens: Tensor, generator: torch.Generator) -> Inputs:
+        pixels = torch.randn(*size, generator=generator)
+        return {"pixel_values": pixels, **{name: torch.tensor(value) for name, value in inputs.items()}}
+
+    return see
+
+
+def _see_typed_pixels(*size: int, **inputs: Any) -> Callable[[Tensor, torch.Generator], Inputs]:
+    """Do the same as :func:`_see_pixels`, and say which tokens are of an image."""
+    see = _see_pixels(*size, **inputs)
+    return lambda tokens, generator: {**see(tokens, generator), "mm_token_type_ids": (tokens == IMAGE).int()}
+
+
+def _see_image_before_text(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    """Return an image that is seen in both directions, as all up to it is, and the text behind it."""
+    behind = torch.arange(tokens.size(1)) > int((tokens == IMAGE).nonzero()[-1, 1])
+    return {**_see_image(tokens, generator), "token_type_ids": behind[None].long()}
+
+
+_POOLING = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+"""Which of 4 by 4 patches become a token together."""
+
 _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
     "cohere_compass": _see_typed_patches,
     "cosmos3_edge": _see_typed_flat_patches,
@@ -808,9 +1212,40 @@ _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
     "kimi_k25": _see_squares,
     "kosmos-2": _see_image_of_kosmos,
     "kosmos-2.5": _see_patches_of_kosmos,
-    "qwen2_vl": _see_typed_patches,
+    "lfm2_vl": _see_pixels(1, 16, 588, spatial_shapes=[[4, 4]], pixel_attention_mask=[[1] * 16]),
+    "lfm3_vl": _see_patches,
+    "lighton_ocr": _see_sized_image,
+    "llava_next": _see_sized_tiles,
+    "llava_next_video": _see_sized_tiles,
+    "llava_onevision": _see_sized_tiles,
+    "minicpm_ocr": _see_pixels(1, 3, 14, 14 * 16, target_sizes=[[4, 4]]),
+    "minicpmv4_6": _see_typed_pixels(1, 3, 14, 14 * 64, target_sizes=[[8, 8]]),
+    "minicpmv4_7": _see_typed_pixels(1, 3, 14, 14 * 64, target_sizes=[[8, 8]]),
+    "minimax_m3_vl": _see_patches,
+    "mistral3": _see_sized_image,
+    "mistral_large4": _see_sized_image,
+    "mllama": _see_pixels(1, 1, 4, 3, 56, 56, aspect_ratio_ids=[[1]], aspect_ratio_mask=[[[1, 0, 0, 0]]]),
+    "molmo2": _see_typed_pixels(1, 16, 588, image_token_pooling=_POOLING, image_grids=[[2, 2, 0, 0]]),
+    "muse_glimmer": _see_patches,
+    "muse_spark": _see_patches,
+    "nemotron_h_omni": _see_pixels(16, 588, image_grid_hw=[[4, 4]]),
+    "paddleocr_vl": _see_typed_pixels(16, 3, 14, 14, image_grid_thw=[[1, 4, 4]]),
+    "paligemma": _see_image_before_text,
+    "pp_chart2table": _see_pixels(1, 3, 128, 128),
+    "qwen2_5_omni_thinker": _see_patches,
     "qwen2_5_vl": _see_typed_patches,
+    "qwen2_vl": _see_typed_patches,
+    "qwen3_5": _see_typed_patches,
+    "qwen3_5_moe": _see_typed_patches,
+    "qwen3_omni_moe_thinker": _see_patches,
     "qwen3_vl": _see_typed_patches,
+    "qwen3_vl_moe": _see_typed_patches,
+    "qwen4_exp": _see_typed_patches,
+    "shieldgemma2": _see_image_of_gemma,
+    "smolvlm": _see_tiles,
+    "step3p7": _see_pixels(1, 3, 112, 112),
+    "unlimited_ocr": _see_pixels(1, 3, 128, 128),
+    "video_llama_3": _see_pixels(16, 588, image_grid_thw=[[1, 4, 4]], image_merge_sizes=[2]),
 }
 """What a model takes beside tokens; of others one image, as it is."""
 

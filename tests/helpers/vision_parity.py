@@ -33,15 +33,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 2
 """Micro-batches of each data parallel rank."""
 
-_DEEPSTACK = "features of its images"
+_DEEPSTACK = (
+    "cohere_compass",
+    "cosmos3_omni",
+    "granite4_vision",
+    "granite_docling",
+    "qwen3_omni_moe_thinker",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 REFUSED = {
-    "cohere_compass": _DEEPSTACK,
-    "cosmos3_omni": _DEEPSTACK,
+    **dict.fromkeys(_DEEPSTACK, "features of its images"),
     "gemma4": "cannot be sharded",
-    "granite4_vision": _DEEPSTACK,
-    "granite_docling": _DEEPSTACK,
     "inkling2": "sequence_parallel=True is not possible for",
-    "qwen3_vl": _DEEPSTACK,
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
