@@ -49,6 +49,11 @@ class MatchedModel:
     """Patterns for which there is nothing."""
 
     @property
+    def matched_layers(self) -> list[str]:
+        """Those of them that stand for something in each layer."""
+        return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
+
+    @property
     def styles(self) -> dict[nn.Module, Style]:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 

@@ -232,7 +232,10 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 
 
 def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head."""
+    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head.
+
+    A tower beside it may have layers of the same name.
+    """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
@@ -474,9 +477,19 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     return plan
 
 
-def _qwen3_vl(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    norms = {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")}
-    return {**_LLAMA_ATTENTION, **norms, **_LLAMA_MLP}
+def _llama(*norms: str) -> PlanBuilder:
+    """Layers as Llama's, with these norms on each rank's heads."""
+    return lambda config: {**_LLAMA_ATTENTION, **_norms_of_heads(*norms)(config), **_LLAMA_MLP}
+
+
+def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    norms = [f"layers.*.self_attn.{name}.{part}" for name in ("q_norm", "k_norm") for part in ("weight", "bias")]
+    return {
+        **_LLAMA_ATTENTION,
+        **_LLAMA_MLP,
+        "layers.*.self_attn": LocalHeads(attributes=("num_heads", "num_key_value_heads")),
+        **dict.fromkeys(norms, ShardParameter(dim=0)),  # of each head, [heads, width]
+    }
 
 
 def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
@@ -495,18 +508,21 @@ def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 _FAMILIES: dict[str, PlanBuilder] = {
     "bloom": _bloom,
+    "chameleon": _chameleon,
     "deepseek_v3": _deepseek_v3,
     "doge": _doge,
+    "emu3_text_model": _llama(),
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
+    "hunyuan_vl_text": _llama("query_layernorm", "key_layernorm"),
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "opt": _opt,
     "phi3": _phi3,
-    "qwen3_vl_text": _qwen3_vl,
+    "qwen3_vl_text": _llama("q_norm", "k_norm"),
     "stablelm": _stablelm,
 }
 """Plans in place of the models' own."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -32,7 +33,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 2
 """Micro-batches of each data parallel rank."""
 
-REFUSED = dict.fromkeys(("qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"), "features of its images")
+_DEEPSTACK = (
+    "cohere_compass",
+    "cosmos3_omni",
+    "granite4_vision",
+    "granite_docling",
+    "qwen3_omni_moe_thinker",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
+REFUSED = {
+    **dict.fromkeys(_DEEPSTACK, "features of its images"),
+    "gemma4": "cannot be sharded",
+    "inkling2": "sequence_parallel=True is not possible for",
+}
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
 TOWER = re.compile("vis|image|tower|projector")
@@ -101,6 +115,9 @@ def _train_on_mesh(name: str, layout: str) -> dict[str, Tensor]:
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **options.get("config", {}))
     mesh = create_device_mesh(tp_size=options.get("tp_size", 1), device_type="cpu")
     model = FSDP2Manager(config, mesh).parallelize(make_vision_model(name))
+    placements: list[Any] = [parameter.placements for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    sharded = sum(not placement[-1].is_replicate() for placement in placements if len(placement) > 1)
+    assert layout == "dp2" or sharded > 4, "the plan shards nothing but the ends"
     own = slice(dist.get_rank(), None, 2) if layout == "dp2" else slice(None)
     return _accumulate(name, model, own)
 

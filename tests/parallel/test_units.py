@@ -64,6 +64,8 @@ def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output(
             super().__init__()
             self.blocks = nn.ModuleList(Block(8) for _ in range(2))
 
+        def forward(self) -> None: ...
+
     module = pl.LightningModule()
     module.model = Stack()
     (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
