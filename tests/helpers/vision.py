@@ -169,6 +169,7 @@ _EXPERTS: dict[str, Any] = {**_MOE, "num_experts": 4, "num_local_experts": 4, "s
 _LLAMA: dict[str, Any] = {**_TEXT, "model_type": "llama"}
 _PIXTRAL: dict[str, Any] = {**_TOWER, "model_type": "pixtral", "head_dim": 8}
 _LINEAR: dict[str, Any] = {
+    "initializer_range": 0.2,  # at the usual 0.02, the gradients of `A_log` are sums of rounding at this width
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 16,
     "linear_num_key_heads": 4,
@@ -184,7 +185,13 @@ _MINICPM: dict[str, Any] = {
     "video_token_id": VIDEO,
 }
 _MUSE: dict[str, Any] = {
-    "text_config": {**_TEXT, **_SLIDING, "head_dim": 16, "layer_rope_theta": [10000.0, 0]},
+    "text_config": {
+        **_TEXT,
+        **_SLIDING,
+        "head_dim": 16,
+        "layer_rope_theta": [10000.0, 0],
+        "qk_scale_factor": 1.0,  # by default attention is sharp, and magnifies rounding
+    },
     "vision_config": {
         **_TOWER,
         "pos_emb_height": 4,
