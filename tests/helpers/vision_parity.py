@@ -50,6 +50,9 @@ REFUSED = {
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
+LAYER = re.compile(r"\.\d+\.")
+"""In the names of parameters of layers."""
+
 TOWER = re.compile("vis|image|tower|projector")
 """In the names of parameters that only images reach."""
 
@@ -114,9 +117,10 @@ def _train_on_mesh(name: str, layout: str) -> dict[str, Tensor]:
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **options.get("config", {}))
     mesh = create_device_mesh(tp_size=options.get("tp_size", 1), device_type="cpu")
     model = FSDP2Manager(config, mesh).parallelize(make_vision_model(name))
-    placements: list[Any] = [parameter.placements for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    sharded = sum(not placement[-1].is_replicate() for placement in placements if len(placement) > 1)
-    assert layout == "dp2" or sharded > 4, "the plan shards nothing but the ends"
+    parameters: list[Any] = [parameter for key, parameter in model.named_parameters() if LAYER.search(key)]
+    placements = [parameter.placements for parameter in parameters if isinstance(parameter, DTensor)]
+    is_sharded = any(len(placement) > 1 and not placement[-1].is_replicate() for placement in placements)
+    assert layout == "dp2" or is_sharded, "the plan shards nothing in the layers"
     own = slice(dist.get_rank(), None, 2) if layout == "dp2" else slice(None)
     return _accumulate(name, model, own)
 
