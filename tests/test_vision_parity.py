@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
         ("llava (olmo2)", "tp2+sp"),  # a plan of ours, beside a tower with layers of the same name
         ("muse_glimmer", "tp2+sp"),
         ("step3p7", "tp2"),
+        ("t5gemma2", "tp2"),  # an embedding that puts another vector in the place of one token
     ],
 )
 def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:

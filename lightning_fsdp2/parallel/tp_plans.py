@@ -33,6 +33,7 @@ from lightning_fsdp2.parallel.tp_styles import (
     SummedResult,
     VocabularyEmbedding,
     VocabularyHead,
+    reads_token_ids,
 )
 
 Plan = dict[str, ParallelStyle]
@@ -217,7 +218,10 @@ def _add_ends(model: nn.Module, plan: Mapping[str, "str | ParallelStyle"]) -> di
         ends[names[embedding]] = "embedding_rowwise"
     if isinstance(head, nn.Linear) and head in names:
         ends[names[head]] = "colwise_gather_output"
-    return {**ends, **plan}
+    chosen = {**ends, **plan}
+    # not for a part of the vocabulary; with it a tied head stays whole
+    chosen.update({name: "replicate" for name, module in model.named_modules() if reads_token_ids(module)})
+    return chosen
 
 
 def _get_config(model: nn.Module) -> Any:

@@ -872,11 +872,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "projection_dim": 64,
         "hidden_size": 64,
     },
+    "pix2struct": {
+        "text_config": {
+            "hidden_size": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "vocab_size": VOCABULARY,
+        },
+        "vision_config": {
+            "hidden_size": 64,
+            "patch_embed_hidden_size": 3 * 14 * 14,
+            "d_ff": 64,
+            "d_kv": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "seq_len": 17,
+        },
+    },
     "pp_chart2table": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_SAM, "image_size": 128, "patch_size": 16},
         "image_token_index": IMAGE,
         "image_seq_length": 4,
+    },
+    "pp_formulanet": {
+        "text_config": {
+            "d_model": 64,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 128,
+            "dropout": 0.0,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 256,
+        },
+        "vision_config": {
+            **_SAM,
+            "image_size": 128,
+            "patch_size": 16,
+            "post_conv_in_channels": 8,
+            "post_conv_mid_channels": 16,
+            "post_conv_out_channels": 32,
+            "decoder_hidden_size": 64,
+        },
     },
     "qianfan_ocr": {
         "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16},
@@ -957,6 +997,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "image_size": 112, "mlp_ratio": 2.0, "max_position_embeddings": 64},
         "image_token_id": IMAGE,
     },
+    "t5gemma2": {
+        "encoder": {**_GEMMA3, "vision_config": {**_TOWER, "vision_use_head": False}},
+        "decoder": {**_TEXT, **_SLIDING, "head_dim": 16},
+        "image_token_index": IMAGE,
+    },
+    "udop": {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "vocab_size": VOCABULARY,
+        "max_2d_position_embeddings": 64,
+        "image_size": 56,
+        "patch_size": 14,
+    },
     "unlimited_ocr": {
         "text_config": {
             **_TEXT,
@@ -1001,10 +1058,6 @@ NOT_BUILT: dict[str, str] = {
     "mistral4": "It is a text model, which other families put behind a tower.",
     "perception_lm": "Its tower needs timm, which is not installed.",
     "pi0": "It returns movements of a robot, no logits.",
-    "pix2struct": "It is an encoder and a decoder, with no tokens of images among those of the text.",
-    "pp_formulanet": "It is an encoder and a decoder, with no tokens of images among those of the text.",
-    "t5gemma2": "It is an encoder and a decoder, and only the encoder sees images.",
-    "udop": "It is an encoder and a decoder, and reads boxes with the text.",
     "vision-encoder-decoder": "It is made of two other models, an encoder and a decoder.",
 }
 """Families that are left out, and why."""
@@ -1027,6 +1080,9 @@ _IMAGE_TOKENS = {
     "llava_onevision": 36,
     "mllama": 0,
     "paligemma": 16,
+    "pix2struct": 0,
+    "pp_formulanet": 0,
+    "udop": 0,
     "unlimited_ocr": 7,
     "video_llava": 16,
     "vipllava": 16,
@@ -1175,6 +1231,16 @@ def _see_typed_pixels(*size: int, **inputs: Any) -> Callable[[Tensor, torch.Gene
     return lambda tokens, generator: {**see(tokens, generator), "mm_token_type_ids": (tokens == IMAGE).int()}
 
 
+def _see_patches_for_decoder(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    return {"flattened_patches": _see_patches_of_kosmos(tokens, generator)["flattened_patches"]}
+
+
+def _see_image_with_boxes(tokens: Tensor, generator: torch.Generator) -> Inputs:
+    """Return an image, and where on it the tokens stand: left, upper, right and lower edges."""
+    corner, size = torch.rand(2, 1, tokens.size(1), 2, generator=generator)
+    return {**_see_image_of_florence(tokens, generator), "bbox": torch.cat([corner, corner + size * (1 - corner)], -1)}
+
+
 def _see_image_before_text(tokens: Tensor, generator: torch.Generator) -> Inputs:
     """Return an image that is seen in both directions, as all up to it is, and the text behind it."""
     behind = torch.arange(tokens.size(1)) > int((tokens == IMAGE).nonzero()[-1, 1])
@@ -1238,7 +1304,9 @@ _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
     "nemotron_h_omni": _see_pixels(16, 588, image_grid_hw=[[4, 4]]),
     "paddleocr_vl": _see_typed_pixels(16, 3, 14, 14, image_grid_thw=[[1, 4, 4]]),
     "paligemma": _see_image_before_text,
+    "pix2struct": _see_patches_for_decoder,
     "pp_chart2table": _see_pixels(1, 3, 128, 128),
+    "pp_formulanet": _see_pixels(1, 3, 128, 128),
     "qwen2_5_omni_thinker": _see_patches,
     "qwen2_5_vl": _see_typed_patches,
     "qwen2_vl": _see_typed_patches,
@@ -1251,6 +1319,8 @@ _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
     "shieldgemma2": _see_image_of_gemma,
     "smolvlm": _see_tiles,
     "step3p7": _see_pixels(1, 3, 112, 112),
+    "t5gemma2": _see_image_of_florence,
+    "udop": _see_image_with_boxes,
     "unlimited_ocr": _see_pixels(1, 3, 128, 128),
     "video_llama_3": _see_pixels(16, 588, image_grid_thw=[[1, 4, 4]], image_merge_sizes=[2]),
 }
@@ -1287,7 +1357,7 @@ def make_image_batch(name: str, seed: int, dtype: torch.dtype = torch.float32) -
     tokens[0, 1], tokens[0, 2 : 2 + count], tokens[0, 2 + count] = START, IMAGE, END
     inputs = _INPUTS.get(family, _see_image)(tokens, generator)
     return {
-        "input_ids": tokens,
+        "decoder_input_ids" if family == "pix2struct" else "input_ids": tokens,
         "labels": tokens.masked_fill(torch.arange(length) < 3 + count, -100),
         **{key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()},
     }

@@ -46,6 +46,7 @@ REFUSED = {
     **dict.fromkeys(_DEEPSTACK, "features of its images"),
     "gemma4": "cannot be sharded",
     "inkling2": "sequence_parallel=True is not possible for",
+    "udop": "are tied, but lie in different blocks",
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
@@ -93,10 +94,8 @@ def get_optional_vision_refusal(name: str, error: RankError) -> str | None:
     if not isinstance(error.cause, ValueError):
         return None
     text = str(error.cause)
-    is_known = (
-        REFUSED[name] in text if name in REFUSED else isinstance(error.cause, NoPlanError) and not _has_plan(name)
-    )
-    return text if is_known else None
+    has_no_plan = isinstance(error.cause, NoPlanError) and not _has_plan(name)
+    return text if has_no_plan or (name in REFUSED and REFUSED[name] in text) else None
 
 
 def _has_plan(name: str) -> bool:

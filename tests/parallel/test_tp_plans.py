@@ -151,6 +151,12 @@ def test_our_plan_is_for_the_language_model_behind_a_tower_that_has_layers_too(
     assert not any("vision_tower" in entry for entry in plan)
 
 
+def test_an_embedding_that_looks_at_the_tokens_stays_whole() -> None:
+    model = make_on_meta(LLAMA)
+    model.model.embed_tokens.mark = nn.Parameter(torch.empty(4))
+    assert get_plan(model)["model.embed_tokens"] == get_plan(model, "hf")["model.embed_tokens"] == Replicated()
+
+
 @pytest.mark.usefixtures("registry")
 def test_a_registered_class_wins_over_a_registered_family_over_ours_over_the_model_s_own() -> None:
     model = make_on_meta(GPT2)
