@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from helpers import family_parity, vision, vision_parity
+from helpers import family_parity, vision_families, vision_parity
 from helpers.families import NOT_BUILT, get_families
 from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, get_optional_refusal, measure_parity
 from helpers.ledger import VERSIONS, Ledger, get_key, hold, run_jobs
@@ -93,7 +93,7 @@ IMAGES = Matrix(
     folder=FOLDER / "images",
     layouts=list(vision_parity.LAYOUTS),
     get_families=get_vision_families,
-    not_built=vision.NOT_BUILT,
+    not_built=vision_families.NOT_BUILT,
     measure=measure_vision_parity,
     get_optional_refusal=get_optional_vision_refusal,
 )
@@ -158,7 +158,7 @@ def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledg
 def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> str:
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
-    reasons = {family: cell["reason"] for (family, _), cell in cells.items() if "reason" in cell}
+    reasons = dict.fromkeys((family, cell["reason"]) for (family, _), cell in cells.items() if "reason" in cell)
     lines = [
         f"# {matrix.title}",
         "",
@@ -176,7 +176,7 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> s
         ),
     ]
     if reasons:
-        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for family, reason in reasons.items())]
+        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for family, reason in reasons)]
     not_built = sorted(matrix.not_built.items())
     lines += ["", "Not built here:", "", *(f"- `{family}`: {reason}" for family, reason in not_built), ""]
     return "\n".join(lines)

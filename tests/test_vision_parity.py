@@ -2,7 +2,8 @@
 
 import pytest
 from helpers.ranks import RankError
-from helpers.vision import FAMILIES, NOT_BUILT, get_family
+from helpers.vision import get_family
+from helpers.vision_families import FAMILIES, NOT_BUILT
 from helpers.vision_parity import measure_vision_parity
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 

@@ -14,13 +14,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
 from helpers.vision import (
-    FAMILIES,
     get_family,
     get_vision_loss,
     make_image_batch,
     make_vision_config,
     make_vision_model,
 )
+from helpers.vision_families import FAMILIES
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel import tp_plans
 from lightning_fsdp2.parallel.tp_plans import NoPlanError

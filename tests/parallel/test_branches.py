@@ -9,7 +9,8 @@ import torch
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.user_modules import make_trainer
-from helpers.vision import IMAGE, get_vision_loss, make_image_batch, make_vision_model
+from helpers.vision import get_vision_loss, make_image_batch, make_vision_model
+from helpers.vision_families import IMAGE
 from torch import Tensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
