@@ -29,9 +29,10 @@ test: venv ## Run the tests that every change must pass
 test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
 	$(BIN)/python tests/run_all.py
 
-parity: venv ## Compare all model families on tensor and context parallel layouts with one process, write docs/parity*.md
+parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md
 	$(BIN)/python tests/parity_matrix.py --output docs/parity.md $(ARGS)
 	$(BIN)/python tests/parity_matrix.py --context --output docs/parity-context-parallel.md $(ARGS)
+	$(BIN)/python tests/parity_matrix.py --images --output docs/parity-images.md $(ARGS)
 
 parity-oldest: venv ## The same with the oldest transformers that pyproject.toml allows, in .venv-oldest
 	test -x .venv-oldest/bin/python || $(BIN)/python -m venv --without-pip .venv-oldest

@@ -1,16 +1,20 @@
-"""Compare every causal language model family that has a tensor parallel plan with one process, on every layout.
+"""Compare model families of transformers with one process, on every layout.
 
-Two families at a time. What is measured is kept under ``.parity/`` for as long as nothing changes that can reach it
-(:mod:`helpers.reach`), so that an interrupted run goes on where it stopped.
+Causal language models that have a tensor parallel plan, or models that see images. Two families at a time. What is
+measured is kept under ``.parity/`` for as long as nothing changes that can reach it (:mod:`helpers.reach`), so that an
+interrupted run goes on where it stopped.
 
-Usage: python tests/parity_matrix.py [--families a,b] [--layouts "tp2;cp2" | --context] [--output docs/parity.md]
+Usage: python tests/parity_matrix.py [--context | --images] [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
 """
 
 import argparse
+import inspect
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -18,15 +22,81 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from helpers import family_parity, vision_families, vision_parity
 from helpers.families import NOT_BUILT, get_families
-from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, STEPS, get_optional_refusal, measure_parity
+from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, get_optional_refusal, measure_parity
 from helpers.ledger import VERSIONS, Ledger, get_key, hold, run_jobs
 from helpers.ranks import RankError
 from helpers.reach import ROOT, find_reach
+from helpers.vision_parity import get_optional_vision_refusal, get_vision_families, measure_vision_parity
 from transformers.utils import logging
 
 FOLDER = ROOT / ".parity"
 FAILED = "**FAILED**"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """What is compared, and what its page says."""
+
+    title: str
+    about: list[str]
+    folder: Path
+    layouts: list[str]
+    get_families: Callable[[], list[str]]
+    not_built: dict[str, str]
+    measure: Callable[[str, str], float]
+    get_optional_refusal: Callable[[str, RankError], str | None]
+
+    def get_key(self) -> str:
+        """Return a hash of all that decides a number; what measures other matrices is not in it."""
+        return get_key(find_reach(Path(inspect.getfile(self.measure))) | {Path(__file__)})
+
+
+ABOUT_TEXT = [
+    "A tiny random model of every causal language model family of transformers that has a tensor parallel plan,",
+    f"its own or ours, with the attention it takes by default: {family_parity.STEPS} AdamW steps with clipping in"
+    " float32, on",
+    "each layout and in one process. A number is the largest difference of any gradient in the first step,",
+    "relative to that parameter's largest gradient (or to 1 % of the model's largest one). In every cell with a",
+    "number losses, all gradients before and after clipping, the gradient norm and the weights after the last step",
+    "are within the tolerances of the tests: 1e-5 for losses and for gradients relative to their parameter's",
+    "largest, and ten times that for gradients after the first step.",
+    "",
+    "`sp` is `sequence_parallel=True`; `accumulate 2` two micro-batches per step, synchronised once.",
+]
+ABOUT_IMAGES = [
+    "A tiny random model of every family of transformers that reads text with images, towers included, in float32: the",
+    f"gradients of {2 * vision_parity.STEPS} accumulated micro-batches (of {vision_parity.STEPS} on each of two data"
+    " parallel ranks), every sequence with an image in it, on",
+    "each layout and in one process. A number is the largest difference of any parameter's gradient, relative to that",
+    "parameter's largest gradient (or to 0.1 % of the model's largest one); every number is at most 1e-5.",
+    "",
+    "`dp2` are two data parallel ranks, `tp2` two tensor parallel ones, `sp` is `sequence_parallel=True`. Towers that",
+    "have no plan are replicated over tensor parallel ranks, with a warning.",
+]
+
+TEXT = Matrix(
+    title="Tensor and sequence parallel parity",
+    about=ABOUT_TEXT,
+    folder=FOLDER,
+    layouts=list(LAYOUTS),
+    get_families=get_families,
+    not_built=NOT_BUILT,
+    measure=measure_parity,
+    get_optional_refusal=get_optional_refusal,
+)
+CONTEXT = replace(TEXT, title="Context parallel parity", layouts=list(CONTEXT_LAYOUTS))
+IMAGES = Matrix(
+    title="Parity of models that see images",
+    about=ABOUT_IMAGES,
+    folder=FOLDER / "images",
+    layouts=list(vision_parity.LAYOUTS),
+    get_families=get_vision_families,
+    not_built=vision_families.NOT_BUILT,
+    measure=measure_vision_parity,
+    get_optional_refusal=get_optional_vision_refusal,
+)
 
 
 def main() -> int:
@@ -35,28 +105,31 @@ def main() -> int:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     start = time.monotonic()
-    layouts = arguments.layouts or list(CONTEXT_LAYOUTS if arguments.context else LAYOUTS)
-    families = arguments.families or get_families()
+    matrix = CONTEXT if arguments.context else IMAGES if arguments.images else TEXT
+    layouts = arguments.layouts or matrix.layouts
+    families = arguments.families or matrix.get_families()
     with hold(FOLDER):
-        key = get_key(find_reach(Path(__file__)))
-        ledgers = {family: Ledger(FOLDER / family / f"{key}.jsonl") for family in families}
+        key = matrix.get_key()
+        ledgers = {family: Ledger(matrix.folder / family / f"{key}.jsonl") for family in families}
         jobs = {
-            family: partial(measure_family, family, [layout for layout in layouts if is_open(ledger, layout)], ledger)
+            family: partial(
+                measure_family, matrix, family, [layout for layout in layouts if is_open(ledger, layout)], ledger
+            )
             for family, ledger in ledgers.items()
         }
-        for family, status, _ in run_jobs(jobs, FOLDER):
+        for family, status, _ in run_jobs(jobs, matrix.folder):
             ledger = ledgers[family] = Ledger(ledgers[family].path)
             for layout in layouts:
                 if layout not in ledger.results:
-                    ledger.results[layout] = {"cell": FAILED, "error": f"ended with {status}, see .parity/{family}.log"}
+                    error = f"ended with {status}, see {matrix.folder}/{family}.log"
+                    ledger.results[layout] = {"cell": FAILED, "error": error}
             row = [ledger.results[layout]["cell"] for layout in layouts]
             print(f"{time.monotonic() - start:6.0f} s  {family:24}", *row, flush=True)
     cells = {(family, layout): ledgers[family].results[layout] for family in families for layout in layouts}
     failures = [f"{family}, {layout}: {cell['error']}" for (family, layout), cell in cells.items() if "error" in cell]
     print(*failures, sep="\n")
     if arguments.output:
-        kind = "Context parallel" if arguments.context else "Tensor and sequence parallel"
-        arguments.output.write_text(summarize(cells, kind))
+        arguments.output.write_text(summarize(cells, matrix))
         print(f"wrote {arguments.output}")
     return int(bool(failures))
 
@@ -66,41 +139,34 @@ def is_open(ledger: Ledger, layout: str) -> bool:
     return ledger.results.get(layout, {"cell": FAILED})["cell"] == FAILED
 
 
-def measure_family(family: str, layouts: list[str], ledger: Ledger) -> int:
+def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledger) -> int:
     for layout in layouts:
         try:
-            ledger.add(layout, cell=f"{measure_parity(family, layout):.0e}")
-        except RankError as error:
-            reason = get_optional_refusal(family, error)
+            ledger.add(layout, cell=f"{matrix.measure(family, layout):.0e}")
+        except AssertionError as error:
+            reason = matrix.get_optional_refusal(family, error) if isinstance(error, RankError) else None
             if reason is None:
                 # a rank that died has left no error but its output
-                ledger.add(layout, cell=FAILED, error=str(error if error.cause is None else repr(error.cause)))
+                cause = getattr(error, "cause", None)
+                ledger.add(layout, cell=FAILED, error=str(error if cause is None else repr(cause)))
                 print(error)
             else:
                 ledger.add(layout, cell="refused", reason=reason)
     return 0
 
 
-def summarize(cells: dict[tuple[str, str], dict[str, str]], kind: str) -> str:
+def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> str:
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
-    reasons = {family: cell["reason"] for (family, _), cell in cells.items() if "reason" in cell}
+    reasons = dict.fromkeys((family, cell["reason"]) for (family, _), cell in cells.items() if "reason" in cell)
     lines = [
-        f"# {kind} parity",
+        f"# {matrix.title}",
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, "
         + ", ".join(f"{name} {VERSIONS[name]}" for name in ("Python", "torch", "transformers"))
         + ". Written by tests/parity_matrix.py (`make parity`, `make parity-oldest`).",
         "",
-        "A tiny random model of every causal language model family of transformers that has a tensor parallel plan,",
-        f"its own or ours, with the attention it takes by default: {STEPS} AdamW steps with clipping in float32, on",
-        "each layout and in one process. A number is the largest difference of any gradient in the first step,",
-        "relative to that parameter's largest gradient (or to 1 % of the model's largest one). In every cell with a",
-        "number losses, all gradients before and after clipping, the gradient norm and the weights after the last step",
-        "are within the tolerances of the tests: 1e-5 for losses and for gradients relative to their parameter's",
-        "largest, and ten times that for gradients after the first step.",
-        "",
-        "`sp` is `sequence_parallel=True`; `accumulate 2` two micro-batches per step, synchronised once.",
+        *matrix.about,
         "",
         "| family | " + " | ".join(layouts) + " |",
         "|---|" + "--:|" * len(layouts),
@@ -110,8 +176,9 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], kind: str) -> str:
         ),
     ]
     if reasons:
-        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for family, reason in reasons.items())]
-    lines += ["", "Not built here:", "", *(f"- `{family}`: {reason}" for family, reason in NOT_BUILT.items()), ""]
+        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for family, reason in reasons)]
+    not_built = sorted(matrix.not_built.items())
+    lines += ["", "Not built here:", "", *(f"- `{family}`: {reason}" for family, reason in not_built), ""]
     return "\n".join(lines)
 
 
@@ -121,9 +188,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts",
         type=lambda text: text.split(";"),
-        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS])}; separated by ;",
+        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS, *vision_parity.LAYOUTS])}; separated by ;",
     )
-    parser.add_argument("--context", action="store_true", help="the layouts of context parallelism")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--context", action="store_true", help="the layouts of context parallelism")
+    kinds.add_argument("--images", action="store_true", help="models that see images, with images")
     parser.add_argument("--output", type=Path, help="the table, as Markdown")
     return parser.parse_args()
 

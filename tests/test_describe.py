@@ -178,11 +178,15 @@ class Expert(nn.Module):
         super().__init__()
         self.up = nn.Linear(8, 16, bias=False)
 
+    def forward(self) -> None: ...
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self) -> None: ...
 
 
 class Mixture(LightningModule):

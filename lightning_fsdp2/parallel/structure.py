@@ -124,8 +124,8 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
 
     A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters, at any depth, but not inside a block of
     another list: the experts of a mixture are part of their block. Containers inside a container are lists of their
-    own, as are whole Hugging Face models inside a ``ModuleList``. A ``Sequential`` of equal, composite modules counts
-    as a list too. A block that is registered twice is returned once.
+    own, as are whole Hugging Face models inside a ``ModuleList``; modules without a forward only hold others. A
+    ``Sequential`` of equal, composite modules counts as a list too. A block that is registered twice is returned once.
     """
     lists = [list(dict.fromkeys(blocks)) for blocks in _iterate_layer_lists(root)]
     seen: set[nn.Module] = set()
@@ -147,6 +147,11 @@ def iterate_children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called, so that its weights can be gathered for it."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def get_embedding_and_head(model: nn.Module) -> tuple[nn.Embedding | None, nn.Module | None]:
     """Return the input embedding and the output head that a Hugging Face model declares, where it has them."""
     return _get_embedding(model), _get_head(model)
@@ -162,6 +167,15 @@ def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
         if norms:
             return norms[-1]
     return None
+
+
+def is_of_tower(module: nn.Module, model: Any) -> bool:
+    """Whether ``module`` belongs to a model inside of ``model`` that has another config: of one that sees, or hears."""
+    config: Any = getattr(model, "config", None)
+    inner: list[Any] = [part for part in model.modules() if is_hf_model(part) and module in part.modules()]
+    if not hasattr(config, "get_text_config") or not inner:
+        return False
+    return inner[-1].config.model_type not in (config.model_type, config.get_text_config().model_type)
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -190,7 +204,7 @@ def _iterate_container(container: nn.Module) -> Iterator[list[nn.Module]]:
     for child in container.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _iterate_container(child)
-        elif not is_metric(child) and get_hf_models(child):
+        elif not is_metric(child) and (get_hf_models(child) or not has_forward(child)):
             yield from _iterate_layer_lists(child)
     if blocks := _blocks_of(container):
         yield blocks
@@ -207,7 +221,7 @@ def _blocks_of(container: nn.Module) -> list[nn.Module]:
 
 def _is_block(module: nn.Module) -> bool:
     is_nested = isinstance(module, nn.ModuleList | nn.ModuleDict) or is_metric(module) or get_hf_models(module)
-    return not is_nested and _owns_parameters(module)
+    return not is_nested and has_forward(module) and _owns_parameters(module)
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -22,10 +22,13 @@ from lightning_fsdp2.parallel.sequence_parallel import (
     sum_gradients_on_shards,
 )
 from lightning_fsdp2.parallel.structure import (
+    get_embedding_and_head,
     get_entrances,
     get_hf_models,
     get_layer_lists,
     get_modules,
+    get_optional_final_norm,
+    has_forward,
     is_hf_model,
     iterate_children,
 )
@@ -104,12 +107,35 @@ def apply_tensor_parallel(
     shard_parameters(layouts, mesh)
     for layer in layers:
         compute_with_local_parameters(layer, layouts, mesh.get_group())
+    read = {parent: child for m in models for parent, child in _iterate_readable(m.module, layers, layouts)}
     for module in others:
         # torch's attention computes with the weights of its output projection, whose own forward it does not call
-        recurse = isinstance(module, nn.MultiheadAttention)
+        held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=recurse, methods=methods)
+        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
+
+
+def _iterate_readable(
+    model: nn.Module, layers: list[nn.Module], layouts: dict[Slot, Layout]
+) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Find the children whose weights a forward may read without calling them, such as tables of positions.
+
+    Every rank holds them whole, and FSDP2 gathers them with the module around them: they are no unit of their own, as
+    layers, the model's ends and modules of another dtype are.
+
+    Yields:
+        A module in ``model`` and such children.
+    """
+    if not is_hf_model(model) or len({parameter.dtype for parameter in model.parameters()}) > 1:
+        return
+    apart = {*layers, *get_embedding_and_head(model), get_optional_final_norm(model)}
+    for module in model.modules():
+        leaves = [child for child in module.children() if child not in apart and not any(child.children())]
+        slots = {child: get_slots([child]) for child in leaves}
+        whole = [child for child in leaves if slots[child] and all(layouts.get(s) == Layout() for s in slots[child])]
+        if whole and has_forward(module):
+            yield module, whole
 
 
 def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
@@ -139,8 +165,9 @@ def _install(
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
     names = {module: name for name, module in model.module.named_modules()}
+    with_sequences = model.get_text_stacks() if sequence_parallel else []
     for layers in stacks:
-        if sequence_parallel:
+        if layers in with_sequences:
             _install_stack(model, layers, styles, layouts, mesh)
         else:
             returns = Kind.EITHER if model.foreign else Kind.EQUAL

@@ -82,6 +82,13 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
 
     One that is given for all models must say something of any of them.
     """
+    for model in models:
+        if model.unmatched and not model.matched_layers and not model.is_given:
+            raise ValueError(
+                f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
+                f" names {model.unmatched[0]!r}, which the model does not have. Give one that fits as"
+                " FSDP2Config(tp_plan={...}), or use tp_size=1."
+            )
     given = [model for model in models if model.is_given]
     found = {pattern for model in given for pattern in model.matched}
     for model in given:
@@ -237,7 +244,7 @@ def _check_layers(model: MatchedModel) -> None:
             " sequence_parallel=False."
         )
     names = {module: name for name, module in model.module.named_modules()}
-    for layer in (layer for layers in model.get_stacks() for layer in layers):
+    for layer in (layer for layers in model.get_text_stacks() for layer in layers):
         known = {*model.styles, *(getattr(layer, name, None) for name in traits.pointwise)}
         for child in iterate_children(layer):
             if isinstance(child, nn.Linear) and child not in known:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_layer_lists
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_layer_lists, is_of_tower
 from lightning_fsdp2.parallel.tp_parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
@@ -49,6 +49,11 @@ class MatchedModel:
     """Patterns for which there is nothing."""
 
     @property
+    def matched_layers(self) -> list[str]:
+        """Those of them that stand for something in each layer."""
+        return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
+
+    @property
     def styles(self) -> dict[nn.Module, Style]:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 
@@ -57,6 +62,11 @@ class MatchedModel:
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         lists = get_layer_lists(self.module)
         return [layers for layers in lists if any(module in styled for layer in layers for module in layer.modules())]
+
+    def get_text_stacks(self) -> list[list[nn.Module]]:
+        """Return those of them that read text, where the config says which: towers hand on no parts of the batch."""
+        stacks = [layers for layers in self.get_stacks() if not is_of_tower(layers[0], self.module)]
+        return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:
         """The name of the head if its outputs are sharded."""

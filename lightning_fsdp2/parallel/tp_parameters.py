@@ -116,7 +116,7 @@ def compute_with_local_parameters(
     layouts: dict[Slot, Layout],
     group: dist.ProcessGroup,
     *,
-    recurse: bool = True,
+    modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
     """Let methods of ``top`` find this rank's part of its parameters as plain tensors.
@@ -125,11 +125,11 @@ def compute_with_local_parameters(
         top: The methods are replaced.
         layouts: Of all parameters of ``top`` and others.
         group: Of the tensor parallel ranks.
-        recurse: Whether for the parameters of the modules in it too.
+        modules: Those whose parameters; by default all in ``top``.
         methods: Names of the methods.
     """
-    modules = set(top.modules()) if recurse else {top}
-    slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in modules]
+    inside = set(top.modules() if modules is None else modules)
+    slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in inside]
     for name in methods if slots else ():
         wrap_method(top, _LocalParameters(slots, group), name)
 

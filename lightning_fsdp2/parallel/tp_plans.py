@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head
+from lightning_fsdp2.parallel.structure import get_embedding_and_head, is_hf_model, is_of_tower
 from lightning_fsdp2.parallel.tp_styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -32,6 +33,7 @@ from lightning_fsdp2.parallel.tp_styles import (
     SummedResult,
     VocabularyEmbedding,
     VocabularyHead,
+    reads_token_ids,
 )
 
 Plan = dict[str, ParallelStyle]
@@ -117,8 +119,16 @@ def is_registered(model: nn.Module) -> bool:
 def get_layer_traits(model: nn.Module) -> LayerTraits:
     """Return the traits that were registered for ``model``, or those of its family."""
     registered = _get_registered(model)
+    if registered is not None:
+        return registered[1]
     family = getattr(_get_config(model), "model_type", None)
-    return registered[1] if registered is not None else _TRAITS.get(cast(str, family), LayerTraits())
+    return _DEEPSTACK if _has_deepstack(model) else _TRAITS.get(cast(str, family), LayerTraits())
+
+
+def _has_deepstack(model: nn.Module) -> bool:
+    """Whether the model around the layers takes features of images for the layers."""
+    forwards = [signature(module.forward).parameters for module in model.modules() if is_hf_model(module)]
+    return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
@@ -208,7 +218,10 @@ def _add_ends(model: nn.Module, plan: Mapping[str, "str | ParallelStyle"]) -> di
         ends[names[embedding]] = "embedding_rowwise"
     if isinstance(head, nn.Linear) and head in names:
         ends[names[head]] = "colwise_gather_output"
-    return {**ends, **plan}
+    chosen = {**ends, **plan}
+    # not for a part of the vocabulary; with it a tied head stays whole
+    chosen.update({name: "replicate" for name, module in model.named_modules() if reads_token_ids(module)})
+    return chosen
 
 
 def _get_config(model: nn.Module) -> Any:
@@ -223,12 +236,17 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 
 
 def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head."""
+    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head.
+
+    A tower beside it may have layers of the same name.
+    """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
-    prefixes = [f"{name}." if name else "" for name, module in model.named_modules() if _find(module, stem)]
-    return {prefixes[0] + name: style for name, style in plan.items()}
+    holders = {name: module for name, module in model.named_modules() if _find(module, stem)}
+    # a tower, which may come first, has layers too
+    holder = next((name for name, module in holders.items() if not is_of_tower(module, model)), next(iter(holders)))
+    return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
 
 def _find(module: Any, path: list[str]) -> bool:
@@ -463,9 +481,25 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     return plan
 
 
-def _qwen3_vl(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    norms = {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")}
-    return {**_LLAMA_ATTENTION, **norms, **_LLAMA_MLP}
+def _llama(*norms: str) -> PlanBuilder:
+    """Layers as Llama's, with these norms on each rank's heads."""
+    return lambda config: {**_LLAMA_ATTENTION, **_norms_of_heads(*norms)(config), **_LLAMA_MLP}
+
+
+def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    norms = [f"layers.*.self_attn.{name}.{part}" for name in ("q_norm", "k_norm") for part in ("weight", "bias")]
+    return {
+        **_LLAMA_ATTENTION,
+        **_LLAMA_MLP,
+        "layers.*.self_attn": LocalHeads(attributes=("num_heads", "num_key_value_heads")),
+        **dict.fromkeys(norms, ShardParameter(dim=0)),  # of each head, [heads, width]
+    }
+
+
+def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
+    """Linear attention shares its output's name with the other, but nothing in it is sharded."""
+    linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
 
 
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
@@ -478,18 +512,21 @@ def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 _FAMILIES: dict[str, PlanBuilder] = {
     "bloom": _bloom,
+    "chameleon": _chameleon,
     "deepseek_v3": _deepseek_v3,
     "doge": _doge,
+    "emu3_text_model": _llama(),
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_neo": _gpt_neo,
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
+    "hunyuan_vl_text": _llama("query_layernorm", "key_layernorm"),
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "opt": _opt,
     "phi3": _phi3,
-    "qwen3_vl_text": _qwen3_vl,
+    "qwen3_vl_text": _llama("q_norm", "k_norm"),
     "stablelm": _stablelm,
 }
 """Plans in place of the models' own."""
@@ -499,9 +536,11 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "cohere": _cohere,
     "gemma3n_text": _gemma3n,
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
+    "glm5_next_text": _glm5_next,
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
+    "qwen3_omni_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
@@ -523,11 +562,11 @@ _TRAITS: dict[str, LayerTraits] = {
         pointwise=("altup", "laurel", *_PER_LAYER), per_position=("per_layer_input",), sequence_dim=2
     ),
     "gemma4_text": LayerTraits(pointwise=("router", *_PER_LAYER), per_position=("per_layer_input",)),
+    "glm5_next_text": _HYPER_CONNECTIONS,
     "hy_v4": _HYPER_CONNECTIONS,
     "inkling2_text": LayerTraits(
         refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
     ),
-    "qwen3_vl_moe_text": _DEEPSTACK,
-    "qwen3_vl_text": _DEEPSTACK,
+    "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }

@@ -524,6 +524,11 @@ def _get_output_dim(linear: nn.Module) -> int:
     return 1 if hasattr(linear, "nf") else 0
 
 
+def reads_token_ids(module: nn.Module) -> bool:
+    """Whether an embedding holds more than a weight: what its own forward puts in the places of some tokens."""
+    return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
+
+
 def _check_embedding(style: Style, module: nn.Module) -> None:
     if hasattr(module, "base_layer"):
         raise TypeError("adapters on an embedding do not work under tensor parallelism; leave it out of them.")
@@ -531,6 +536,11 @@ def _check_embedding(style: Style, module: nn.Module) -> None:
         raise TypeError(f"{type(module).__name__} is no nn.Embedding; the style {type(style).__name__} needs one.")
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise TypeError("nn.Embedding with max_norm, sparse or scale_grad_by_freq needs the whole weight on each rank.")
+    if reads_token_ids(module):
+        raise TypeError(
+            f"{type(module).__name__} has embeddings of its own for some tokens, whose ids a rank with a part of the"
+            " vocabulary does not see; say 'replicate' of it."
+        )
 
 
 def _get_epsilon(norm: Any) -> float:

@@ -19,6 +19,7 @@ from lightning_fsdp2.parallel.structure import (
     get_optional_final_norm,
     get_parameter_names,
     get_parameter_owners,
+    has_forward,
     is_hf_model,
     is_lightning_module,
     is_metric,
@@ -187,11 +188,12 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """``fully_shard`` refuses modules that have no forward of their own: take their items instead."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    """Nothing gathers weights for modules that have no forward of their own: take their items instead.
+
+    What they hold themselves is used by the parent's forward, and belongs to its unit.
+    """
+    if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return []  # used by the parent's forward, so they belong to its unit
     return [module] if any(_owns_parameters_directly(inner) for inner in get_modules(module)) else []
 
 

@@ -11,7 +11,8 @@ from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from helpers.user_modules import make_trainer
-from helpers.vision import IMAGE, get_vision_loss, make_image_batch, make_vision_model
+from helpers.vision import get_vision_loss, make_image_batch, make_vision_model
+from helpers.vision_families import IMAGE
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -22,13 +22,19 @@ from lightning_fsdp2.parallel.structure import (
 )
 
 
-class Tree(nn.Module):
-    """A module with these children."""
+class Shelf(nn.Module):
+    """Holds these children, whom others call."""
 
     def __init__(self, **children: Any) -> None:
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
+
+
+class Tree(Shelf):
+    """A module with these children."""
+
+    def forward(self) -> None: ...
 
 
 def linear() -> nn.Module:
@@ -86,6 +92,10 @@ TREES: dict[str, tuple[Callable[[], nn.Module], list[list[str]]]] = {
     "stages-with-blocks": (
         lambda: Tree(stages=nn.ModuleList(Tree(blocks=nn.ModuleList([mlp()]), down=linear()) for _ in range(2))),
         [["stages.0", "stages.1"]],
+    ),
+    "shelves-of-blocks": (
+        lambda: Tree(stages=nn.ModuleList(Shelf(blocks=nn.ModuleList([mlp()]), down=linear()) for _ in range(2))),
+        [["stages.0.blocks.0"], ["stages.1.blocks.0"]],
     ),
     "dict": (lambda: Tree(blocks=nn.ModuleDict({"x": mlp(), "y": mlp()})), [["blocks.x", "blocks.y"]]),
     "dicts-in-a-list": (

@@ -306,6 +306,19 @@ def test_every_entry_of_a_registered_plan_stands_for_something(monkeypatch: pyte
     run_ranks(run, 2)
 
 
+def test_a_model_s_own_plan_that_fits_none_of_its_layers_is_refused() -> None:
+    def run() -> None:
+        model = make_rough_model(LLAMA)
+        model._tp_plan = {"model.blocks.*.mlp.up_proj": "colwise", "lm_head": "colwise_gather_output"}
+        message = (
+            r"tp_size: the tensor parallel plan of LlamaForCausalLM shards nothing in its layers: it names 'model\.b"
+        )
+        with refuse(model, ValueError, message):
+            apply_tensor_parallel(model, make_mesh())
+
+    run_ranks(run, 2)
+
+
 class ActorAndCritic(nn.Module):
     def __init__(self) -> None:
         super().__init__()

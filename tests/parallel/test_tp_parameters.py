@@ -344,7 +344,7 @@ def test_without_recursion_only_the_parameters_of_the_module_itself_become_plain
         module = Outer()
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), recurse=False)
+        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=[module])
         seen: list[Any] = []
         module.inner.forward = lambda factors: seen.extend([module.weight, module.inner.weight]) or torch.zeros(())
         module()

@@ -24,7 +24,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2PreTrainedModel, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GPT2LMHeadModel,
+    GPT2PreTrainedModel,
+    LlamaModel,
+)
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from lightning_fsdp2.parallel import tp_plans
@@ -122,6 +129,32 @@ def test_our_plan_has_the_names_of_a_model_with_and_without_a_head() -> None:
         assert plan[f"{prefix}h.*.attn.c_attn"] == ColumnWise(sections=3)
         assert plan[f"{prefix}h.*.attn.c_proj"] == plan[f"{prefix}h.*.mlp.c_proj"] == RowWise()
         assert plan[f"{prefix}h.*.attn"] == LocalHeads(attributes=("num_heads", "split_size"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "style"),
+    [
+        ("olmo2", "self_attn.q_norm", ShardedNorm()),
+        ("cohere", "self_attn.q_norm.weight", ShardParameter(dim=0)),
+    ],
+)
+def test_our_plan_is_for_the_language_model_behind_a_tower_that_has_layers_too(
+    family: str, name: str, style: ParallelStyle
+) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**small, "model_type": family, "use_qk_norm": True}
+    tower = {**small, "model_type": "clip_vision_model"}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("llava", text_config=text, vision_config=tower)
+        plan = get_plan(AutoModelForImageTextToText.from_config(config))
+    assert plan[f"model.language_model.layers.*.{name}"] == style
+    assert not any("vision_tower" in entry for entry in plan)
+
+
+def test_an_embedding_that_looks_at_the_tokens_stays_whole() -> None:
+    model = make_on_meta(LLAMA)
+    model.model.embed_tokens.mark = nn.Parameter(torch.empty(4))
+    assert get_plan(model)["model.embed_tokens"] == get_plan(model, "hf")["model.embed_tokens"] == Replicated()
 
 
 @pytest.mark.usefixtures("registry")

@@ -484,6 +484,14 @@ def test_an_attention_that_counts_its_heads_counts_those_of_the_rank() -> None:
 # ---------------------------------------------------------------------- what does not fit
 
 
+class MarkedEmbedding(nn.Embedding):
+    """Has a vector of its own for one token."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.mark = nn.Parameter(torch.zeros(4))
+
+
 def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
     cases: list[tuple[ParallelStyle, nn.Module, str]] = [
         (ColumnWise(), nn.LayerNorm(4), "LayerNorm is no linear layer; the style ColumnWise"),
@@ -496,6 +504,11 @@ def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
         (VocabularyEmbedding(), nn.Embedding(4, 4, max_norm=1.0), "max_norm, sparse or scale_grad_by_freq"),
         (VocabularyEmbedding(), nn.Embedding(4, 4, scale_grad_by_freq=True), "max_norm, sparse or scale_grad_by_freq"),
         (FeatureEmbedding(), nn.Embedding(4, 4, sparse=True), "max_norm, sparse or scale_grad_by_freq"),
+        (
+            VocabularyEmbedding(),
+            MarkedEmbedding(),
+            "MarkedEmbedding has .* say 'replicate' of it",
+        ),
         (ShardedNorm(), nn.LayerNorm(4), "LayerNorm is no RMS norm"),
         (ShardedNorm(), nn.Linear(4, 4), "Linear is no RMS norm"),
     ]

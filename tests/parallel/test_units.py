@@ -64,10 +64,24 @@ def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output(
             super().__init__()
             self.blocks = nn.ModuleList(Block(8) for _ in range(2))
 
+        def forward(self) -> None: ...
+
     module = pl.LightningModule()
     module.model = Stack()
     (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
     assert unit.casts_output
+
+
+def test_a_module_that_is_never_called_is_no_unit() -> None:
+    class Shelf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(4))
+            self.down = nn.Linear(4, 4)
+
+    module = pl.LightningModule()
+    module.shelf = Shelf()
+    assert [unit.modules for unit in build_unit_plan(module).units] == [[module.shelf.down], [module]]
 
 
 def test_an_embedding_with_a_norm_of_its_own_is_gathered_for_backward() -> None:

@@ -116,6 +116,8 @@ class Block(torch.nn.Module):
         self.layer = torch.nn.Linear(size, size)
         self.window = window
 
+    def forward(self) -> None: ...
+
 
 def make_blocks(*kinds: tuple[int, int]) -> torch.nn.Module:
     module = torch.nn.Module()
