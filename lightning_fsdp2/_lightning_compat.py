@@ -261,7 +261,7 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Tell the samplers of ``dataloader`` the epoch; before there are iterators, which Lightning does not in a resume."""
+    """Tell the samplers of ``dataloader`` the epoch, before there are iterators; in a resume Lightning does so after."""
     _set_sampler_epoch(dataloader, epoch)
 
 
