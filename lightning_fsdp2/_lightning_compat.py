@@ -261,7 +261,7 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Tell the samplers of ``dataloader`` the epoch, before there are iterators; in a resume Lightning does so after."""
+    """Tell the samplers of ``dataloader`` the epoch; Lightning does so only once a resumed run has its iterators."""
     _set_sampler_epoch(dataloader, epoch)
 
 
