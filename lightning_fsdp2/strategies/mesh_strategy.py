@@ -516,7 +516,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return output
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """What precedes a step under manual optimisation, behind its closure, which may hold the backward."""
+        """Finish the gradients of a step under manual optimisation, after its closure, which may hold the backward."""
         self._apply_token_mean()
 
     @contextmanager

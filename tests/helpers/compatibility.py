@@ -161,7 +161,7 @@ DIFFERENCES = (
     Difference(
         "`ModelCheckpoint(every_n_train_steps=...)` with accumulation",
         "may save amid a window",
-        "saves behind optimizer steps",
+        "saves after optimizer steps",
         "what was accumulated is not in a checkpoint",
     ),
     Difference(
@@ -195,7 +195,7 @@ DIFFERENCES = (
         "no rank holds the whole module",
     ),
     Difference(
-        "random numbers behind `seed_everything`",
+        "random numbers after `seed_everything`",
         "iterators of loaders draw their seed from the global generator",
         "they have one of their own: the same seed gives other dropout masks, and another order of what"
         " `use_distributed_sampler=False` leaves to `shuffle=True`",
@@ -254,7 +254,7 @@ DIFFERENCES = (
         "a gradient of a gradient (`create_graph=True`)",
         "works",
         "under FSDP2 an error that says so",
-        "weights are freed behind their forward",
+        "weights are freed after their forward",
     ),
     Difference(
         "parameters without a dimension, embeddings with `sparse=True`",
@@ -293,7 +293,7 @@ DIFFERENCES = (
         "a forward takes all ranks",
     ),
     Difference(
-        "`copy.deepcopy(module)`, `module.to_torchscript()` behind a fit",
+        "`copy.deepcopy(module)`, `module.to_torchscript()` after a fit",
         "work",
         "errors of torch's where parameters are sharded; load a checkpoint into a new module",
         "a rank has a part of it",

@@ -138,7 +138,7 @@ def _see_masked_tiles(tokens: Tensor, generator: torch.Generator) -> Inputs:
 
 
 def _see_image_of_idefics(tokens: Tensor, generator: torch.Generator) -> Inputs:
-    """Return an image that the tokens behind it see."""
+    """Return an image that the tokens after it see."""
     mask = (torch.arange(tokens.size(1)) > 1).long()[None, :, None]
     return {**_see_tiles(tokens, generator), "image_attention_mask": mask}
 
@@ -194,9 +194,9 @@ def _see_image_with_boxes(tokens: Tensor, generator: torch.Generator) -> Inputs:
 
 
 def _see_image_before_text(tokens: Tensor, generator: torch.Generator) -> Inputs:
-    """Return an image that is seen in both directions, as all up to it is, and the text behind it."""
-    behind = torch.arange(tokens.size(1)) > int((tokens == IMAGE).nonzero()[-1, 1])
-    return {**_see_image(tokens, generator), "token_type_ids": behind[None].long()}
+    """Return an image that is seen in both directions, as all up to it is, and the text after it."""
+    is_after = torch.arange(tokens.size(1)) > int((tokens == IMAGE).nonzero()[-1, 1])
+    return {**_see_image(tokens, generator), "token_type_ids": is_after[None].long()}
 
 
 _POOLING = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]

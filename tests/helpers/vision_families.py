@@ -4,7 +4,7 @@ from typing import Any
 
 VOCABULARY, LENGTH = 128, 32
 IMAGE, VIDEO, START, END = 5, 6, 7, 8
-"""Token ids: the placeholder of a part of an image, that of a video, and what stands before and behind an image."""
+"""Token ids: the placeholder of a part of an image, that of a video, and what stands before and after an image."""
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -1038,14 +1038,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_feature_layers": [-1, -2],
     },
 }
-"""Configs by family; a second one of the same family has what differs behind its name."""
+"""Configs by family; a second one of the same family has what differs after its name."""
 
 NOT_BUILT: dict[str, str] = {
     "diffusion_gemma": "It denoises blocks of tokens beside a cache, and has no loss of the next token.",
     "evolla": "It reads proteins, and no images.",
     "fast_vlm": "Its vision tower needs timm, which is not installed.",
     "gemma3n": "Its vision tower needs timm, which is not installed; gemma3n_text is in parity.md.",
-    "mistral4": "It is a text model, which other families put behind a tower.",
+    "mistral4": "It is a text model, which other families put after a tower.",
     "perception_lm": "Its tower needs timm, which is not installed.",
     "pi0": "It returns movements of a robot, no logits.",
     "vision-encoder-decoder": "It is made of two other models, an encoder and a decoder.",

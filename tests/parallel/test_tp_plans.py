@@ -138,7 +138,7 @@ def test_our_plan_has_the_names_of_a_model_with_and_without_a_head() -> None:
         ("cohere", "self_attn.q_norm.weight", ShardParameter(dim=0)),
     ],
 )
-def test_our_plan_is_for_the_language_model_behind_a_tower_that_has_layers_too(
+def test_our_plan_is_for_the_language_model_beside_a_tower_that_has_layers_too(
     family: str, name: str, style: ParallelStyle
 ) -> None:
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

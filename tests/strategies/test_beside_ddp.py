@@ -223,7 +223,7 @@ def trainer_says_where_it_is(run: Run) -> None:
 
 @scenario(slow=False)
 def arguments_that_lightning_refuses(run: Run) -> None:
-    """The error of the second call is not that of cleaning up behind it."""
+    """The error of the second call is not that of cleaning up after it."""
     trainer = run.trainer()
     trainer.test(Logs(), make_loader(4), verbose=False)
     with run.sees_error():
@@ -383,7 +383,7 @@ def nothing_to_do(run: Run) -> None:
 
 
 class ByClosure(ByHand):
-    """The backward is in the closure, behind the look at the gradients of the step before."""
+    """The backward is in the closure, after the look at the gradients of the step before."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
