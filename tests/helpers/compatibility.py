@@ -159,6 +159,12 @@ DIFFERENCES = (
         "it trains what the whole run would have trained",
     ),
     Difference(
+        "the order of a `DistributedSampler` in a resumed run",
+        "its first epoch has the order of epoch 0",
+        "that of the epoch that it goes on in",
+        "Lightning makes the iterators before it calls `set_epoch` (2.6.6)",
+    ),
+    Difference(
         "`ModelCheckpoint(every_n_train_steps=...)` with accumulation",
         "may save amid a window",
         "saves after optimizer steps",

@@ -635,17 +635,6 @@ def what_checkpoints_hold(run: Run) -> None:
             run.see_weights(module)
 
 
-@scenario()
-def amid_an_epoch_it_goes_on(run: Run) -> None:
-    first = run.trainer(max_steps=3, max_epochs=2)
-    first.fit(Logs(), make_loader())
-    first.save_checkpoint(run.folder / "x.ckpt")
-    module, trainer = Logs(), run.trainer(max_epochs=2)
-    trainer.fit(module, make_loader(), make_loader(8), ckpt_path=run.folder / "x.ckpt")
-    run.see(trainer.global_step, trainer.current_epoch)
-    run.see_weights(module)
-
-
 class GoesUpAndDown(Logs):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", (3.0, 1.0, 2.0, 0.5)[self.current_epoch % 4], sync_dist=True)
