@@ -87,6 +87,7 @@ def test_a_model_that_takes_images_passes() -> None:
 def test_the_trial_leaves_random_numbers_alone_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("llama", num_hidden_layers=3)
     before = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded the accelerators"))
     check_causal(config, "config=...")
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(trial, "_try", lambda config: pytest.fail("tried twice"))
