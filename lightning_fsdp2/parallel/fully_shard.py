@@ -199,6 +199,13 @@ def _shard_units(
         _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
 
 
+class _Unregistered(FSDPModule):
+    """Like FSDP2's class, but that the user's does not learn of subclasses."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 def _check_class(cls: type[nn.Module]) -> None:
     """Refuse a class that FSDP2 cannot put one of its own before, while nothing is sharded yet.
 
@@ -208,7 +215,8 @@ def _check_class(cls: type[nn.Module]) -> None:
     if issubclass(cls, FSDPModule):
         return
     try:
-        cls.__new__(cls).__class__ = type(cls.__name__, (FSDPModule, cls), {})
+        # without the `__new__` and `__setattr__` that the class may have
+        object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
     except TypeError as error:
         bases = [base.__name__ for base in cls.__bases__]
         raise TypeError(

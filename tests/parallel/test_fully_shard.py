@@ -5,7 +5,7 @@ import copy
 import math
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -137,6 +137,33 @@ def test_classes_keep_their_names() -> None:
         assert type(model).__name__ == "LlamaForCausalLM"
 
     run_ranks(run, 2)
+
+
+class Registered(nn.Module):
+    """A class that is made with arguments, and knows its subclasses, by name."""
+
+    names: ClassVar[set[str]] = set()
+
+    def __new__(cls, width: int) -> "Registered":
+        return super().__new__(cls)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def __init_subclass__(cls) -> None:
+        assert cls.__name__ not in Registered.names
+        Registered.names.add(cls.__name__)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs)
+
+
+def test_a_class_is_tried_without_its_own_new_and_its_registry() -> None:
+    def run() -> None:
+        assert isinstance(parallelize(Registered(4)), FSDPModule)
+
+    run_ranks(run, 1)
 
 
 class ThreeLinears(nn.Module):
