@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from helpers.models import GPT2, LLAMA, Block, PlainTransformer, add_adapters, make_causal_lm
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,6 +18,7 @@ from lightning_fsdp2.parallel.structure import (
     get_optional_final_norm,
     get_parameter_names,
     get_parameter_owners,
+    has_forward,
     is_hf_model,
     is_lightning_module,
 )
@@ -206,3 +208,10 @@ def test_parameters_and_their_owners() -> None:
     assert names[weight] == "embedding.weight"
     assert owners[model.norm.bias] == [(model.norm, "bias")]
     assert owners.keys() == names.keys() == set(model.parameters())
+
+
+def test_scripted_modules_have_a_forward() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    assert has_forward(scripted)
+    assert has_forward(nn.Linear(2, 2))
+    assert not has_forward(nn.ModuleList())
