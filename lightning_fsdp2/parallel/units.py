@@ -254,8 +254,10 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
             f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
         )
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    if sparse := [name for name, part in model.named_modules() if isinstance(part, embeddings) and part.sparse]:
+    embeddings = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    if sparse := [name for name, part in embeddings if part.sparse and part.weight.requires_grad]:
         raise ValueError(
             f"{sharder} reduces dense gradients, and those of the embeddings {', '.join(sparse)} are sparse; build them"
             " with sparse=False, or train under a strategy that does not shard."

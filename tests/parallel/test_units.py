@@ -52,6 +52,14 @@ def test_a_scalar_parameter_is_refused_by_name() -> None:
         build_unit_plan(model)
 
 
+def test_sparse_gradients_are_refused_and_frozen_tables_have_none() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="embeddings 0 are sparse"):
+        build_unit_plan(model)
+    model[0].requires_grad_(False)
+    build_unit_plan(model)
+
+
 def test_a_container_without_a_forward_is_refused_before_anything_is_sharded() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"A Module(List|Dict) has no forward"):
