@@ -5,7 +5,7 @@ gather the tower, and the two collectives would be taken for one: a crash, or a 
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,18 @@ from lightning_fsdp2.parallel.failures import describe_ranks
 from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 
+_CHECK_ATTRIBUTE = "_lightning_fsdp2_branches"
+
+End = Literal["the backward pass", "the end of the step"]
+"""What may follow the last part."""
+
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
 
-    A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host. Where there
-    is one list of layers, and nothing beside a Hugging Face model, there is nothing to choose from, and no exchange.
+    A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host, and so does
+    what follows the last one (:func:`check_end`). Where there is one list of layers, and nothing beside a Hugging Face
+    model, there is nothing to choose from, and no exchange.
 
     Args:
         root: A module that is sharded.
@@ -37,9 +43,20 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
     if not has_choice or dist.get_backend(group) == "fake":
         return
     names = {module: name for name, module in root.named_modules()}
-    check = _Check([names[part] for part in parts], group)
+    check = _Check([*(names[part] for part in parts), *get_args(End)], group)
+    root.__dict__[_CHECK_ATTRIBUTE] = check
     for index, part in enumerate(parts):
         part.register_forward_pre_hook(check.make_hook(index), prepend=True)
+
+
+def check_end(root: nn.Module, end: End) -> None:
+    """Let the ranks tell each other that they enter no further part of ``root``, if they tell which they enter.
+
+    Raises:
+        RuntimeError: On every rank, where another one enters a part.
+    """
+    if (check := root.__dict__.get(_CHECK_ATTRIBUTE)) is not None:
+        check.compare(check.names.index(end))
 
 
 class _Check:

@@ -38,7 +38,7 @@ from lightning_fsdp2._lightning_compat import (
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
-from lightning_fsdp2.parallel.branches import check_branches
+from lightning_fsdp2.parallel.branches import check_branches, check_end
 from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.structure import get_modules, is_metric
@@ -432,6 +432,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         """Around a step whose weights no backward needs: what hooks write behind it must not reach a gathered copy."""
         with _outside_inference_mode(), self._step_region():
             yield
+            check_end(self.lightning_module, "the end of the step")
         self.release_parameters()
 
     # ------------------------------------------------------------------ steps
@@ -480,6 +481,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # the base class's lines, but for the region, which must not take in the hooks before and after backward
+        check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._step_region(), self.surround_backward():

@@ -117,6 +117,26 @@ def test_a_tower_beside_a_model_is_a_part_too() -> None:
     run_ranks(run, 2, group=False)
 
 
+class WithTail(WithTower):
+    """The same, but that it is called last."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = self.model(batch).logits.square().mean()
+        return loss + self.tower(torch.ones(8)).mean() if self.global_rank == 0 else loss
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize(("stage", "other"), [("fit", "the backward pass"), ("validate", "the end of the step")])
+def test_a_part_that_is_called_last_is_told_apart_from_what_follows(stage: str, other: str) -> None:
+    def run() -> None:
+        loader = torch.utils.data.DataLoader(torch.ones(2, 4).long())
+        with pytest.raises(RuntimeError, match=rf"tower \(ranks 0\); {other} \(ranks 1\)\."):
+            getattr(make_trainer(max_steps=1), stage)(WithTail(), loader)
+
+    run_ranks(run, 2, group=False)
+
+
 def test_a_module_that_goes_through_several_stages_is_checked_once() -> None:
     def run() -> int:
         module = Seeing()
