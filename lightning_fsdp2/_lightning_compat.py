@@ -254,10 +254,25 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     A fit with ``max_steps`` ends an epoch anew that was saved while it ended, and would count it twice: samplers that
     shuffle by epoch would be one ahead.
     """
+    _end_last_batch(fit_loop)
     progress = fit_loop["epoch_progress"]["current"]
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
     return int(progress["processed"])
+
+
+def _end_last_batch(fit_loop: dict[str, Any]) -> None:
+    """Let an epoch that was saved in the hooks of its last batch be ended, which Lightning would take for ended.
+
+    Its data loaders have come to their end, and the next epoch would have no batch.
+    """
+    epoch, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    batch = batches["current"]
+    is_amid_epoch = epoch["ready"] == epoch["started"] == epoch["processed"] + 1
+    if is_amid_epoch and batches["is_last_batch"] and batch["ready"] == batch["processed"] == batch["completed"] + 1:
+        for count in ("current", "total"):
+            batches[count]["completed"] += 1
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # as Lightning does for such a batch
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:

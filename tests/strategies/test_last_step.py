@@ -145,6 +145,29 @@ def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, tmp_path
     kind.run(run, WORLD)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
+def test_a_run_goes_on_from_the_hooks_of_the_last_batch_of_an_epoch(
+    loader: type[DataLoader[Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "saved.ckpt"
+
+    def save(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == BATCHES:
+            trainer.save_checkpoint(path)
+
+    def run() -> None:
+        for whole_run in ({"max_steps": 20}, {"max_epochs": 3}):
+            callbacks = (LambdaCallback(on_train_batch_end=save),)
+            expected_trainer, expected = fit(FSDP2, None, loader=loader, callbacks=callbacks, **whole_run)
+            trainer, after = fit(FSDP2, None, loader=loader, ckpt_path=path, **whole_run)
+            assert after.seen == expected.seen[BATCHES:], whole_run
+            assert trainer.current_epoch == expected_trainer.current_epoch, whole_run
+            torch.testing.assert_close(whole(dict(after.named_parameters())), whole(dict(expected.named_parameters())))
+
+    run_ranks(run, WORLD)
+
+
 def count_saves(run: Callable[[], Any]) -> list[int]:
     """Return the step of each checkpoint that is written."""
     steps: list[int] = []
