@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -502,10 +503,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        is_manual = not self.lightning_module.automatic_optimization
+        if is_manual and closure is do_nothing_closure:  # which not every optimizer calls
+            self.finish_manual_gradients(optimizer)
+
         def closure_before_step() -> Any:
             # forward and backward run in the closure, beside the copies of what the step is about to change
             output = closure()
-            if not self.lightning_module.automatic_optimization:
+            if is_manual and closure is not do_nothing_closure:
                 self.finish_manual_gradients(optimizer)
             self.checkpoint_io.wait_for_copies()
             return output
@@ -518,7 +523,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return output
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Finish the gradients of a step under manual optimisation, after its closure, which may hold the backward."""
+        """Finish the gradients of a step under manual optimisation, after its closure if that may hold the backward."""
         self._apply_token_mean()
 
     @contextmanager

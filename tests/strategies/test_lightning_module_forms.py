@@ -58,9 +58,22 @@ class TokenMean(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_token_mean_under_manual_optimisation_is_that_of_automatic_optimisation() -> None:
+class IgnoresClosures(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class StepsWithoutClosure(TokenMean):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return IgnoresClosures(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("manual_module", [TokenMean, StepsWithoutClosure])
+def test_token_mean_under_manual_optimisation_is_that_of_automatic_optimisation(
+    manual_module: type[TokenMean],
+) -> None:
     def run(manual: bool) -> dict[str, Tensor]:
-        module = TokenMean(manual=manual)
+        module = (manual_module if manual else TokenMean)(manual=manual)
         batches = make_token_batches(8)[dist.get_rank() :: 2]
         accumulate = {} if manual else {"accumulate_grad_batches": 2}
         make_trainer(**accumulate).fit(module, DataLoader(batches, batch_size=None))
