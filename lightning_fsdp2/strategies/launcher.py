@@ -38,6 +38,9 @@ class RankLauncher(_SubprocessScriptLauncher):
     has_started: ClassVar[bool] = False
     """Whether this process has started others; it does so once, for all its Trainers."""
 
+    has_failed: ClassVar[bool] = False
+    """Whether the last run of this process, of whatever Trainer, has ended by an error, caught by its script or not."""
+
     _has_killed = False
 
     def __init__(self, environment: ClusterEnvironment, devices: int, nodes: int, check: Callable[[], None]) -> None:
@@ -67,7 +70,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _wait_for_ranks(self) -> None:
         """Wait until the other ranks have come to the end of the script, too; after an error, for a moment only."""
-        has_failed = self._has_killed or getattr(sys, "last_value", None) is not None
+        has_failed = self._has_killed or self.has_failed or getattr(sys, "last_value", None) is not None
         for process in self.procs:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_AFTER_ERROR if has_failed else None)

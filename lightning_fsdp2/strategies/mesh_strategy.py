@@ -49,6 +49,7 @@ from lightning_fsdp2.strategies.agreement import check_same_run
 from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.launcher import RankLauncher
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
 from lightning_fsdp2.strategies.precision import ShardedPrecision, check_clipping
 from lightning_fsdp2.strategies.remedies import get_optional_remedy, is_raised_in
@@ -203,6 +204,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        # a `SystemExit` that all ranks raise is none
+        RankLauncher.has_failed = isinstance(exception, Exception)
         if isinstance(exception, AssertionError) and is_raised_in(
             UnrepeatedDistributedSampler.__init__.__code__, exception
         ):

@@ -206,6 +206,7 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        RankLauncher.has_failed = False
         self._check_variables()  # again: in a notebook nothing is launched
         sizes = self.sizes  # an error before there are groups
         super().setup_environment()

@@ -366,6 +366,48 @@ def test_a_rank_that_has_more_to_do_is_waited_for(tmp_path: Path) -> None:
     assert_clean(ended.output)
 
 
+CATCHES = """
+import sys
+import time
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Strategy
+
+
+class Fails(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        if self.global_rank == 0:
+            raise ValueError("mine")
+        time.sleep(600)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+try:
+    pl.Trainer(accelerator="cpu", devices=2, strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False).fit(
+        Fails(), DataLoader(torch.ones(8, 4))
+    )
+except ValueError as error:
+    sys.exit(f"caught {error}")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_that_the_script_catches_ends_all_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CATCHES)
+    ended = launch([str(tmp_path / "script.py")], tmp_path)
+    assert ended.code == 1, ended.output[-6000:]
+    assert "caught mine" in ended.output
+
+
 @pytest.mark.slow
 def test_command_line_fits_and_then_tests_the_checkpoint(tmp_path: Path) -> None:
     for name in ("text", "held-out"):
