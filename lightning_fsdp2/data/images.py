@@ -33,7 +33,8 @@ def add_dummy_image(
         ValueError: When ``batch`` has position_ids, which would have to go on over the dummy; the model makes its own.
     """
     shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
-    seen = {name: value for name, value in dummy.items() if value.shape != tokens}
+    # grids and sizes of an image may have the shape of its tokens by chance
+    seen = {n: value for n, value in dummy.items() if value.shape != tokens or n.endswith(("_thw", "_sizes"))}
     if seen.keys() <= batch.keys():
         return dict(batch)
     if "position_ids" in batch:

@@ -104,6 +104,7 @@ class CheckpointingStrategy(WorldStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._resumed_epoch = 0
         config, thread_group = self.checkpoint_config, None
         if config.async_save:
             thread_group = get_group("checkpoint thread", self._timeout)

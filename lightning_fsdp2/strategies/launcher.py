@@ -4,6 +4,7 @@ import atexit
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -82,5 +83,7 @@ def is_of_launcher() -> bool:
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
+    # the kernel takes the end of the thread that starts a process for the end of its parent
+    is_watched = threading.current_thread() is threading.main_thread()
+    script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

@@ -180,5 +180,7 @@ def test_what_a_dummy_adds() -> None:
     assert grown["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
     assert grown["pixel_values"] is dummy["pixel_values"]
     assert add_dummy_image(grown, dummy) == grown
+    grid = {"input_ids": torch.tensor([[7, 8, 9]]), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    assert add_dummy_image(batch, grid)["image_grid_thw"] is grid["image_grid_thw"]
     with pytest.raises(ValueError, match="position_ids"):
         add_dummy_image({**batch, "position_ids": batch["labels"]}, dummy)

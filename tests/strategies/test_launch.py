@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from lightning_fsdp2.strategies import end_with_parent
+from lightning_fsdp2.strategies import end_with_parent, launcher
 
 WORLD = 2
 TIMEOUT_SECONDS = 240.0
@@ -466,3 +467,17 @@ def get_last_value(path: Path, name: str) -> float:
     header, *rows = (line.split(",") for line in path.read_text().splitlines())
     column = header.index(name)
     return float([row[column] for row in rows if row[column]][-1])
+
+
+def test_a_rank_outlives_the_thread_that_started_it() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(1)"]
+        started.append(launcher._start(command, env={**os.environ}, cwd=None))
+        time.sleep(0.5)  # until it runs
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert started[0].wait(30) == 0
