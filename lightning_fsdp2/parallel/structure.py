@@ -149,10 +149,8 @@ def iterate_children(module: nn.Module) -> Iterator[nn.Module]:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether ``module`` can be called, so that its weights can be gathered for it."""
-    if isinstance(
-        module, torch.jit.ScriptModule
-    ):  # has it in C++, and a descriptor in its class that no class can read
-        return hasattr(module, "forward")
+    if isinstance(module, torch.jit.ScriptModule):
+        return hasattr(module, "forward")  # in C++; its class has a descriptor that cannot be read
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
