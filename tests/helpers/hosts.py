@@ -61,6 +61,7 @@ class Host:
 def make_hosts(names: Sequence[str], switch: str = "lf-switch") -> Iterator[list[Host]]:
     """Hosts of these names, which reach each other and nothing else."""
     hosts = [Host(name, f"10.77.0.{number}") for number, name in enumerate(names, 1)]
+    _remove(hosts, switch)  # what a run that was killed has left
     try:
         _ip("link", "add", switch, "type", "bridge")
         _ip("link", "set", switch, "up")
@@ -76,13 +77,17 @@ def make_hosts(names: Sequence[str], switch: str = "lf-switch") -> Iterator[list
             _ip("netns", "exec", host.name, "sysctl", "-w", "net.ipv4.tcp_retries2=6")
         yield hosts
     finally:
-        for host in hosts:
-            if Path(f"/run/netns/{host.name}").exists():
-                host.kill()
-                _ip("netns", "del", host.name)
-                # goes with the namespace, but only when the last process is gone
-                subprocess.run(["ip", "link", "del", f"{host.name}-port"], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", switch], check=False, capture_output=True)
+        _remove(hosts, switch)
+
+
+def _remove(hosts: Sequence[Host], switch: str) -> None:
+    for host in hosts:
+        if Path(f"/run/netns/{host.name}").exists():
+            host.kill()
+            _ip("netns", "del", host.name)
+        # goes with the namespace, but only when the last process is gone
+        subprocess.run(["ip", "link", "del", f"{host.name}-port"], check=False, capture_output=True)
+    subprocess.run(["ip", "link", "del", switch], check=False, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
