@@ -167,8 +167,13 @@ class StepBoundary:
         if self._is_entered:
             self._is_entered = False
             self._loop.val_loop.restarting = False  # from its first batch
-        else:
+        elif not self._has_no_batch_left(fetcher):
             type(self._loop).advance(self._loop, fetcher)
+
+    def _has_no_batch_left(self, fetcher: Any) -> bool:
+        """Whether the epoch of a checkpoint only has to be ended; without a validation Lightning trains a batch more."""
+        is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
+        return is_ended and not self._loop._should_check_val_fx(fetcher)
 
     def _on_advance_end(self, fetcher: Any) -> None:
         if self._has_metrics:  # else Lightning does not update ReduceLROnPlateau at the end of this epoch

@@ -117,6 +117,11 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
     "amid an epoch": ({"max_steps": 11}, {"max_steps": 20}, StatefulDataLoader),
     "amid an epoch, for epochs": ({"max_steps": 11}, {"max_epochs": 3}, StatefulDataLoader),
     "after an epoch": ({"max_steps": BATCHES}, {"max_steps": 20}, DataLoader),
+    "after an epoch, without validation": (
+        {"max_steps": BATCHES, "limit_val_batches": 0},
+        {"max_steps": 20, "limit_val_batches": 0},
+        DataLoader,
+    ),
     "after epochs": ({"max_epochs": 1}, {"max_epochs": 2}, StatefulDataLoader),
 }
 """How a first run ends, how one goes on that was not ended, and the loader of both."""
