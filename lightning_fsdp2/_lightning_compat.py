@@ -263,6 +263,8 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     progress = fit_loop["epoch_progress"]["current"]
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
+        if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the end of the epoch counts it again
     return int(progress["processed"])
 
 

@@ -113,6 +113,11 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     run_ranks(run, WORLD)
 
 
+def get_logged_step(trainer: pl.Trainer) -> int:
+    """Return the step at which loggers write their next row."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]] = {
     "amid an epoch": ({"max_steps": 11}, {"max_steps": 20}, StatefulDataLoader),
     "amid an epoch, for epochs": ({"max_steps": 11}, {"max_epochs": 3}, StatefulDataLoader),
@@ -143,6 +148,7 @@ def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, tmp_path
                 trainer, after = fit(kind, None, loader=loader, ckpt_path=tmp_path / name / file, **whole_run)
                 assert before.seen + after.seen == expected.seen, (name, file)
                 assert trainer.current_epoch == expected_trainer.current_epoch, (name, file)
+                assert get_logged_step(trainer) == get_logged_step(expected_trainer), (name, file)
                 torch.testing.assert_close(
                     whole(dict(after.named_parameters())), whole(dict(expected.named_parameters()))
                 )
