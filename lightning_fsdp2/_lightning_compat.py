@@ -171,7 +171,7 @@ class StepBoundary:
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Whether the epoch of a checkpoint only has to be ended; without a validation Lightning trains a batch more."""
+        """Whether an epoch that goes on only has to end; without a validation Lightning would train a batch more."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
