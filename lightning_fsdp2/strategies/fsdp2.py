@@ -157,7 +157,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         # one process may leave out the last micro-batch (a step that returns None), which would add up what is deferred
-        reduce_scatter = not self.config.defer_fsdp_grad_sync or self.world_size == 1
+        reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
 
