@@ -16,6 +16,7 @@ model            ``data_parallel, cp_tp``: the ranks that hold one replica of th
 Every view has all of its axes, those of size 1 included, so that one rank runs the same code as a thousand.
 """
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -166,6 +167,8 @@ def create_device_mesh(
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
+    if not dist.is_initialized():
+        atexit.register(destroy_process_group)
     if not dist.is_initialized() and world_size == 1:
         # one process of a plain script, which no launcher gave an address
         backend = getattr(config, "backend", None)
@@ -286,6 +289,12 @@ def _check_world_size(world_size: int) -> None:
             f"world_size={world_size} needs that many processes, and this one was started alone; use `torchrun"
             f" --nproc-per-node {world_size}`, or leave world_size out."
         )
+
+
+def destroy_process_group() -> None:
+    """End the process group, if there is one: a process that exits with it may be aborted by a thread of gloo."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _accelerator_type() -> str:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -437,3 +439,16 @@ def test_a_group_that_exists_is_used_and_counts_as_the_world() -> None:
         assert dist.group.WORLD is group
 
     run_ranks(run, 2)
+
+
+def test_a_group_that_was_made_here_ends_with_the_process() -> None:
+    script = (
+        "import atexit\n"
+        "import torch.distributed as dist\n"
+        "from lightning_fsdp2 import create_device_mesh\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        "create_device_mesh(device_type='cpu')\n"
+        "print(dist.is_initialized())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["True", "False"]

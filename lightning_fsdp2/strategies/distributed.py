@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.loggers.run_identity import get_versions
-from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, get_views
+from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, destroy_process_group, get_views
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies.peers import meet
 
@@ -72,7 +72,7 @@ def init_process_group(
         )
         store.set_timeout(timeout)  # of what groups exchange through it later
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    atexit.register(_destroy_process_group)
+    atexit.register(destroy_process_group)
 
 
 def get_default_backend(device: torch.device) -> str:
@@ -165,8 +165,3 @@ def _get_reduce_op(op: Any) -> Any:
 def _get_versions() -> dict[str, str]:
     """Of packages; an older Python does the same."""
     return {f"the version of {name}": str(version) for name, version in get_versions().items() if name != "python"}
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
