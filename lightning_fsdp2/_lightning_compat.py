@@ -288,7 +288,7 @@ def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:
-    """Let a fit that goes on after a complete epoch begin the next one with its first batch; for its start.
+    """Let a fit that goes on after a complete epoch begin the next one with its first batch.
 
     With ``max_steps`` Lightning would begin it with the number of batches that the complete one had.
     """

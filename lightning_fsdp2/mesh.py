@@ -169,12 +169,12 @@ def create_device_mesh(
     device_type = device_type or _accelerator_type()
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
-    if not dist.is_initialized() and world_size == 1:
-        # one process of a plain script, which no launcher gave an address
         backend = getattr(config, "backend", None)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    elif not dist.is_initialized() and getattr(config, "backend", None) is not None:
-        dist.init_process_group(config.backend)  # type: ignore[union-attr]
+        if world_size == 1:
+            # one process of a plain script, which no launcher gave an address
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        elif backend is not None:
+            dist.init_process_group(backend)
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]

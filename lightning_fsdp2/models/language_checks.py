@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+_OF_TOKENIZERS = {"token_type_ids", "mm_token_type_ids", "special_tokens_mask", "length"}
+"""Names that tokenizers give to what not every model takes: they may be near to another argument."""
+
+
 def check_causal(config: "PretrainedConfig", source: str) -> None:
     """Refuse a model whose tokens see later ones.
 
@@ -76,7 +80,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
         ValueError: With the nearest argument.
     """
     arguments = inspect.signature(get_class(model).forward).parameters
-    for name in names - arguments.keys():
+    for name in names - arguments.keys() - _OF_TOKENIZERS:
         if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
             raise ValueError(
                 f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Call it"

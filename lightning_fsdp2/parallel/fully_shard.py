@@ -200,7 +200,7 @@ def _shard_units(
 
 
 class _Unregistered(FSDPModule):
-    """Like FSDP2's class, but that the user's does not learn of subclasses."""
+    """FSDP2's class, but the user's class does not learn that it has a subclass."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass

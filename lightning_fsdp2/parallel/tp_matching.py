@@ -50,7 +50,7 @@ class MatchedModel:
 
     @property
     def matched_layers(self) -> list[str]:
-        """Those of them that stand for something in each layer."""
+        """Matched patterns that stand for something in each layer."""
         return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
 
     @property
@@ -64,7 +64,7 @@ class MatchedModel:
         return [layers for layers in lists if any(module in styled for layer in layers for module in layer.modules())]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
-        """Return those of them that read text, where the config says which: towers hand on no parts of the batch."""
+        """Return the stacks that read text, where the config says which: towers hand on no parts of the batch."""
         stacks = [layers for layers in self.get_stacks() if not is_of_tower(layers[0], self.module)]
         return stacks or self.get_stacks()
 

@@ -188,9 +188,9 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Nothing gathers weights for modules that have no forward of their own: take their items instead.
+    """Return ``module``, or the modules in one that has no forward, for which nothing would gather weights.
 
-    What they hold themselves is used by the parent's forward, and belongs to its unit.
+    What such modules hold themselves is used by the parent's forward, and belongs to its unit.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]

@@ -156,7 +156,7 @@ DIFFERENCES = (
         "a run that goes on from `trainer.save_checkpoint(...)` after a fit with `max_steps`",
         "leaves out the rest of an epoch that was cut short, and begins the next one too far on",
         "goes on where the fit ended",
-        "it trains what the whole run would have trained",
+        "with data loaders that have a state it trains what the whole run would have trained",
     ),
     Difference(
         "the order of a `DistributedSampler` in a resumed run",
@@ -308,13 +308,13 @@ DIFFERENCES = (
 
 
 def describe_differences() -> list[str]:
-    """The section of the document on what a user of Lightning's own strategy may not expect."""
+    """Return the section of the document on what a user of Lightning's own strategy may not expect."""
     return [
         "",
         "## What differs from Lightning's `ddp`",
         "",
-        "What Lightning documents for `fit`, `validate`, `test` and `predict`, loops, checkpoints, callbacks and the",
-        'Tuner was run under its `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on one and two ranks: values, files,',
+        "Some 175 uses of `fit`, `validate`, `test` and `predict`, loops, checkpoints, callbacks and the Tuner were run",
+        'under Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most on one: values, files,',
         "errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of it. These differ:",
         "",
         "| | Lightning's `ddp` | here | because |",

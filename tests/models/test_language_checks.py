@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2 import CausalLM
 from lightning_fsdp2.models import trial
-from lightning_fsdp2.models.language_checks import check_causal, check_length
+from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 
 SAMPLE = ("llama", "gpt2", "mixtral", "gemma3_text", "qwen3_next", "deepseek_v3")
 
@@ -172,6 +172,17 @@ def test_positions_that_a_table_keeps_for_padding_do_not_count() -> None:
     check_length(config, 32, "sequence_length=32", restarts=False)
     with pytest.raises(ValueError, match="more than the 32 positions"):
         check_length(config, 33, "sequence_length=33", restarts=False)
+
+
+def test_what_a_tokenizer_returns_is_not_misspelt() -> None:
+    """Gemma 4 takes `mm_token_type_ids`, and its tokenizer may return `token_type_ids`."""
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids: Any, mm_token_type_ids: Any = None) -> None: ...
+
+    check_names(Model(), {"input_ids", "token_type_ids"})
+    with pytest.raises(ValueError, match="'mm_token_type_id', which Model would ignore"):
+        check_names(Model(), {"input_ids", "mm_token_type_id"})
 
 
 def test_documents_that_start_anew_are_only_warned_of() -> None:
