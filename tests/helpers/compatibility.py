@@ -313,7 +313,7 @@ def describe_differences() -> list[str]:
         "",
         "## What differs from Lightning's `ddp`",
         "",
-        "Some 175 uses of `fit`, `validate`, `test` and `predict`, loops, checkpoints, callbacks and the Tuner were run",
+        "Some 175 uses of `fit`, `validate`, `test`, `predict`, loops, checkpoints, callbacks and the Tuner were run",
         'under Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most on one: values, files,',
         "errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of it. These differ:",
         "",
