@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -294,6 +294,16 @@ MOMENTS = ("spawn", "import", "data", "setup", "train-end", "fit-end", "teardown
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Let processes start with the signals of a terminal: under ``nohup``, or in the background, some are ignored."""
+    ignored = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    yield
+    for number, handler in ignored.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("moment", "name"),
     [
