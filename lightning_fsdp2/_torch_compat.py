@@ -274,6 +274,25 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of 16 bits by a scalar in place, in float32, by one kernel for many of them.
+
+    ``torch._foreach_mul_`` rounds the factor to 16 bits first, or has a kernel for each tensor; what unscales gradients
+    for a ``GradScaler`` does neither.
+    """
+    found = torch.zeros((), device=factor.device)  # what is not finite: not looked at
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
+
+
+def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return how tensors are saved for backward here: the hooks of the innermost ``saved_tensors_hooks``.
+
+    Hooks inside of others take their place; torch has no public way to call on those outside.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes.
 

@@ -94,8 +94,9 @@ class FSDP2Config(_Flags):
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
-    GPU-to-CPU sync per attention layer at batch size 1 and keeps shapes static for torch.compile. Leave it off for
-    packed sequences, whose documents attention would mix: batches with position_ids that restart are refused."""
+    GPU-to-CPU sync per forward, with flash attention one per layer at batch size 1, and keeps shapes static for
+    torch.compile. Leave it off for packed sequences, whose documents attention would mix: batches with position_ids
+    that restart are refused. CausalLM needs it for batches with position_ids only."""
 
     mp_policy: MixedPrecisionPolicy | None = None
     """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of

@@ -34,7 +34,7 @@ from lightning_fsdp2.parallel.loss import (
     shift_left,
     token_cross_entropy,
 )
-from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences, require_separate_documents
 from lightning_fsdp2.parallel.structure import get_hf_models
 from lightning_fsdp2.schedulers import WarmupCosine
 
@@ -261,15 +261,17 @@ class CausalLM(LightningModule):
             check_names(get_hf_models(self)[0], batch.keys())
 
     def _compute_logits(self, **inputs: Tensor) -> Tensor:
-        with self._separate_documents(inputs):
+        with self._treat_documents(inputs):
             return self(**inputs)
 
-    def _separate_documents(self, inputs: Batch) -> AbstractContextManager[None]:
+    def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
         # the data module knows on every rank, while not every batch has a border of documents in it
         datamodule = getattr(self._trainer, "datamodule", None)
-        if not getattr(datamodule, "separate_documents", False) or get_optional_sharding(self.model) is not None:
-            return nullcontext()
-        return require_separate_documents(self.model, len(inputs["input_ids"]))
+        if getattr(datamodule, "separate_documents", False):
+            is_sharded = get_optional_sharding(self.model) is not None
+            return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
+        # positions that the model counts by itself never restart: looking for that would wait for the device
+        return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)
