@@ -27,7 +27,15 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fsdp2._torch_compat import all_to_all_tensor
 from lightning_fsdp2._torch_simulation import with_values
-from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
+from lightning_fsdp2.parallel.attention_blocks import (
+    Block,
+    Chunk,
+    Documents,
+    Pattern,
+    get_blocks,
+    get_head_tail_chunks,
+)
+from lightning_fsdp2.parallel.block_attention import block_attention
 from lightning_fsdp2.parallel.structure import get_class_name
 
 Method = Literal["allgather", "ulysses"]
@@ -45,7 +53,12 @@ _configs: Counter[str] = Counter()
 class SequenceMask:
     """What the queries of a sequence see, and how the ranks hold it; given to layers as their ``attention_mask``."""
 
-    pattern: Pattern
+    blocks: tuple[Block, ...]
+    """Of the queries that this rank attends from."""
+
+    padding: Tensor | None
+    """[batch, those queries], bool: which of them see nothing; None for none."""
+
     length: int
     method: Method
     group: dist.ProcessGroup
@@ -67,8 +80,9 @@ class _Forward:
 
     model: str
     length: int
+    batch_size: int
     positions: Tensor
-    documents: Tensor | None
+    documents: Documents | None
     padding: Tensor | None
     method: Method
     group: dist.ProcessGroup
@@ -83,7 +97,8 @@ def run_sharded(
     model: str,
     positions: Tensor,
     *,
-    documents: Tensor | None,
+    batch_size: int,
+    documents: Documents | None,
     padding: Tensor | None,
     method: Method,
     group: dist.ProcessGroup,
@@ -96,12 +111,13 @@ def run_sharded(
     Args:
         model: Its name, for messages.
         positions: [..., length], the position ids of the whole sequences.
-        documents: [batch, length], positions of another number do not see each other. None for one document.
+        batch_size: Number of sequences.
+        documents: Positions of different ones do not see each other. None for one document.
         padding: [batch, length], those of them that see nothing. None for none.
         method: How the sequences are split.
         group: The ranks they are split over.
     """
-    running = _Forward(model, positions.size(-1), positions, documents, padding, method, group)
+    running = _Forward(model, positions.size(-1), batch_size, positions, documents, padding, method, group)
     token = _running.set(running)
     try:
         yield running.attended
@@ -190,8 +206,18 @@ class _Mask:
             )
         with with_values():
             window = _get_window(mask_function, running)
-        pattern = Pattern(window, running.documents, running.padding)
-        return SequenceMask(pattern, running.length, running.method, running.group)
+        return _make_mask(Pattern(window, running.documents), running)
+
+
+def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
+    group, length, padding = running.group, running.length, running.padding
+    chunks: tuple[Chunk, ...] = (Chunk(0, length),)
+    if running.method == "allgather":
+        chunks = get_head_tail_chunks(length, group.rank(), group.size())
+    blocks = get_blocks(chunks, pattern, batch_size=running.batch_size, device=running.positions.device)
+    if padding is not None:
+        padding = torch.cat([padding[:, chunk.start : chunk.end] for chunk in chunks], 1)
+    return SequenceMask(blocks, padding, length, running.method, group)
 
 
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
@@ -249,9 +275,8 @@ class _Attention:
 def _attend_gathered(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, mask: SequenceMask
 ) -> Tensor:
-    chunks = get_head_tail_chunks(mask.length, mask.group.rank(), mask.group.size())
     return block_attention(
-        query, key, value, chunks=chunks, pattern=mask.pattern, scale=scale, sinks=sinks, group=mask.group
+        query, key, value, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks, group=mask.group
     )
 
 
@@ -262,7 +287,7 @@ def _attend_exchanged(
     whole = _Exchange.apply(heads, sequence, mask.group, query, key, value)
     if sinks is not None:
         sinks = sinks.chunk(mask.group.size())[mask.group.rank()]
-    output = block_attention(*whole, chunks=(Chunk(0, mask.length),), pattern=mask.pattern, scale=scale, sinks=sinks)
+    output = block_attention(*whole, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks)
     return _Exchange.apply(sequence, heads, mask.group, output)[0]
 
 

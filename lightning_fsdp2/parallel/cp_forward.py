@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import all_reduce_tensor
+from lightning_fsdp2.parallel.attention_blocks import Documents, find_documents
 from lightning_fsdp2.parallel.cp_attention import (
     SequenceMask,
     get_optional_whole_positions,
@@ -80,6 +81,7 @@ class ShardedForward:
             sequences = run_sharded(
                 self.name,
                 given["position_ids"],
+                batch_size=inputs.size(0),
                 documents=documents,
                 padding=padding,
                 method=self.sharding.method,
@@ -147,8 +149,8 @@ class ShardedForward:
         for name in packed:
             del given[name]
 
-    def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Take the mask out of the arguments; number the documents, which do not see each other, and find the padding.
+    def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
+        """Take the mask out of the arguments; find the documents, which do not see each other, and the padding.
 
         As in one process, position ids that restart separate documents unless there is a mask. One synchronisation
         with the device for either, as transformers has it.
@@ -165,25 +167,25 @@ class ShardedForward:
             return None, None
         if positions.ndim == 3:  # [4, batch, sequence]: those of the text, and three for images
             positions = positions[0] if positions.size(0) == 4 else None
-        if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0))).any():
+        if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():
             return None, None
         if given["position_ids"].ndim == 2 and self._has_image_positions:
             raise self._make_error(
                 "separates documents by position_ids of shape [4, batch, sequence] only: the text's, and three as they"
                 " are for images"
             )
-        return restarts.cumsum(-1).expand(batch, length), None
+        return find_documents(restarts.cumsum(-1).expand(batch, length), inputs.device), None
 
     def _number_padding(
         self, given: dict[str, Any], mask: Any, batch: int, length: int, *, has_positions: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Documents | None, Tensor | None]:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length):
             what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             raise self._make_error(
                 f"was given an attention_mask {what}; context parallel attention takes those of padding, of shape"
                 f" {(batch, length)}, and position_ids that restart for packed documents"
             )
-        is_token = mask.bool()
+        is_token = mask.bool().cpu()
         if is_token.all():
             return None, None
         if given.get("output_router_logits", getattr(self.model.config, "output_router_logits", False)):
@@ -197,8 +199,8 @@ class ShardedForward:
             raise self._make_error(
                 "counts positions by its attention_mask, which begins with padding; give position_ids"
             )
-        # each position of padding is a document by itself: a query that sees no key has no softmax
-        return torch.where(is_token, 0, torch.arange(1, length + 1, device=mask.device)), ~is_token
+        # padding sees padding, as a document of its own: a query that sees no key has no softmax
+        return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
         """Shift the labels and count them while they are whole."""

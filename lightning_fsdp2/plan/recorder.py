@@ -377,8 +377,10 @@ class _OperationKind:
             return None
         given = self._name(args, kwargs)
         is_backward = "backward" in self._short_name
-        query, is_causal = given["query"], bool(given.get("is_causal", False))
-        return Attention(query.size(-1), given["key"].size(-2), query.numel(), is_causal, is_backward)
+        query, has_segments = given["query"], "most_keys" in given
+        length = given["most_keys"] if has_segments else given["key"].size(-2)
+        is_causal = has_segments or bool(given.get("is_causal", False))
+        return Attention(query.size(-1), length, query.numel(), is_causal, is_backward)
 
     def _name(self, args: Any, kwargs: Any) -> dict[str, Any]:
         return {**dict(zip(self._arguments, args, strict=False)), **kwargs}

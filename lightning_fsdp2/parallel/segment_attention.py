@@ -1,0 +1,143 @@
+"""Attention of many segments in one operation: the kernel for various lengths where the device has it, or a loop.
+
+The operations are torch's custom ones (``torch.library``), so that what counts operations, and what compiles, sees one
+for all segments. :mod:`~lightning_fsdp2.plan.flops` knows their FLOPs by ``pairs``.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp2._attention_kernels import attend_segments_by_flash, attend_segments_by_flash_backward, has_flash
+from lightning_fsdp2.parallel.attention_blocks import DenseBlock, get_masked_blocks
+from lightning_fsdp2.parallel.dense_attention import add_dense_gradients, attend_dense, merge
+
+
+@torch.library.custom_op("lightning_fsdp2::segment_attention", mutates_args=())
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    """Return attention within :class:`~lightning_fsdp2.parallel.attention_blocks.Segments`, and its normalizer.
+
+    Args:
+        query: [queries, heads, dim], those of one segment after those of the other.
+        key: [keys, key-value heads, dim].
+        value: [keys, key-value heads, value dim].
+        query_ends: As those of the segments; so are the others.
+        key_ends: [segments + 1].
+        most_queries: Of a segment.
+        most_keys: Of a segment.
+        window: How many keys a query sees at most, itself included; None for all of its segment up to its own.
+        scale: Of the scores.
+        pairs: For who counts; nothing here depends on it.
+
+    Returns:
+        [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries], float32.
+    """
+    if has_flash(query):
+        ends, most = (query_ends, key_ends), (most_queries, most_keys)
+        return attend_segments_by_flash(query, key, value, ends, most, window=window, scale=scale)
+    inputs = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    shape = inputs[0].shape[:-1]
+    output = query.new_zeros((*shape, value.size(-1)), dtype=torch.float32)
+    normalizer = torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device)
+    for block in _get_blocks(query_ends, key_ends, window):
+        merge(output, normalizer, block.rows, *attend_dense(*inputs, block, scale))
+    return output[0].transpose(0, 1).to(query.dtype).contiguous(), normalizer[0]
+
+
+@segment_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    queries, heads, _ = query.shape
+    return query.new_empty(queries, heads, value.size(-1)), query.new_empty(heads, queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("lightning_fsdp2::segment_attention_backward", mutates_args=())
+def segment_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values for that of the output of :func:`segment_attention`.
+
+    Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
+    """
+    if has_flash(query):
+        ends, most = (query_ends, key_ends), (most_queries, most_keys)
+        saved = (gradient, query, key, value, output, normalizer)
+        return attend_segments_by_flash_backward(*saved, ends, most, window=window, scale=scale)
+    given = [tensor.transpose(0, 1)[None] for tensor in (gradient, query, key, value, output)]
+    sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in given[1:4]]
+    blocks = _get_blocks(query_ends, key_ends, window)
+    add_dense_gradients((sums[0], sums[1], sums[2]), *given, normalizer[None], blocks, scale)
+    of_query, of_key, of_value = (
+        total[0].transpose(0, 1).to(tensor.dtype).contiguous()
+        for total, tensor in zip(sums, (query, key, value), strict=True)
+    )
+    return of_query, of_key, of_value
+
+
+@segment_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
+    """Return dense blocks of each segment; on a device it is waited for."""
+    blocks: list[DenseBlock] = []
+    for (first, end), (first_key, last_key) in zip(
+        pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
+    ):
+        rows, own = slice(first, end), last_key - (end - first)  # the key of the first query's own position
+        if window is not None and window < last_key - first_key:
+            blocks += get_masked_blocks(rows, own, window, first_key=first_key)
+            continue
+        if own > first_key:
+            blocks.append(DenseBlock(rows, slice(first_key, own)))
+        blocks.append(DenseBlock(rows, slice(own, last_key), is_causal=True))
+    return blocks
