@@ -99,26 +99,29 @@ class DenseBlock:
 
     mask: Mask | None = None
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a query and a key that are computed, for each sequence and head."""
-        rows = self.rows.stop - self.rows.start
-        return rows * (rows + 1) // 2 if self.is_causal else rows * (self.keys.stop - self.keys.start)
-
 
 @dataclass(frozen=True)
-class Segments:
+class SegmentBlock:
     """Pieces of sequences, one after the other in memory: queries of each see keys of its own.
 
     The last query of a segment sees its last key, the one before sees all but that, and so on; and none more than the
-    window.
+    window. What changes from batch to batch is in tensors, and in numbers that compiled code need not know.
     """
 
+    rows: slice
+    """Its queries, among those of the rank."""
+
+    key_end: int
+    """The keys that it may need of each sequence are those before."""
+
+    key_starts: Tensor
+    """[batch], int64, in host memory: the first key that is needed of each sequence."""
+
     query_ends: Tensor
-    """[segments + 1], int32: a zero, and where the queries of each end."""
+    """[segments + 1], int32: a zero, and where the queries of each segment end."""
 
     key_ends: Tensor
-    """The same of the keys."""
+    """The same of the keys that are needed."""
 
     most_queries: int
     most_keys: int
@@ -127,25 +130,6 @@ class Segments:
     window: int | None
     pairs: int
     """Number of pairs of a query and a key that are seen, of all sequences, for each head."""
-
-
-@dataclass(frozen=True)
-class SegmentBlock:
-    """Queries of all sequences of a batch, and the keys that they see, as segments."""
-
-    rows: slice
-    """Its queries, among those of the rank."""
-
-    key_starts: tuple[int, ...]
-    """The first key, of the whole sequence, that is needed of each sequence of the batch."""
-
-    key_end: int
-    segments: Segments
-
-    @property
-    def pairs(self) -> int:
-        """As for :class:`DenseBlock`, in the mean of the sequences."""
-        return self.segments.pairs // len(self.key_starts)
 
 
 Block = DenseBlock | SegmentBlock
@@ -231,12 +215,18 @@ def _get_segment_block(
             query_ends.append(query_ends[-1] + end - begin)
             key_ends.append(key_ends[-1] + end - first_key)
             pairs += _count_pairs(begin - document, end - document, window)
-    lengths = ([end - start for start, end in pairwise(ends)] for ends in (query_ends, key_ends))
-    most_queries, most_keys = map(max, lengths)
-    segments = Segments(
-        _send(query_ends, device), _send(key_ends, device), most_queries, most_keys, window, pairs
+    most_queries, most_keys = (max(end - start for start, end in pairwise(ends)) for ends in (query_ends, key_ends))
+    return SegmentBlock(
+        rows,
+        chunk.end,
+        torch.tensor(key_starts),
+        _send(query_ends, device),
+        _send(key_ends, device),
+        most_queries,
+        most_keys,
+        window,
+        pairs,
     )
-    return SegmentBlock(rows, tuple(key_starts), chunk.end, segments)
 
 
 def _count_pairs(begin: int, end: int, window: int | None) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_fsdp2._torch_compat import all_gather_tensor, all_to_all_tensor
-from lightning_fsdp2.parallel.attention_blocks import Block, DenseBlock, SegmentBlock, Segments
+from lightning_fsdp2.parallel.attention_blocks import Block, DenseBlock, SegmentBlock
 from lightning_fsdp2.parallel.dense_attention import add_dense_gradients, attend_dense, merge
 from lightning_fsdp2.parallel.segment_attention import segment_attention, segment_attention_backward
 
@@ -90,7 +90,7 @@ class _BlockAttention(torch.autograd.Function):
         sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, keys, values))
         for block in ctx.blocks:
             if isinstance(block, DenseBlock):
-                add_dense_gradients(sums, *saved, [block], ctx.scale)
+                add_dense_gradients(sums, *saved, block, ctx.scale)
             else:
                 _add_segment_gradients(sums, *saved, block, ctx.scale)
         sink_gradient = None
@@ -106,8 +106,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, block: Block, scale: fl
     if isinstance(block, DenseBlock):
         return attend_dense(query, keys, values, block, scale)
     query = query[:, :, block.rows]
-    inputs = (_flatten(query), _pack(keys, block), _pack(values, block))
-    output, normalizer = segment_attention(*inputs, *_get_arguments(block.segments, scale))
+    inputs = (_flatten(query), _take(keys, block), _take(values, block))
+    output, normalizer = segment_attention(*inputs, *_get_arguments(block, scale))
     return _unflatten(output, query), normalizer.unflatten(1, (query.size(0), -1)).transpose(0, 1)
 
 
@@ -128,22 +128,20 @@ def _add_segment_gradients(
     parts = segment_attention_backward(
         _flatten(gradient[:, :, rows]),
         _flatten(own),
-        _pack(keys, block),
-        _pack(values, block),
+        _take(keys, block),
+        _take(values, block),
         _flatten(output[:, :, rows]),
         normalizer[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
-        *_get_arguments(block.segments, scale),
+        *_get_arguments(block, scale),
     )
     sums[0][:, :, rows] += _unflatten(parts[0], own)
-    for total, part in zip(sums[1:], parts[1:], strict=True):
-        lengths = [block.key_end - start for start in block.key_starts]
-        for index, (start, of_sequence) in enumerate(zip(block.key_starts, part.split(lengths), strict=True)):
-            total[index, :, start : block.key_end] += of_sequence.transpose(0, 1)
+    sums[1][:, :, : block.key_end] += parts[1].transpose(1, 2)
+    sums[2][:, :, : block.key_end] += parts[2].transpose(1, 2)
 
 
-def _get_arguments(segments: Segments, scale: float) -> tuple[Any, ...]:
-    ends, most = (segments.query_ends, segments.key_ends), (segments.most_queries, segments.most_keys)
-    return *ends, *most, segments.window, scale, segments.pairs
+def _get_arguments(block: SegmentBlock, scale: float) -> tuple[Any, ...]:
+    tensors = block.key_starts, block.query_ends, block.key_ends
+    return *tensors, block.most_queries, block.most_keys, block.window, scale, block.pairs
 
 
 def _flatten(tensor: Tensor) -> Tensor:
@@ -155,12 +153,9 @@ def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
     return flat.unflatten(0, (like.size(0), like.size(2))).transpose(1, 2)
 
 
-def _pack(tensor: Tensor, block: SegmentBlock) -> Tensor:
-    """Take what each sequence needs of [batch, heads, positions, dim], one after the other: [keys, heads, dim]."""
-    if len({*block.key_starts}) == 1:
-        return _flatten(tensor[:, :, block.key_starts[0] : block.key_end])
-    parts = [tensor[i, :, start : block.key_end].transpose(0, 1) for i, start in enumerate(block.key_starts)]
-    return torch.cat(parts)
+def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
+    """Take what the block may need of [batch, heads, positions, dim]: [batch, positions, heads, dim]."""
+    return tensor[:, :, : block.key_end].transpose(1, 2)
 
 
 def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ the blocks' results add up to the result of one softmax over all keys; in backwa
 result, and returns its summand of the gradients (https://arxiv.org/abs/2310.01889, https://arxiv.org/abs/2205.14135).
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -48,52 +46,49 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock,
 
 
 def add_dense_gradients(
-    sums: tuple[Tensor, Tensor, Tensor],
+    sums: tuple[Tensor, ...],
     gradient: Tensor,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     output: Tensor,
     normalizer: Tensor,
-    blocks: Iterable[DenseBlock],
+    block: DenseBlock,
     scale: float,
 ) -> None:
-    """Add the blocks' summands of the gradients of queries, keys and values to ``sums``, which are float32.
+    """Add the block's summands of the gradients of queries, keys and values to ``sums``, which are float32.
 
     Args:
-        sums: Changed in place; as large as ``query``, ``keys`` and ``values``.
+        sums: Changed in place; three, as large as ``query``, ``keys`` and ``values``.
         gradient: Of ``output``.
         query: As for :func:`attend_dense`.
         keys: As for :func:`attend_dense`.
         values: As for :func:`attend_dense`.
         output: [batch, heads, queries, value dim], merged.
         normalizer: [batch, heads, queries], merged.
-        blocks: Whose gradients to add.
+        block: Some of the queries and of the keys.
         scale: Of the scores.
     """
-    for block in blocks:
-        rows = block.rows
-        own = query[:, :, rows]
-        folded, key, value = _match_heads(own, keys, values, block)
-        shape = folded.shape[:-1]
-        parts = attend_backward(
-            gradient[:, :, rows].reshape(*shape, -1),
-            folded,
-            key,
-            value,
-            output[:, :, rows].reshape(*shape, -1),
-            normalizer[:, :, rows].reshape(shape),
-            is_causal=block.is_causal,
-            mask=_make_mask(block, own),
-            scale=scale,
-        )
-        heads = keys.size(1)
-        of_key, of_value = (
-            part.unflatten(1, (heads, -1)).sum(2) if part.size(1) != heads else part for part in parts[1:]
-        )
-        sums[0][:, :, rows] += parts[0].reshape(own.shape)
-        sums[1][:, :, block.keys] += of_key
-        sums[2][:, :, block.keys] += of_value
+    rows = block.rows
+    own = query[:, :, rows]
+    folded, key, value = _match_heads(own, keys, values, block)
+    shape = folded.shape[:-1]
+    parts = attend_backward(
+        gradient[:, :, rows].reshape(*shape, -1),
+        folded,
+        key,
+        value,
+        output[:, :, rows].reshape(*shape, -1),
+        normalizer[:, :, rows].reshape(shape),
+        is_causal=block.is_causal,
+        mask=_make_mask(block, own),
+        scale=scale,
+    )
+    heads = keys.size(1)
+    of_key, of_value = (part.unflatten(1, (heads, -1)).sum(2) if part.size(1) != heads else part for part in parts[1:])
+    sums[0][:, :, rows] += parts[0].reshape(own.shape)
+    sums[1][:, :, block.keys] += of_key
+    sums[2][:, :, block.keys] += of_value
 
 
 def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:

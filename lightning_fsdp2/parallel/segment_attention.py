@@ -19,6 +19,7 @@ def segment_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    key_starts: Tensor,
     query_ends: Tensor,
     key_ends: Tensor,
     most_queries: int,
@@ -27,13 +28,14 @@ def segment_attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention within :class:`~lightning_fsdp2.parallel.attention_blocks.Segments`, and its normalizer.
+    """Return the attention of a :class:`~lightning_fsdp2.parallel.attention_blocks.SegmentBlock`, and its normalizer.
 
     Args:
         query: [queries, heads, dim], those of one segment after those of the other.
-        key: [keys, key-value heads, dim].
-        value: [keys, key-value heads, value dim].
-        query_ends: As those of the segments; so are the others.
+        key: [batch, positions, key-value heads, dim].
+        value: [batch, positions, key-value heads, value dim].
+        key_starts: [batch]; these and the next are those of the block.
+        query_ends: [segments + 1].
         key_ends: [segments + 1].
         most_queries: Of a segment.
         most_keys: Of a segment.
@@ -44,6 +46,7 @@ def segment_attention(
     Returns:
         [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries], float32.
     """
+    key, value = _pack(key, key_starts), _pack(value, key_starts)
     if has_flash(query):
         ends, most = (query_ends, key_ends), (most_queries, most_keys)
         return attend_segments_by_flash(query, key, value, ends, most, window=window, scale=scale)
@@ -61,6 +64,7 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    key_starts: Tensor,
     query_ends: Tensor,
     key_ends: Tensor,
     most_queries: int,
@@ -81,6 +85,7 @@ def segment_attention_backward(
     value: Tensor,
     output: Tensor,
     normalizer: Tensor,
+    key_starts: Tensor,
     query_ends: Tensor,
     key_ends: Tensor,
     most_queries: int,
@@ -93,19 +98,16 @@ def segment_attention_backward(
 
     Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
     """
+    keys, values = _pack(key, key_starts), _pack(value, key_starts)
+    saved = (gradient, query, keys, values, output, normalizer)
+    parts: tuple[Tensor, ...]
     if has_flash(query):
         ends, most = (query_ends, key_ends), (most_queries, most_keys)
-        saved = (gradient, query, key, value, output, normalizer)
-        return attend_segments_by_flash_backward(*saved, ends, most, window=window, scale=scale)
-    given = [tensor.transpose(0, 1)[None] for tensor in (gradient, query, key, value, output)]
-    sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in given[1:4]]
-    blocks = _get_blocks(query_ends, key_ends, window)
-    add_dense_gradients((sums[0], sums[1], sums[2]), *given, normalizer[None], blocks, scale)
-    of_query, of_key, of_value = (
-        total[0].transpose(0, 1).to(tensor.dtype).contiguous()
-        for total, tensor in zip(sums, (query, key, value), strict=True)
-    )
-    return of_query, of_key, of_value
+        parts = attend_segments_by_flash_backward(*saved, ends, most, window=window, scale=scale)
+    else:
+        parts = _compute_gradients(*saved, _get_blocks(query_ends, key_ends, window), scale)
+    of_query, of_key, of_value = parts
+    return of_query.contiguous(), _unpack(of_key, key, key_starts), _unpack(of_value, value, key_starts)
 
 
 @segment_attention_backward.register_fake
@@ -116,6 +118,7 @@ def _(
     value: Tensor,
     output: Tensor,
     normalizer: Tensor,
+    key_starts: Tensor,
     query_ends: Tensor,
     key_ends: Tensor,
     most_queries: int,
@@ -125,6 +128,43 @@ def _(
     pairs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _compute_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    blocks: list[DenseBlock],
+    scale: float,
+) -> tuple[Tensor, ...]:
+    given = [tensor.transpose(0, 1)[None] for tensor in (gradient, query, key, value, output)]
+    sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in given[1:4])
+    for block in blocks:
+        add_dense_gradients(sums, *given, normalizer[None], block, scale)
+    return tuple(total[0].transpose(0, 1).to(query.dtype) for total in sums)
+
+
+def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
+    """Take what is needed of each sequence, one after the other. [batch, positions, heads, dim] to [keys, heads, dim].
+
+    Where it is the same of all, or there is one, nothing is copied that lies so in memory.
+    """
+    first, *others = starts.tolist()
+    if all(other == first for other in others):
+        return tensor[:, first:].flatten(0, 1)
+    return torch.cat([sequence[start:] for sequence, start in zip(tensor, (first, *others), strict=True)])
+
+
+def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
+    """Put back what :func:`_pack` took, with zeros elsewhere."""
+    result = packed.new_zeros(like.shape)
+    lengths = [like.size(1) - start for start in starts.tolist()]
+    for sequence, start, part in zip(result, starts.tolist(), packed.split(lengths), strict=True):
+        sequence[start:] = part
+    return result
 
 
 def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
