@@ -41,9 +41,9 @@ def make_batch(seed: int = 1, length: int = 12) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
 
 
-def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
+def parallelize(model: nn.Module, *, tp_size: int = 1, cp_size: int = 1, **flags: Any) -> Any:
     config = FSDP2Config(**{"mp_policy": MixedPrecisionPolicy(), "enable_compile": True, **flags})
-    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model)
+    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size, cp_size=cp_size)).parallelize(model)
 
 
 def compute_gradients(model: Any, seed: int, length: int = 12) -> dict[str, Tensor | None]:
@@ -195,6 +195,33 @@ def test_modules_of_torch_itself_are_compiled_too() -> None:
         return count_graphs()
 
     assert run_ranks(run, 1)[0] == 1
+
+
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_documents_of_every_batch_share_a_graph_under_context_parallelism(method: str) -> None:
+    length, borders = 24, [[], [20], [2, 10], [3, 11, 13], [1, 3, 7, 9, 17], [4, 21]]
+
+    def compute(model: Any, step: int) -> dict[str, Tensor | None]:
+        starts, ends = [0, *borders[step]], [*borders[step], length]
+        positions = torch.cat([torch.arange(end - start) for start, end in zip(starts, ends, strict=True)])
+        model.zero_grad()
+        model(**make_batch(step, length), position_ids=positions.expand(2, -1)).loss.backward()
+        return get_gradients(model)
+
+    def run() -> list[int]:
+        plain = make_rough_model(LLAMA)
+        flags = {"cp_size": 2, "context_parallel_method": method}
+        compiled = parallelize(copy.deepcopy(plain), **flags)
+        plain = parallelize(plain, enable_compile=False, **flags)
+        graphs = []
+        for step in range(len(borders)):
+            actual = compute(compiled, step)
+            graphs.append(count_graphs())
+            assert_equal_gradients(actual, compute(plain, step))
+        return graphs
+
+    # none, one, and from then on any number of segments
+    assert run_ranks(run, 2)[0][-1] <= 3
 
 
 SOFTPLUS = {
