@@ -9,8 +9,8 @@ The least is the work of all causal pairs, the products of one process and its a
 ranks. What must move depends on the method: with ``allgather`` keys and values once forward, and their gradients once
 backward; with ``ulysses`` queries, keys, values and results once each way.
 
-The second table is of documents and windows: the pairs that the calls of attention compute beside those that queries see,
-and the calls of a layer and pass, by the rank that has most of each.
+The second table is of documents and windows: the pairs that the calls of attention compute beside those that queries
+see, and the calls of a layer and pass, by the rank that has most of each.
 
 The third table is of two real ranks over gloo, of one thread each, which train a small model with many heads; one of
 them alone, and both with each method, take turns.

@@ -173,6 +173,7 @@ def print_ranks() -> None:
 
 
 def main() -> None:
+    """Print what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--published", action="store_true")

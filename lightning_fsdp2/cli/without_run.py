@@ -105,9 +105,9 @@ class CLITrainer(Trainer):
             network_bandwidth: GB per second and device to other nodes, in one direction.
             devices_per_node: How many devices the fast links join. None for trainer.devices, if the config is for so
                 many devices as world_size says, or else for 8.
-            product_tflops: TFLOP/s that matrix products in bfloat16 reach, for the estimate. None for what is published.
+            product_tflops: TFLOP/s that matrix products in bfloat16 reach, for the estimate; None: what is published.
             attention_tflops: TFLOP/s that attention reaches forward in bfloat16 with 16,384 keys, heads of 128 and no
-                mask, for the estimate. None for what is published.
+                mask, for the estimate; None: what is published.
             ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
             suggest: Whether to plan what would help if it does not fit.
             search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.

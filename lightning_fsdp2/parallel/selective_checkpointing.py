@@ -60,7 +60,7 @@ class Selection:
         has_biased_experts = any(getattr(module, "has_bias", False) for module in layer.modules())
         self._products = _PRODUCTS if has_biased_experts else {*_PRODUCTS, _GROUPED_PRODUCT}
         self._read: int | None = None
-        """How many expensive operations a layer runs before the last one that backward reads; None before it is known."""
+        """Expensive operations that a layer runs before its last saved tensor; None before they are counted."""
 
     def make_contexts(self) -> Contexts:
         """Return contexts for the forward of a layer and for its repetition, which choose alike."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fsdp2.plan.recorder import COMMUNICATION_BUFFERS, Collective, MemoryChange, Operation, Recording
+from lightning_fsdp2.plan.recorder import COMMUNICATION_BUFFERS, MemoryChange, Operation, Recording
 
 _MIB = 2**20
 

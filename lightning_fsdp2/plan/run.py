@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 _MEMORY = (
-    "Allocated is exact; what the process holds is a range. Its lower end has no unused parts of segments; its upper end"
-    " has those of torch's allocator, and the most that CUDA, cuBLAS, NCCL and attention were seen to take."
+    "Allocated is exact; what the process holds is a range. Its lower end has no unused parts of segments; its upper"
+    " end has those of torch's allocator, and the most that CUDA, cuBLAS, NCCL and attention were seen to take."
 )
 _TIMES = (
-    "The bound takes the data sheet, one kernel for each operation, rings over the slowest link without latency, and all"
-    " overlapping that can. The estimate takes what kernels and NCCL were published to reach, and nothing overlapping."
+    "The bound takes the data sheet, one kernel for each operation, rings over the slowest link without latency, and"
+    " all overlapping that can. The estimate takes what kernels and NCCL were published to reach, and nothing"
+    " overlapping."
 )
 _COMPILED = (
     "Planned without torch.compile, which fuses operations and reuses memory: compiled, a step needs less of both."

@@ -14,7 +14,6 @@ from lightning_fsdp2.plan.cache import get_fingerprint
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.workers import run_in_processes
 
-
 MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
 
