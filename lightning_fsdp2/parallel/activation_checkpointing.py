@@ -6,6 +6,7 @@ forward, so that the hooks of FSDP2, which gather the layer's weights for backwa
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,7 +71,7 @@ def apply_activation_checkpointing(
         if mode == "selective":
             kind = get_kind(layer)
             selections[kind] = selections.get(kind) or Selection(layer)
-            options["context_fn"] = selections[kind].make_contexts
+            options["context_fn"] = partial(Selection.make_contexts, selections[kind])  # dynamo takes no bound method
         elif is_outside:
             options["context_fn"] = _make_stances
         wrap_method(layer, _Checkpoint(layer, options), "__call__" if is_outside else "forward")
