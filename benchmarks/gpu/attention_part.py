@@ -16,7 +16,7 @@ from lightning_fsdp2._attention_kernels import attend, attend_backward
 from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
 
 MOST = 1.25
-"""Times the distance of one softmax in bfloat16: what DESIGN's rule for gradients leaves room for."""
+"""Times the distance of one softmax in bfloat16: as much as tests allow the gradients of a mesh."""
 
 HEADS = {"equal": (8, 8), "grouped": (8, 2)}
 """Heads of queries, and of keys and values."""
