@@ -14,7 +14,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
@@ -88,7 +89,7 @@ class Workload:
         with get_device():
             model = LlamaForCausalLM._from_config(LlamaConfig(**self.model), dtype=dtype).train()
         if self.checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.model.layers = nn.ModuleList(map(checkpoint_wrapper, model.model.layers))
         return model
 
 
