@@ -247,9 +247,7 @@ def build_step(run: Run, variant: Variant, device_type: str = "cpu") -> Callable
     return partial(train_step, module, module.configure_optimizers(), batch, group)
 
 
-def train_step(
-    module: CausalLM, optimizer: Optimizer, batch: dict[str, Tensor], group: dist.ProcessGroup
-) -> None:
+def train_step(module: CausalLM, optimizer: Optimizer, batch: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step, by hand."""
     loss = module.training_step(batch, 0)
     optimizer.zero_grad()

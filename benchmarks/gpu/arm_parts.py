@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu.arms import BASELINES, LIGHTNING_FSDP, NEED_CUDA, OFFLOADED, OPTIONS, Arm, Reading, Workload, order, read_arm
+from benchmarks.gpu.arms import (
+    BASELINES,
+    LIGHTNING_FSDP,
+    NEED_CUDA,
+    OFFLOADED,
+    OPTIONS,
+    Arm,
+    Reading,
+    Workload,
+    order,
+    read_arm,
+)
 from benchmarks.gpu.page import get_gpu
 from benchmarks.gpu.parts import TOY, Table, has_cuda, part
 from benchmarks.gpu.shapes import LLAMA_1_5B, TINY

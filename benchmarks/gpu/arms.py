@@ -84,7 +84,6 @@ class Workload:
 
     def make_model(self) -> LlamaForCausalLM:
         """On the device, with random weights."""
-        torch.manual_seed(0)
         dtype = torch.bfloat16 if self.is_bfloat16 else torch.float32
         with get_device():
             model = LlamaForCausalLM._from_config(LlamaConfig(**self.model), dtype=dtype).train()
@@ -203,9 +202,7 @@ def run_ours(
     run_trainer(workload, clock, module, strategy, precision=precision or workload.precision)
 
 
-def run_trainer(
-    workload: Workload, clock: Clock, module: pl.LightningModule, strategy: Any, *, precision: str
-) -> None:
+def run_trainer(workload: Workload, clock: Clock, module: pl.LightningModule, strategy: Any, *, precision: str) -> None:
     """Any arm of Lightning's or ours."""
     trainer = make_trainer(
         strategy,
@@ -229,9 +226,7 @@ BASELINES: dict[str, Arm] = {
 OPTIONS: dict[str, Arm] = {
     OURS: run_ours,
     "compiled": partial(run_ours, enable_compile=True),
-    "compiled, selective checkpointing": partial(
-        run_ours, enable_compile=True, activation_checkpointing="selective"
-    ),
+    "compiled, selective checkpointing": partial(run_ours, enable_compile=True, activation_checkpointing="selective"),
     "full checkpointing": partial(run_ours, activation_checkpointing="full"),
     "chunked loss": partial(run_ours, loss="chunked"),
     "compiled, chunked loss": partial(run_ours, enable_compile=True, loss="chunked"),
@@ -245,6 +240,7 @@ def read_arm(arm: Arm, workload: Workload, worker: int = 0) -> Reading:
     """Run an arm in this process, as a rank of its group or alone."""
     with process_group():
         clock = Clock(workload)
+        torch.manual_seed(0)
         arm(workload, clock)
         return clock.read()
 

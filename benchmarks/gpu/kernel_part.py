@@ -16,7 +16,9 @@ from benchmarks.gpu.parts import TOY, Table, get_device_type, has_cuda, part
 from benchmarks.trainings import synchronize
 
 FLASH = SDPBackend.FLASH_ATTENTION
-BACKENDS = (FLASH, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) if has_cuda() else (FLASH, SDPBackend.MATH)
+BACKENDS = (
+    (FLASH, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) if has_cuda() else (FLASH, SDPBackend.MATH)
+)
 """The first is what context parallelism takes on a GPU."""
 
 HEADS, TOKENS, CALLS = 32, 32768, 5

@@ -52,20 +52,21 @@ def write_files(title: str, args: argparse.Namespace, outcomes: Sequence[Outcome
 def build_page(title: str, heading: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """The page as Markdown."""
     lines = [f"# {title}", "", ", ".join(f"{name} {value}" for name, value in heading.items()), ""]
-    lines += _build_table(
+    lines += build_lines(
         ("part", "status", "seconds"),
         [(outcome.name, outcome.status, round(outcome.seconds, 1) or None) for outcome in outcomes],
     )
     for outcome in outcomes:
         lines += [f"## {outcome.name}", "", outcome.purpose, ""]
         for table in outcome.tables:
-            lines += [f"{table.title}:", "", *_build_table(table.columns, table.rows)]
+            lines += [f"{table.title}:", "", *build_lines(table.columns, table.rows)]
         if outcome.reason:
             lines += [f"{outcome.status}:", "", "```", outcome.reason, "```", ""]
     return "\n".join(lines)
 
 
-def _build_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+def build_lines(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A table as Markdown, with an empty line behind it."""
     lines = [columns, ["---"] + ["--:"] * (len(columns) - 1), *([format_cell(cell) for cell in row] for row in rows)]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 

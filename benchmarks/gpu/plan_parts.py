@@ -143,9 +143,11 @@ def build_table(planned: Step, measured: Step | None) -> Table:
     """A row for each figure."""
     names = ("collectives", "TFLOP", "allocated MiB", "reserved MiB", "held MiB: from", "to", "s: at least", "about")
     rows = zip(names, list_figures(planned), list_figures(measured), strict=True)
-    return Table("A step of rank 0", ("figure", "plan", "measured", "measured / plan"), [
-        [name, figure, found, found / figure if found else None] for name, figure, found in rows
-    ])
+    return Table(
+        "A step of rank 0",
+        ("figure", "plan", "measured", "measured / plan"),
+        [[name, figure, found, found / figure if found else None] for name, figure, found in rows],
+    )
 
 
 def list_figures(step: Step | None) -> list[float | None]:

@@ -77,9 +77,7 @@ class StagedGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         return [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
 
     def reduce_scatter_single_coalesced(

@@ -30,6 +30,11 @@ def train(args: argparse.Namespace, worker: int) -> None:
     steps = WAIT + WARMUP + ACTIVE
     with process_group():
         trainer = make_trainer(
-            FSDP2Strategy(), steps, [profiler], accelerator=get_device_type(), precision="bf16-mixed", gradient_clip_val=1.0
+            FSDP2Strategy(),
+            steps,
+            [profiler],
+            accelerator=get_device_type(),
+            precision="bf16-mixed",
+            gradient_clip_val=1.0,
         )
         trainer.fit(CausalLM(config=fields, optimizer=make_optimizer), make_loader(steps, *shape, fields["vocab_size"]))

@@ -67,7 +67,12 @@ def count_waits(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     fields, batch_size, length = (TINY, 1, 16) if args.scale == TOY else (LLAMA_1_5B, 1, 4096)
     watcher = train(fields, batch_size, length)
     rows = [
-        [index, "logs" if (index + WARMUP_STEPS + 1) % LOGGED == 0 else None, len(lines), "<br>".join(sorted(set(lines)))]
+        [
+            index,
+            "logs" if (index + WARMUP_STEPS + 1) % LOGGED == 0 else None,
+            len(lines),
+            "<br>".join(sorted(set(lines))),
+        ]
         for index, lines in enumerate(watcher.waits)
     ]
     yield [Table("Waits of the host", ("step", "metrics", "waits", "in"), rows)]
