@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from benchmarks.gpu.arms import (
     BASELINES,
@@ -45,8 +45,8 @@ TOY_WORKLOAD = Workload(TINY, 1, 16, warmup_steps=1, blocks=2, steps=1)
 def compare_baselines(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """What `FSDP2Strategy` costs or saves: a Llama of 1.5B, 2 x 4,096 tokens, beside a hand-written FSDP2 loop.
 
-    A ratio above 1 whose interval leaves 1 out is time that the strategy, the Trainer or `CausalLM` takes; if steps that
-    are waited for show more of it than blocks, it is time of the host that a GPU hides.
+    A ratio above 1 whose interval leaves 1 out is time that the strategy, the Trainer or `CausalLM` takes. If steps
+    that are waited for show more of it than blocks, it is time of the host that a GPU hides.
     """
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096)
     yield from take_turns(BASELINES, workload, args.rounds)
@@ -70,8 +70,8 @@ def compare_baselines_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 def compare_options(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Which options a recipe should set: a Llama of 1.5B, 2 x 4,096 tokens, eager, compiled, with less memory.
 
-    What saves time and costs no memory becomes a default of the recipes; of the others the page on layouts says how much
-    time each GiB costs.
+    What saves time and costs no memory becomes a default of the recipes; of the others the page on layouts says how
+    much time each GiB costs.
     """
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096)
     yield from take_turns(OPTIONS, workload, args.rounds)
@@ -79,7 +79,7 @@ def compare_options(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("offload", toy=60, real=150)
 def compare_offload(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """What it costs to keep weights, gradients and optimizer in host memory, which plans do not tell: 1.5B, 2 x 4,096."""
+    """What it costs to keep weights, gradients and optimizer in host memory, which plans do not tell: 1.5B."""
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096, warmup_steps=1, blocks=2, steps=1)
     yield from take_turns(OFFLOADED, workload, 1)
 
@@ -129,7 +129,7 @@ def get_utilisation(workload: Workload, seconds: float) -> str | None:
         return None
     tokens = workload.batch_size * workload.sequence_length
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**workload.model))
+        model = LlamaForCausalLM(AutoConfig.for_model(**workload.model))
     flops = get_flops_per_token(model, workload.sequence_length) * tokens
     return f"{flops / seconds / get_peak_flops_of(gpu[0], torch.bfloat16):.1%}"
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks.trainings import (
@@ -86,7 +86,7 @@ class Workload:
         """On the device, with random weights."""
         dtype = torch.bfloat16 if self.is_bfloat16 else torch.float32
         with get_device():
-            model = LlamaForCausalLM._from_config(LlamaConfig(**self.model), dtype=dtype).train()
+            model = LlamaForCausalLM._from_config(AutoConfig.for_model(**self.model), dtype=dtype).train()
         if self.checkpoints:
             model.model.layers = nn.ModuleList(map(checkpoint_wrapper, model.model.layers))
         return model

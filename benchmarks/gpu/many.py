@@ -1,4 +1,4 @@
-"""The arms of ``speed`` on all ranks of torchrun, in one group; and another strategy of the package beside FSDP2Strategy.
+"""The arms of ``speed`` on all ranks of torchrun; and another strategy of the package beside FSDP2Strategy.
 
 With ``--strategy`` FSDP2Strategy and the other one take turns, with the same weights and batches, which repeat, so that
 there is something to learn. Their losses must be equal within bfloat16's noise, or the script fails. The measure of it

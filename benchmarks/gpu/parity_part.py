@@ -3,7 +3,7 @@
 import argparse
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from benchmarks.gpu.parts import TOY, Table, get_device_type, has_cuda, part
 from benchmarks.gpu.shapes import LLAMA_3_8B, TINY
@@ -129,7 +129,7 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
 def make_model(fields: dict[str, Any]) -> LlamaForCausalLM:
     """The same weights at every call."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**fields)).to(get_device_type()).train()
+    return LlamaForCausalLM(AutoConfig.for_model(**fields)).to(get_device_type()).train()
 
 
 def make_tokens(fields: dict[str, Any], length: int, ranks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans beside real steps: one rank of a mesh computes on this machine, and the collectives of the others do nothing."""
+"""Plans beside real steps: one rank of a mesh computes on this machine, and its collectives do nothing."""
 
 import argparse
 import time
@@ -51,8 +51,8 @@ def compare_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Whether a plan may be believed: 8B on 8 data parallel ranks, 2 x 8,192 tokens each, selective checkpointing.
 
     What is allocated must be the plan's to some percent, and what is reserved no more than it says, or the rules of the
-    allocator in `plan/reserved.py` are to be mended. What the process holds has no NCCL here, which the plan counts. The
-    step's seconds, without collectives, must be above the bound, and tell what `plan/rates.py` should say of kernels.
+    allocator in `plan/reserved.py` are to be mended. What the process holds has no NCCL here, which the plan counts.
+    The step's seconds, without collectives, must be above the bound, and tell what `plan/rates.py` should say.
     """
     run = Run(TINY, 2, 1, 64) if args.scale == TOY else Run(LLAMA_3_8B, 8, 1, 8192, batch_size=2)
     yield from compare(run, Variant(SELECTIVE))

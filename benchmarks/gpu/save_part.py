@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,8 +31,8 @@ COLUMNS = ("save", "usual ms per step", "blocked s", "ms per step while it write
 def compare_saves(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Whether `async_save` pays, and what it costs: how long a save stops training, and slows the steps beside it.
 
-    A Llama of 1.5B writes its 18 GB twice; the first save allocates host memory that the second finds. If steps are much
-    slower while a save is written, copying to the host or writing is to leave them more of the bus, or of the CPU.
+    A Llama of 1.5B writes its 18 GB twice; the first save allocates host memory that the second finds. If steps are
+    much slower while a save is written, copying and writing are to leave them more of the bus, or of the CPU.
     """
     fields, shape = (TINY, (1, 16)) if args.scale == TOY else (LLAMA_1_5B, (2, 4096))
     rows: list[list[Any]] = []
@@ -84,7 +85,7 @@ class Saver(pl.Callback):
 
     def _get_median(self, skipped: int = WARMUP_STEPS) -> float:
         marks = self._marks[skipped:]
-        return median(end - start for start, end in zip(marks, marks[1:], strict=False))
+        return median(end - start for start, end in pairwise(marks))
 
 
 def train(is_async: bool, fields: dict[str, Any], shape: tuple[int, int], folder: Path, worker: int) -> list[list[Any]]:
