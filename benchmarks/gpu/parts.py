@@ -126,18 +126,17 @@ def _run_apart(one: Part, args: argparse.Namespace, outcome: Outcome, ends: floa
     process.start()
     sender.close()
     outcome.status = RUNNING
-    while wait([receiver], timeout=max(0.0, ends - time.monotonic())):
+    while outcome.status == RUNNING:
+        if not wait([receiver], timeout=max(0.0, ends - time.monotonic())):
+            outcome.status, outcome.reason = FAILED, "stopped: the budget ended"
+            break
         try:
             outcome.status, outcome.reason, outcome.tables = receiver.recv()
         except EOFError:
             process.join()
-            if outcome.status == RUNNING:
-                outcome.status, outcome.reason = FAILED, f"its process died (exit code {process.exitcode})"
-            break
+            outcome.status, outcome.reason = FAILED, f"its process died (exit code {process.exitcode})"
         outcome.seconds = time.monotonic() - started
         write()
-    else:
-        outcome.status, outcome.reason = FAILED, f"stopped after {time.monotonic() - started:.0f} s: the budget ended"
     _kill_session(process)
     outcome.seconds = time.monotonic() - started
 
