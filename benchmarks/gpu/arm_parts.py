@@ -41,7 +41,7 @@ COLUMNS = (
 TOY_WORKLOAD = Workload(TINY, 1, 16, warmup_steps=1, blocks=2, steps=1)
 
 
-@part("baselines", toy=120, real=150)
+@part("baselines", toy=120, real=240)
 def compare_baselines(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """What `FSDP2Strategy` costs or saves: a Llama of 1.5B, 2 x 4,096 tokens, beside a hand-written FSDP2 loop.
 
@@ -52,7 +52,7 @@ def compare_baselines(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     yield from take_turns(BASELINES, workload, args.rounds)
 
 
-@part("baselines-8b", toy=120, real=240)
+@part("baselines-8b", toy=120, real=320)
 def compare_baselines_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """The same for the 8B of Llama 3, where the host has time: 1 x 4,096 tokens, as it fits one GPU of 80 GB.
 
@@ -66,7 +66,7 @@ def compare_baselines_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     yield from take_turns(arms, workload, args.rounds)
 
 
-@part("options", toy=180, real=300)
+@part("options", toy=180, real=500)
 def compare_options(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Which options a recipe should set: a Llama of 1.5B, 2 x 4,096 tokens, eager, compiled, with less memory.
 

@@ -3,7 +3,7 @@
 Each part runs in a process of its own. The page and the JSON file in the output folder are complete after every part;
 their names are ``gpu-check.md`` and ``gpu-check.json``. Beside them are the logs of the parts.
 
-    python -m benchmarks.gpu.check --budget 1200
+    python -m benchmarks.gpu.check --budget 1500
     python -m benchmarks.gpu.check --parts attention waits
 """
 

@@ -68,7 +68,7 @@ def compare_8b_tp(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     yield from compare(run, Variant(SELECTIVE))
 
 
-@part("plan-70b", toy=60, real=240)
+@part("plan-70b", toy=60, real=300)
 def compare_70b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """The same of one rank of 256 that train 70B: 32 shards x tp 8, 8 x 8,192 tokens, full checkpointing."""
     run = Run(TINY, 8, 2, 64) if args.scale == TOY else Run(LLAMA_3_70B, 256, 8, 8192, batch_size=8)

@@ -3,7 +3,7 @@
 Each part runs in a process of its own. The page and the JSON file in the output folder are complete after every part,
 and after every round of one; their names are ``gpu-speed.md`` and ``gpu-speed.json``.
 
-    python -m benchmarks.gpu.speed --budget 1200
+    python -m benchmarks.gpu.speed --budget 1500
     python -m benchmarks.gpu.speed --parts baselines trace
 """
 

@@ -194,7 +194,7 @@ def test_wrong_attention_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return output * 1.1, normalizer
 
     monkeypatch.setattr(attention_part, "attend", attend_wrongly)
-    succeeded, found = run_toys([check.compare_attention], tmp_path)
+    succeeded, found = run_toys([check.compare_attention], tmp_path, budget=600)
     assert not succeeded
     assert "More than 1.25 times the distance" in found["attention"]["reason"]
     assert "['attend', 'causal', 'equal', None, 1]" in found["attention"]["reason"]
