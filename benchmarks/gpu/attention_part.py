@@ -13,7 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from benchmarks.gpu.parts import TOY, Table, get_device_type, part
 from lightning_fsdp2._attention_kernels import attend, attend_backward
-from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
+from lightning_fsdp2.parallel.attention_blocks import (
+    Chunk,
+    Pattern,
+    find_documents,
+    get_blocks,
+    get_head_tail_chunks,
+)
+from lightning_fsdp2.parallel.block_attention import block_attention
 
 MOST = 1.25
 """Times the distance of one softmax in bfloat16: as much as tests allow the gradients of a mesh."""
@@ -46,7 +53,7 @@ def compare_attention(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     given, or in the merge: context parallelism is not to be trusted with that pattern until it is found.
     """
     length, size = (64, 16) if args.scale == TOY else (2048, 128)
-    patterns = build_patterns(length, torch.device(get_device_type()))
+    patterns = build_patterns(length)
     cases = [Case(KERNELS, pattern, heads) for pattern, heads in product(("causal", "window", "packed"), HEADS)]
     cases += [Case(BLOCKS, *values) for values in product(patterns, HEADS, (False, True), RANKS)]
     rows: list[list[Any]] = []
@@ -61,18 +68,26 @@ def compare_attention(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
         raise ValueError(f"More than {MOST} times the distance of one softmax in bfloat16: {wrong}.")
 
 
-def build_patterns(length: int, device: torch.device) -> dict[str, Pattern]:
+@dataclass(frozen=True)
+class Seen:
+    """What queries see: the window, and of which document each position is."""
+
+    window: int | None = None
+    documents: Tensor | None = None
+
+
+def build_patterns(length: int) -> dict[str, Seen]:
     """Who sees whom."""
-    documents = (torch.arange(length, device=device) * 5 // length)[None]
+    documents = torch.arange(length) * 5 // length
     return {
-        "causal": Pattern(),
-        "window": Pattern(window=length // 8),
-        "packed": Pattern(documents=documents),
-        "packed, window": Pattern(window=length // 8, documents=documents),
+        "causal": Seen(),
+        "window": Seen(window=length // 8),
+        "packed": Seen(documents=documents),
+        "packed, window": Seen(window=length // 8, documents=documents),
     }
 
 
-def measure_errors(case: Case, pattern: Pattern, length: int, size: int) -> list[float]:
+def measure_errors(case: Case, pattern: Seen, length: int, size: int) -> list[float]:
     """Return the largest error of the output, its distance over that of one softmax, and the same of the gradients."""
     inputs = make_inputs(case, length, size)
     expected = compute(inputs, partial(attend_at_once, pattern=pattern, dtype=torch.float32))
@@ -105,7 +120,7 @@ def compute(inputs: list[Tensor], attend_by: Callable[..., Tensor]) -> list[Tens
 
 
 def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Pattern, dtype: torch.dtype
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Seen, dtype: torch.dtype
 ) -> Tensor:
     """One softmax over all keys, and over the sink where there is one."""
     query, key, value = (tensor.to(dtype) for tensor in (query, *repeat_keys(query, key, value)))
@@ -117,24 +132,27 @@ def attend_at_once(
     return scores.softmax(-1)[..., 1:] @ value
 
 
-def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern) -> Tensor:
+def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, *, pattern: Seen) -> Tensor:
     """The device's fused attention, with a mask unless the pattern is causal alone."""
-    mask = None if pattern == Pattern() else get_visible(pattern, query)
+    is_causal = pattern.window is None and pattern.documents is None
+    mask = None if is_causal else get_visible(pattern, query)
     inputs = (query, *repeat_keys(query, key, value))
     return _Kernels.apply(*(tensor.bfloat16() for tensor in inputs), mask)  # type: ignore[no-any-return]
 
 
 def attend_by_ranks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Pattern, ranks: int
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Seen, ranks: int
 ) -> Tensor:
     """What all ranks of a context parallel group compute, each with keys of its own, as gathered."""
-    length, scale = query.size(2), query.size(-1) ** -0.5
+    length, scale, device = query.size(2), query.size(-1) ** -0.5, query.device
+    documents = None if pattern.documents is None else find_documents(pattern.documents[None], device)
     outputs, positions = [], []
     for rank in range(ranks):
         chunks = (Chunk(0, length),) if ranks == 1 else get_head_tail_chunks(length, rank, ranks)
-        rows = torch.cat([torch.arange(chunk.start, chunk.end, device=query.device) for chunk in chunks])
+        rows = torch.cat([torch.arange(chunk.start, chunk.end, device=device) for chunk in chunks])
+        blocks = get_blocks(chunks, Pattern(pattern.window, documents), batch_size=1, device=device)
         own = (query[:, :, rows].bfloat16(), key.bfloat16(), value.bfloat16())
-        outputs.append(block_attention(*own, chunks=chunks, pattern=pattern, scale=scale, sinks=sinks))
+        outputs.append(block_attention(*own, blocks=blocks, scale=scale, sinks=sinks))
         positions.append(rows)
     return torch.cat(outputs, 2)[:, :, torch.cat(positions).argsort()]
 
@@ -159,14 +177,15 @@ def repeat_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
 
 
-def get_visible(pattern: Pattern, query: Tensor) -> Tensor:
+def get_visible(pattern: Seen, query: Tensor) -> Tensor:
     """Return what is seen: [1, 1, queries, keys], bool."""
     positions = torch.arange(query.size(2), device=query.device)
     distance = positions[:, None] - positions
     visible = ((distance >= 0) & (distance < (pattern.window or len(positions))))[None, None]
     if pattern.documents is None:
         return visible
-    return visible & (pattern.documents[:, None, :, None] == pattern.documents[:, None, None, :])
+    documents = pattern.documents.to(query.device)
+    return visible & (documents[:, None] == documents)
 
 
 def get_largest(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
