@@ -245,7 +245,8 @@ FLAGS = (
     Flag(
         name="patch_is_packed_sequence",
         effect="transformers does not look for packed sequences, for which the host would wait for the device; a batch"
-        " whose position ids restart or jump is refused.",
+        " whose position ids restart or jump is refused. `CausalLM` lets it not look in batches without position ids,"
+        " whatever the flag says.",
         settings=(
             Setting(value="False", figures={"searches": 1, "waits of the host": 1}),
             Setting(

@@ -3,11 +3,13 @@
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.collectives import StepCounter
 from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, token_sum_loss, whole
@@ -16,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from transformers import masking_utils
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.models import causal_lm
@@ -162,6 +165,46 @@ def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str, l
         optimizer.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=5e-5, msg=name)
+
+
+class DocumentData(pl.LightningDataModule):
+    """Says of its batches what those of this package do."""
+
+    separate_documents = True
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_a_step_waits_for_packed_sequences_only_where_there_may_be_some(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[torch.Size] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def find_and_note(position_ids: Tensor) -> Any:
+        searches.append(position_ids.shape)
+        return find(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find_and_note)
+    (batch,) = make_token_batches(1, ragged=False)
+    counted = {**batch, "position_ids": torch.arange(12).expand(2, -1)}
+
+    def run(module: CausalLM, batch: dict[str, Tensor]) -> tuple[int, int, list[Tensor]]:
+        searches.clear()
+        module.zero_grad()
+        with StepCounter() as counter:
+            module.training_step(batch, 0).backward()
+        return len(searches), counter.host_syncs, [parameter.grad.clone() for parameter in module.parameters()]
+
+    module = CausalLM(config=LLAMA, loss=loss)
+    module.configure_model()
+    run(module, batch)  # the first of its length is checked
+    free, looking = run(module, batch), run(module, counted)
+    module._trainer = SimpleNamespace(datamodule=DocumentData())
+    packing = run(module, counted)
+    assert [result[:2] for result in (free, looking, packing)] == [(0, 0), (1, 1), (1, 1)]
+    for others in (looking[2], packing[2]):
+        torch.testing.assert_close(free[2], others, rtol=0, atol=0)
+    assert masking_utils.find_packed_sequence_indices is find_and_note
 
 
 def test_what_is_logged_and_when() -> None:
