@@ -32,7 +32,6 @@ _PARTS: dict[ScopeWord, set[str]] = {
 }
 """Words in the names of modules, by the part of a model they belong to; what has none is language."""
 
-
 def apply_activation_checkpointing(
     model: nn.Module,
     mode: Literal[True, "full", "selective"],

@@ -80,17 +80,7 @@ _NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitore
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations that make a tensor and write nothing into it."""
 
-_OVERWRITES = {
-    "copy_",
-    "zero_",
-    "fill_",
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "_foreach_copy_",
-    "_foreach_zero_",
-}
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_copy_", "_foreach_zero_"}
 """Operations that change their first argument without reading it."""
 
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}

@@ -248,9 +248,7 @@ def _explain(summary: Summary, device: Device) -> str:
     seconds: dict[str, float] = defaultdict(float)
     for operation in summary.operations:
         call = operation.collective
-        seconds["operations" if call is None else call.axis] += (
-            get_seconds(operation, device, as_reached=True) * operation.times
-        )
+        seconds["operations" if call is None else call.axis] += get_seconds(operation, device, as_reached=True) * operation.times
     total = sum(seconds.values()) or 1.0
     largest = sorted(seconds.items(), key=itemgetter(1), reverse=True)
     parts = [f"{name} {share / total:.0%}" for name, share in largest[:3] if share > 0.01 * total]
