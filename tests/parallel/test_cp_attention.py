@@ -37,9 +37,7 @@ def get_window(make_function: Callable[[], Any], length: int = LENGTH) -> tuple[
     mask = cp_attention._Mask("sdpa")
     positions = torch.arange(length)
     with (
-        run_sharded(
-            "A model", positions, documents=None, padding=None, method="allgather", group=dist.group.WORLD
-        ),
+        run_sharded("A model", positions, documents=None, padding=None, method="allgather", group=dist.group.WORLD),
         StepCounter() as counter,
     ):
         window = mask(mask_function=make_function()).pattern.window
