@@ -247,7 +247,7 @@ class CausalLM(LightningModule):
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
         labels = shard_sequence(self.model, shift_left(batch.get("labels", batch["input_ids"])))
         if self.loss == "full":
-            losses = token_cross_entropy(compute_logits(), labels, model=self)
+            losses = token_cross_entropy(compute_logits(), labels, model=self.model)
         elif self._logits_tail is None:
             raise RuntimeError(
                 f"{type(self).__name__}(loss='chunked') is prepared in CausalLM's `configure_model`; call"

@@ -152,7 +152,8 @@ FLAGS = (
     Flag(
         name="enable_compile",
         effect="Each layer is compiled; all layers of a kind share a graph. With gradients they are given no cache of"
-        " keys and values; calls that fill one (`generate`) run without compilation.",
+        " keys and values; calls that fill one (`generate`) run without compilation. The loss of `CausalLM` and"
+        " `token_mean_loss` has a graph of its own, which is not counted here.",
         settings=(
             Setting(value="False", figures={"graphs": 0}),
             Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
