@@ -157,8 +157,8 @@ class FSDP2Config(_Flags):
     on with a warning where they are off."""
 
     enable_compile: bool = False
-    """Whether each transformer layer is compiled with torch.compile, and so is the loss of CausalLM and token_mean_loss,
-    but for loss_parallel. Parameter names do not change."""
+    """Whether each transformer layer is compiled with torch.compile, and so is the loss of CausalLM and of
+    token_mean_loss, but for loss_parallel. Parameter names do not change."""
 
     enable_fsdp2_prefetch: bool = True
     """Whether the all-gathers of the next layers are issued explicitly, ahead of their use."""

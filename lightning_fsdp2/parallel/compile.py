@@ -33,7 +33,7 @@ def apply_compile(
     fusion: CollectiveFusion | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Compile the layers of ``model`` with ``torch.compile``, in place: ``layer.compile()``; and the loss of its tokens.
+    """Compile the layers of ``model`` with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
 
     A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
     already is left as it is. With gradients layers are given no cache of keys and values, as under activation

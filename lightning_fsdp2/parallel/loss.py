@@ -125,8 +125,8 @@ def token_cross_entropy(
             (``FSDP2Config.loss_parallel``), they are not gathered.
         labels: [batch, sequence], int64; position t holds the label of its own logits.
         ignore_index: Label of positions that do not count.
-        model: Whose logits they are: with ``FSDP2Config.enable_compile`` the loss is compiled as its layers are, but for
-            a sharded vocabulary. None does not compile.
+        model: Whose logits they are: the loss is compiled where its layers are (``FSDP2Config.enable_compile``), but
+            for that of a sharded vocabulary. None does not compile.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
