@@ -20,8 +20,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -282,6 +284,20 @@ def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
     """
     found = torch.zeros((), device=factor.device)  # what is not finite: not looked at
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Whether torch's optimizers have a kernel for ``fused=True`` on ``device``; without one their first step fails."""
+    return device.type in _get_fused_kernels_supported_devices()
+
+
+def leave_unscaling_to_scaler(optimizer: Optimizer) -> None:
+    """Let a ``GradScaler`` unscale gradients ahead of the step, as it does where ``fused`` is False.
+
+    Lightning's mixed precision clips the gradients of no optimizer that unscales by itself, in bfloat16 neither, where
+    there is no scaler.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

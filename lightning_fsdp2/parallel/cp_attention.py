@@ -14,10 +14,12 @@ whole sequence, and which group holds it. Activation checkpointing keeps it for 
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -221,24 +223,70 @@ def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
 
 
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
-    """Find the sliding window of a mask by asking what some queries see."""
-    last, keys = running.length - 1, torch.arange(running.length)
+    """Return the sliding window of a mask, None for a causal one without."""
+    try:
+        key = _describe(mask_function)
+    except TypeError:
+        window = _find_window(mask_function, running.length)
+    else:
+        window = _find_window_once(_MaskFunction(key, mask_function), running.length)
+    if window is None:
+        raise ValueError(
+            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
+            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
+        )
+    return window if window < running.length else None
+
+
+def _describe(value: Any) -> Hashable:
+    """Say all that the results of a mask function depend on: its code and the constants that it was made with.
+
+    Models make a new function for each forward.
+
+    Raises:
+        TypeError: When it depends on more, such as a tensor, or is none of transformers' own.
+    """
+    from transformers import masking_utils
+
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_describe, value))
+    if isinstance(value, FunctionType) and value.__globals__ is vars(masking_utils) and not value.__defaults__:
+        return (value.__code__, *(_describe(cell.cell_contents) for cell in value.__closure__ or ()))
+    raise TypeError(f"{value!r} is no constant and no function of transformers")
+
+
+@dataclass(frozen=True)
+class _MaskFunction:
+    """A mask function that equals others of the same description."""
+
+    description: Hashable
+    compute: Callable[..., Any] = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _find_window_once(function: _MaskFunction, length: int) -> int | None:
+    return _find_window(function.compute, length)
+
+
+def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
+    """Find how many keys a query of a mask sees, by asking what some queries see; None for no causal window.
+
+    The window of a causal mask without one is the length.
+    """
+    last, keys = length - 1, torch.arange(length)
 
     def is_seen(query: int) -> Tensor:
-        return mask_function(0, 0, torch.tensor(query), keys).expand(running.length)
+        return mask_function(0, 0, torch.tensor(query), keys).expand(length)
 
     try:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
     except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or of the device
-        is_window = False
-    if not is_window:
-        raise ValueError(
-            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
-            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
-        )
-    return window if window <= last else None
+        return None
+    return window if is_window else None
 
 
 class _Attention:
