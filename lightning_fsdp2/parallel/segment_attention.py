@@ -50,12 +50,12 @@ def segment_attention(
     if has_flash(query):
         ends, most = (query_ends, key_ends), (most_queries, most_keys)
         return attend_segments_by_flash(query, key, value, ends, most, window=window, scale=scale)
-    inputs = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-    shape = inputs[0].shape[:-1]
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    shape = queries.shape[:-1]
     output = query.new_zeros((*shape, value.size(-1)), dtype=torch.float32)
     normalizer = torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device)
     for block in _get_blocks(query_ends, key_ends, window):
-        merge(output, normalizer, block.rows, *attend_dense(*inputs, block, scale))
+        merge(output, normalizer, block.rows, *attend_dense(queries, keys, values, block, scale))
     return output[0].transpose(0, 1).to(query.dtype).contiguous(), normalizer[0]
 
 
@@ -140,10 +140,11 @@ def _compute_gradients(
     blocks: list[DenseBlock],
     scale: float,
 ) -> tuple[Tensor, ...]:
-    given = [tensor.transpose(0, 1)[None] for tensor in (gradient, query, key, value, output)]
-    sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in given[1:4])
+    given = (gradient, query, key, value, output)
+    of_output, queries, keys, values, outputs = (tensor.transpose(0, 1)[None] for tensor in given)
+    sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (queries, keys, values))
     for block in blocks:
-        add_dense_gradients(sums, *given, normalizer[None], block, scale)
+        add_dense_gradients(sums, of_output, queries, keys, values, outputs, normalizer[None], block, scale)
     return tuple(total[0].transpose(0, 1).to(query.dtype) for total in sums)
 
 

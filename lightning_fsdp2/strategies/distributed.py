@@ -69,7 +69,7 @@ def init_process_group(
             )
         return
     backend = backend or get_default_backend(device)
-    store: dist.Store = dist.HashStore()  # type: ignore[attr-defined]
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
         os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
