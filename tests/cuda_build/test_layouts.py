@@ -24,6 +24,8 @@ RANKS = 8
 LAYERS = 4
 MICRO_BATCHES = 2
 LENGTH = 1024
+TENSORS = 3 + 9 * LAYERS
+"""Parameters of a Llama."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -165,11 +167,14 @@ def test_each_layer_calls_the_flash_kernel_once() -> None:
     assert step.operations[FLASH] == step.operations[f"{FLASH}_backward"] == LAYERS * MICRO_BATCHES
 
 
-def test_offloaded_shards_are_what_is_copied() -> None:
+def test_offloaded_shards_travel_and_compute_on_the_host() -> None:
     offloaded = Layout(strategy=shard(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     step = run_step(offloaded)
-    print(step)
-    assert False
+    assert step.mixed == step.host_reads == step.waits == {}
+    factors = [line for line in step.copies_to_host if "parallel/gradients.py" in line]
+    assert sum(step.copies_to_host[line] for line in factors) == 1  # by which gradients are scaled
+    assert step.copies_to_host.total() - 1 == TENSORS  # gradients, once a step
+    assert step.copies_to_device.total() >= MICRO_BATCHES * TENSORS
 
 
 def test_logging_waits_once() -> None:

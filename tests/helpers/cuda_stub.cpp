@@ -6,6 +6,7 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace {
 
@@ -43,6 +44,18 @@ struct StubHooks : CUDAHooksInterface {
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, StubHooks)
 
 }  // namespace at
+
+namespace c10d {
+
+// DDP takes the time of its first steps, with events of the device.
+struct StubTimer : Timer {
+  explicit StubTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, StubTimer)
+
+}  // namespace c10d
 
 // Tells tests that the library is loaded.
 extern "C" void lightning_fsdp2_cuda_stub() {}

@@ -133,13 +133,13 @@ def _get_devices(values: Any) -> set[str]:
 
 
 def _find_line() -> str:
-    """The innermost line outside of torch and the tests' helpers, as ``folder/file.py:line``."""
-    inside = (Path(torch.__file__).parent, Path(__file__).parent)
-    frames = [
-        frame for frame in traceback.extract_stack() if all(folder not in Path(frame.filename).parents for folder in inside)
-    ]
-    path = Path(frames[-1].filename)
-    return f"{path.parent.name}/{path.name}:{frames[-1].lineno}"
+    """The innermost line outside of torch, as ``folder/file.py:line``; in a thread of autograd's it may be torch's."""
+    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    torch_folder = Path(torch.__file__).parent
+    outside = [frame for frame in frames if torch_folder not in Path(frame.filename).parents]
+    frame = (outside or frames)[-1]
+    path = Path(frame.filename)
+    return f"{path.parent.name}/{path.name}:{frame.lineno}"
 
 
 # ---------------------------------------------------------------------- what would ask the driver
@@ -201,11 +201,15 @@ def _fake_torch_cuda(step: Step) -> Iterator[None]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda: True,
         "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda device: torch.zeros(16, dtype=torch.uint8),  # a seed and an offset
+        "set_rng_state": lambda state, device: None,
         "_lazy_init": lambda: None,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **fakes))
+        stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attend))
         yield
 
@@ -251,6 +255,8 @@ def _place_models(weights: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(describe, "create_device_mesh", create_cuda_mesh))
         stack.enter_context(patch.object(fake_managers, "allocate", allocate_there))
+        # DDP sorts its buckets anew after the first step, by numbers that it reads back from the device
+        stack.enter_context(patch.object(fake_managers._Reducer, "_rebuild_buckets", lambda reducer: False))
         manager: Any = fake_managers._FakeFSDP2Manager
         stack.enter_context(patch.object(manager, "parallelize", _with_fake_buffers(manager.parallelize)))
         yield
