@@ -225,6 +225,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Call the kernel that torch takes on an H100, whose own choice asks the driver; flash stands for cuDNN's too."""
+    if torch.is_autocast_enabled("cuda"):  # it casts what the function is given
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         options = (dropout_p, is_causal, False)
         return _aten._scaled_dot_product_flash_attention(query, key, value, *options, scale=scale)[0]
