@@ -73,7 +73,7 @@ class Layout:
     """Of attention."""
 
     host_reads: int = 0
-    """Per micro-batch. With packed sequences it is whether there are any, since no mask is made where there are none."""
+    """Per micro-batch. With packed sequences it is whether there are any: without, no mask is made."""
 
     answer: bool = False
     """What is read: transformers asks whether all sequences are whole, context parallelism whether any position

@@ -56,6 +56,3 @@ struct StubTimer : Timer {
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, StubTimer)
 
 }  // namespace c10d
-
-// Tells tests that the library is loaded.
-extern "C" void lightning_fsdp2_cuda_stub() {}

@@ -6,7 +6,7 @@ for its driver while it is imported. Autograd's thread for the device, the dispa
 streams are those of a GPU. Races between streams are not seen.
 """
 
-import ctypes
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp2 import describe
-from lightning_fsdp2._torch_simulation import FakeTensorMode
 from lightning_fsdp2.plan import fake_managers, simulate
 
 CUDA = torch.device("cuda", 0)
@@ -37,7 +36,7 @@ HOST = torch.device("cpu")
 _aten: Any = torch.ops.aten
 
 needs_stub = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "lightning_fsdp2_cuda_stub"),
+    "cuda_stub.so" not in os.environ.get("LD_PRELOAD", ""),
     reason="needs a CUDA build of torch and the stub of its driver: `make test-cuda-build`",
 )
 
