@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,6 +39,21 @@ _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_va
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What flash attention is told of packed documents."""
+
+
+_known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
+"""Those of every batch, where values are not to be had."""
+
+
+@contextmanager
+def assume_documents(position_ids: Tensor) -> Iterator[None]:
+    """Let all batches in the block have the documents of these position ids, [batch, sequence], as a plan needs it."""
+    numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
+    token = _known_documents.set(find_documents(numbers, position_ids.device))
+    try:
+        yield
+    finally:
+        _known_documents.reset(token)
 
 
 class ShardedForward:
@@ -165,6 +181,8 @@ class ShardedForward:
             return self._number_padding(given, mask, batch, length, has_positions=positions is not None)
         if positions is None or self.sharding.assumes_unpacked:
             return None, None
+        if (known := _known_documents.get()) is not None:
+            return known, None
         if positions.ndim == 3:  # [4, batch, sequence]: those of the text, and three for images
             positions = positions[0] if positions.size(0) == 4 else None
         if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():

@@ -55,6 +55,8 @@ GPT_OSS = {
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+SEGMENTS = "lightning_fsdp2::segment_attention"
+KERNELS = (FLASH, EFFICIENT, SEGMENTS)
 
 RANDOM_STATE = f"{EFFICIENT}_backward"
 """Takes the state of its random numbers as scalars of the host, as torch's own forward returns them without dropout."""
@@ -73,11 +75,7 @@ class Layout:
     """Of attention."""
 
     host_reads: int = 0
-    """Per micro-batch. With packed sequences it is whether there are any: without, no mask is made."""
-
-    answer: bool = False
-    """What is read: transformers asks whether all sequences are whole, context parallelism whether any position
-    restarts."""
+    """Per micro-batch. With packed sequences transformers asks whether all are whole."""
 
 
 def shard(*, tp: int = 1, cp: int = 1, replicas: int = 1, **options: Any) -> Callable[[], FSDP2Strategy]:
@@ -97,12 +95,12 @@ LAYOUTS = {
     "selective AC": Layout(strategy=shard(activation_checkpointing="selective")),
     "cp4 allgather": Layout(strategy=shard(cp=4, context_parallel_method="allgather")),
     "cp4 ulysses": Layout(strategy=shard(cp=4, context_parallel_method="ulysses")),
-    "cp2, packed": Layout(strategy=shard(cp=2), is_packed=True, kernels={EFFICIENT}, host_reads=1, answer=True),
+    "cp2, packed": Layout(strategy=shard(cp=2), is_packed=True, kernels={SEGMENTS}),
     "cp2, window": Layout(
         strategy=shard(cp=2, context_parallel_method="allgather"),
         config=GPT_OSS,
         module={"attn_implementation": "eager"},
-        kernels={FLASH, EFFICIENT},
+        kernels={FLASH, SEGMENTS},
     ),
     "tp2+sp, chunked loss": Layout(strategy=SEQUENCE_PARALLEL, module={"loss": "chunked"}),
     "tp2, LoRA": Layout(strategy=shard(tp=2), module={"lora": {"r": 8}}),
@@ -141,7 +139,7 @@ def run_step(layout: Layout, **options: Any) -> Step:
         )
         module = CausalLM(config=layout.config, optimizer=partial(AdamW, fused=True), **layout.module)
         batch = make_batch(layout.is_packed)
-        return simulate_on_cuda(trainer, module, batch, world_size=RANKS, answer=layout.answer)
+        return simulate_on_cuda(trainer, module, batch, world_size=RANKS)
 
     return run_ranks(run, 1, group=False)[0]
 
@@ -154,8 +152,8 @@ def test_a_step_mixes_no_devices_and_waits_for_none(layout: Layout) -> None:
     assert step.copies_to_host == {}
     assert step.host_reads.total() == layout.host_reads * MICRO_BATCHES
     assert step.waits == {}
-    assert {kernel for kernel in (FLASH, EFFICIENT) if step.operations[kernel]} == layout.kernels
-    assert step.operations[f"{FLASH}_backward"] + step.operations[f"{EFFICIENT}_backward"] >= LAYERS * MICRO_BATCHES
+    assert {kernel for kernel in KERNELS if step.operations[kernel]} == layout.kernels
+    assert sum(step.operations[f"{kernel}_backward"] for kernel in KERNELS) >= LAYERS * MICRO_BATCHES
 
 
 def get_operation(event: str) -> str:

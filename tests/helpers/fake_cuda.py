@@ -58,9 +58,7 @@ class Step:
     """Streams, events and devices that the host waits for."""
 
 
-def simulate_on_cuda(
-    trainer: Trainer, module: LightningModule, batch: dict[str, Tensor], *, world_size: int, answer: bool = False
-) -> Step:
+def simulate_on_cuda(trainer: Trainer, module: LightningModule, batch: dict[str, Tensor], *, world_size: int) -> Step:
     """Run the step that :func:`~lightning_fsdp2.plan.simulate.simulate` plans, with device 0 in place of the CPU.
 
     Args:
@@ -68,7 +66,6 @@ def simulate_on_cuda(
         module: As there.
         batch: On the host, as a loader gives it. The step begins with its copy to the device.
         world_size: Number of ranks.
-        answer: To a host that asks for a value, which fake tensors do not have.
 
     Returns:
         The step that ``simulate`` records, with all micro-batches that it runs.
@@ -79,7 +76,7 @@ def simulate_on_cuda(
     step = Step()
 
     def run_step(trainer: Any, batch: Any, *, recorder: Any = None, **options: Any) -> None:
-        with _Watch(Step() if recorder is None else step, answer):
+        with _Watch(Step() if recorder is None else step):
             batch = module.transfer_batch_to_device(batch, CUDA, 0)
             planned_step(trainer, batch, recorder=recorder, **options)
 
@@ -96,10 +93,9 @@ def simulate_on_cuda(
 class _Watch(TorchDispatchMode):
     """Writes an optimizer step down, operation by operation."""
 
-    def __init__(self, step: Step, answer: bool) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
         self._step = step
-        self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -110,7 +106,7 @@ class _Watch(TorchDispatchMode):
         self._step.operations[name] += 1
         if name == "aten::_local_scalar_dense" and given == {"cuda"}:
             self._step.host_reads[_find_line()] += 1
-            return self._answer
+            return False  # fake tensors have no values
         result = func(*args, **kwargs)
         devices = given | _get_devices(result)
         if devices >= {"cpu", "cuda"}:

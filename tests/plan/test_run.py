@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.planning import BATCH, LENGTH, make_batch, make_module, make_trainer
+from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
@@ -101,6 +101,22 @@ def test_documents_that_are_kept_apart_take_memory_for_their_masks() -> None:
     together = plan(datamodule=TextDataModule(**options))
     apart = plan(datamodule=TextDataModule(**options, separate_documents=True))
     assert apart.peak_bytes - together.peak_bytes >= BATCH * LENGTH * LENGTH  # a mask of bools
+
+
+def test_documents_and_windows_under_context_parallelism_cost_what_is_seen() -> None:
+    def count(positions: torch.Tensor | None) -> int:
+        batch = make_batch()
+        if positions is not None:
+            batch["position_ids"] = positions.expand(BATCH, -1)
+        strategy = FSDP2Strategy(cp_size=2, config=FSDP2Config(context_parallel_method="ulysses"))
+        return plan(strategy, batch).ranks[0].flops
+
+    halves = torch.arange(LENGTH) % (LENGTH // 2)
+    pairs = LENGTH * (LENGTH + 1) // 2 - 2 * (LENGTH // 2) * (LENGTH // 2 + 1) // 2  # that are no longer seen
+    heads, layers = LLAMA["num_attention_heads"] // 2, LLAMA["num_hidden_layers"]  # of a rank
+    head_size = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    products = 2 + 5  # forward and backward
+    assert count(None) - count(halves) == products * 2 * BATCH * heads * head_size * layers * pairs
 
 
 class OwnData(pl.LightningDataModule):
