@@ -112,7 +112,8 @@ def test_documents_and_windows_under_context_parallelism_cost_what_is_seen() -> 
         return plan(strategy, batch).ranks[0].flops
 
     halves = torch.arange(LENGTH) % (LENGTH // 2)
-    pairs = LENGTH * LENGTH // 2 - (LENGTH // 2) * (LENGTH // 2 + 1)  # half of all, as of a causal kernel, less what is seen
+    # half of all pairs, as a causal kernel is counted, less those that are seen
+    pairs = LENGTH * LENGTH // 2 - (LENGTH // 2) * (LENGTH // 2 + 1)
     heads, layers = LLAMA["num_attention_heads"] // 2, LLAMA["num_hidden_layers"]  # of a rank
     head_size = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
     products = 2 + 5  # forward and backward
