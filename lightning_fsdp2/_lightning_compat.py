@@ -279,7 +279,6 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
     if is_amid_epoch and batches["is_last_batch"] and batch["ready"] == batch["processed"] == batch["completed"] + 1:
         for count in ("current", "total"):
             batches[count]["completed"] += 1
-        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # as Lightning does for such a batch
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:

@@ -385,8 +385,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         loaders = fit_loop._combined_loader.flattened
         counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in loaders]
         if self._begins_epoch_anew:
-            self._begins_epoch_anew = progress.is_last_batch = False
-            counts = [0]
+            self._begins_epoch_anew = False
+            counts = [] if progress.is_last_batch else [0]  # an epoch that has had all its batches only ends
         for count in counts:
             if count is not None and count != progress.current.ready:
                 # Lightning counts the batches of the run before, which had another size or number of ranks

@@ -168,12 +168,14 @@ def test_a_run_goes_on_from_the_hooks_of_the_last_batch_of_an_epoch(
             trainer.save_checkpoint(path)
 
     def run() -> None:
-        for whole_run in ({"max_steps": 20}, {"max_epochs": 3}):
+        unvalidated = {"limit_val_batches": 0}
+        for whole_run in ({"max_steps": 20}, {"max_epochs": 3}, {"max_steps": 20, **unvalidated}):
             callbacks = (LambdaCallback(on_train_batch_end=save),)
             expected_trainer, expected = fit(FSDP2, None, loader=loader, callbacks=callbacks, **whole_run)
             trainer, after = fit(FSDP2, None, loader=loader, ckpt_path=path, **whole_run)
             assert after.seen == expected.seen[BATCHES:], whole_run
             assert trainer.current_epoch == expected_trainer.current_epoch, whole_run
+            assert get_logged_step(trainer) == get_logged_step(expected_trainer), whole_run
             torch.testing.assert_close(whole(dict(after.named_parameters())), whole(dict(expected.named_parameters())))
 
     run_ranks(run, WORLD)
