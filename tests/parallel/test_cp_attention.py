@@ -34,13 +34,11 @@ def _nothing_known() -> Iterator[None]:
 
 def get_window(make_function: Callable[[], Any], length: int = LENGTH) -> tuple[int | None, int]:
     """The window that is found, and how many operations it took."""
-    mask = cp_attention._Mask("sdpa")
-    positions = torch.arange(length)
-    with (
-        run_sharded("A model", positions, documents=None, padding=None, method="allgather", group=dist.group.WORLD),
-        StepCounter() as counter,
-    ):
-        window = mask(mask_function=make_function()).pattern.window
+    options: dict[str, Any] = {"batch_size": 1, "documents": None, "padding": None, "method": "allgather"}
+    with run_sharded("A model", torch.arange(length), group=dist.group.WORLD, **options), StepCounter() as counter:
+        running = cp_attention._running.get()
+        assert running is not None
+        window = cp_attention._get_window(make_function(), running)
     return window, counter.operations.total()
 
 
