@@ -89,7 +89,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """What a config says of a model that cannot be tried."""
+    """Return whether a model that cannot be tried is causal by its config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()
