@@ -561,7 +561,8 @@ def test_a_forked_process_dies_of_the_signal(tmp_path: Path) -> None:
             is_there, says = os.pipe()
             if (child := os.fork()) == 0:
                 os.write(says, b"!")  # Python forgets signals that come before
-                time.sleep(60)
+                for _ in range(600):  # one that comes just before a sleep is handled after that sleep
+                    time.sleep(0.1)
                 os._exit(0)
             os.read(is_there, 1)
             os.kill(child, signal.SIGTERM)
