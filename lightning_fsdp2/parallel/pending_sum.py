@@ -24,7 +24,7 @@ class PendingSum(Tensor):
     """The sum of the ranks' ``summand`` tensors, as the input embedding of a sequence parallel model returns it.
 
     Between embedding and first layer most models ask such a tensor for its shape, dtype and device alone, and the layer
-    then takes this rank's part of the sequence: :meth:`scatter` is one reduce-scatter. Whatever else reads it, a sum
+    then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Whatever else reads it, a sum
     with learned positions, a scale, the embeddings of an image, gets the whole sum, by one all-reduce.
 
     Autograd knows it as a tensor of the whole shape, whose gradient is equal on all ranks.
@@ -53,7 +53,7 @@ class PendingSum(Tensor):
             self._whole = _AllReduce.apply(self)
         return self._whole
 
-    def scatter(self, dim: int) -> Tensor:
+    def get_part(self, dim: int) -> Tensor:
         """Return this rank's part of the sum along ``dim``, whose size the ranks divide."""
         if self._whole is not None:  # something has read it, and may have changed it
             return split(self._whole, dim, self.group)
@@ -67,7 +67,7 @@ class PendingSum(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # autograd saves it: the input of a checkpoint
             return PendingSum(args[0].summand, args[0].group)
         raise NotImplementedError(f"{func} of a sum over ranks that is not computed yet.")

@@ -155,8 +155,9 @@ class Stack:
         self.local = self.whole // ranks if self.whole % ranks == 0 else 0
         self.is_open = not _may_be_repeated()
         if self.is_active:
-            is_pending = isinstance(hidden, PendingSum)
-            return hidden.scatter(self.stream_dim) if is_pending else split(hidden, self.stream_dim, self.group)
+            if isinstance(hidden, PendingSum):
+                return hidden.get_part(self.stream_dim)
+            return split(hidden, self.stream_dim, self.group)
         if torch.is_grad_enabled():
             self.is_open = False
             raise ValueError(

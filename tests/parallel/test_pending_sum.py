@@ -91,7 +91,7 @@ def test_a_part_costs_one_reduce_scatter_and_its_gradient_one_all_gather(dim: in
         summand, pending, whole = make()
         weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
         with StepCounter() as counter:
-            part = pending.scatter(dim)
+            part = pending.get_part(dim)
         assert counter.collectives == {"reduce_scatter": 1}
         torch.testing.assert_close(part, whole.chunk(2, dim)[dist.get_rank()])
         with StepCounter() as counter:
@@ -110,7 +110,7 @@ def test_the_part_of_one_that_was_changed_is_changed() -> None:
         for tensor in (pending, whole):  # the embeddings of an image
             tensor[mask] = 0.5
         with StepCounter() as counter:
-            part = pending.scatter(1)
+            part = pending.get_part(1)
         assert not counter.collectives
         torch.testing.assert_close(part, whole.chunk(2, 1)[dist.get_rank()])
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_takes_the_part_itself_computes_it_again() -> None:
         gradients = []
         for repeats in (False, True):
             summand, pending, _ = make()
-            take = lambda value: torch.tanh(value.scatter(1))  # noqa: E731
+            take = lambda value: torch.tanh(value.get_part(1))  # noqa: E731
             part = checkpoint(take, pending, use_reentrant=False) if repeats else take(pending)
             part.sum().backward()
             gradients.append(summand.grad)
