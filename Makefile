@@ -2,11 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # further arguments of `make quickstart` and `make test`, e.g. ARGS="--trainer.max_steps 5"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all parity parity-oldest compatibility docs lint clean
+.PHONY: help venv quickstart test test-all parity parity-oldest compatibility test-cuda-build docs lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -55,6 +56,16 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 		tests/test_attention_kernels.py tests/strategies/test_context_parallel.py \
 		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
 		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
+
+# torch===VERSION leaves out builds for the CPU, whose versions end in +cpu; gigabytes from PyPI
+test-cuda-build: venv ## Run steps on fake CUDA tensors with the CUDA build of torch, in .venv-cuda; no GPU needed
+	test -x .venv-cuda/bin/python || $(BIN)/python -m venv --without-pip .venv-cuda
+	$(BIN)/python -m pip --python .venv-cuda/bin/python install -e '.[dev]' torch===$(TORCH) -c constraints.txt
+	torch=$$(.venv-cuda/bin/python -c 'import torch; print(torch.__path__[0])') && \
+		$(CXX) -std=c++20 -shared -fPIC -I$$torch/include tests/helpers/cuda_stub.cpp -o .venv-cuda/cuda_stub.so \
+		-L$$torch/lib -ltorch_cpu -lc10 -Wl,-rpath,$$torch/lib
+	CUDA_VISIBLE_DEVICES= LD_PRELOAD=$(CURDIR)/.venv-cuda/cuda_stub.so .venv-cuda/bin/python -m pytest \
+		tests/cuda_build tests/test_attention_kernels.py $(ARGS)
 
 test-megatron-%: venv ## Run what stands on megatron-fsdp with another version of it, in .venv-megatron-VERSION
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*

@@ -9,7 +9,10 @@ The least is the work of all causal pairs, the products of one process and its a
 ranks. What must move depends on the method: with ``allgather`` keys and values once forward, and their gradients once
 backward; with ``ulysses`` queries, keys, values and results once each way.
 
-The second table is of two real ranks over gloo, of one thread each, which train a small model with many heads; one of
+The second table is of documents and windows: the pairs that the calls of attention compute beside those that queries
+see, and the calls of a layer and pass, by the rank that has most of each.
+
+The third table is of two real ranks over gloo, of one thread each, which train a small model with many heads; one of
 them alone, and both with each method, take turns.
 
     python -m benchmarks.context_parallel
@@ -40,6 +43,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.memory import LLAMA_3_8B, Run, Variant, make_batch, make_trainer, run_forked
 from benchmarks.turns import get_median, get_ratio_cells
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.parallel.attention_blocks import (
+    Block,
+    Chunk,
+    Pattern,
+    SegmentBlock,
+    find_documents,
+    get_blocks,
+    get_head_tail_chunks,
+)
 from lightning_fsdp2.plan.recorder import ACTIVATIONS, LOGITS
 from lightning_fsdp2.plan.simulate import simulate as simulate_step
 
@@ -129,9 +141,9 @@ def simulate(run: Run, method: str, rank: int) -> Share:
     recording = simulate_step(trainer, module, make_batch(run), world_size=run.ranks, rank=rank).recording
     backward = next(moment for moment, phase in recording.phases if phase == "backward")
     kept = sum(
-        change
-        for moment, category, change in recording.changes
-        if moment < backward and category in (ACTIVATIONS, LOGITS)
+        change.bytes
+        for change in recording.changes
+        if change.moment < backward and change.category in (ACTIVATIONS, LOGITS)
     )
     counter = module.counter
     return Share(counter.attention_flops, counter.product_flops, counter.traffic, kept)
@@ -183,6 +195,41 @@ def print_share(method: str, cp_size: int, share: Share, least: Share) -> None:
     for value, bound, unit in zip(astuple(share), astuple(least), (1e12, 1e12, 2**30, 2**30), strict=True):
         cells += [f"{value / unit:.2f}", f"{value / bound:.3f}" if bound else "-"]
     print(f"| {method} | {cp_size} | {' | '.join(cells)} |", flush=True)
+
+
+def print_blocks(args: argparse.Namespace) -> None:
+    """Print a row for each pattern and method."""
+    length, ranks = args.blocks_length, max(args.cp_sizes)
+    print(f"\n1 x {length} tokens, cp {ranks}; the most of any rank:\n")
+    print("| window | documents of | method | calls | computed / seen |\n|--:|--:|---|--:|--:|")
+    for window, document in ((None, None), (128, None), (4096, None), (None, 4096), (1024, 4096)):
+        for method in METHODS:
+            shares = [count_blocks(length, window, document, method, rank, ranks) for rank in range(ranks)]
+            calls, ratio = (max(values) for values in zip(*shares, strict=True))
+            print(f"| {window or ''} | {document or ''} | {method} | {calls} | {ratio:.3f} |")
+
+
+def count_blocks(
+    length: int, window: int | None, document: int | None, method: str, rank: int, ranks: int
+) -> tuple[int, float]:
+    """Calls of attention in a layer and pass, and the pairs that they compute over those that are seen."""
+    positions, device = torch.arange(length), torch.device("cpu")
+    documents = None if document is None else find_documents((positions // document)[None], device)
+    chunks: tuple[Chunk, ...] = (Chunk(0, length),)
+    if method == "allgather":
+        chunks = get_head_tail_chunks(length, rank, ranks)
+    blocks = get_blocks(chunks, Pattern(window, documents), batch_size=1, device=device)
+    seen = (positions % (document or length) + 1).clamp(max=window or length)
+    visible = sum(int(seen[chunk.start : chunk.end].sum()) for chunk in chunks)
+    return len(blocks), sum(map(count_pairs, blocks)) / visible
+
+
+def count_pairs(block: Block) -> int:
+    """Pairs of a query and a key, for each head."""
+    if isinstance(block, SegmentBlock):
+        return block.pairs
+    queries = block.rows.stop - block.rows.start
+    return queries * (queries + 1) // 2 if block.is_causal else queries * (block.keys.stop - block.keys.start)
 
 
 def measure_times(args: argparse.Namespace, folder: str, rank: int) -> dict[str, list[dict[str, float]]]:
@@ -253,6 +300,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cp-sizes", type=int, nargs="+", default=[2, 4, 8], help="of the simulated meshes")
     parser.add_argument("--layers", type=int, default=4, help="of the simulated model")
     parser.add_argument("--simulated-length", type=int, default=32768, help="of the simulated sequence")
+    parser.add_argument("--blocks-length", type=int, default=131072, help="of the sequence of the second table")
     parser.add_argument("--length", type=int, default=4096, help="of the sequence that is timed")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant")
     return parser.parse_args(arguments)
@@ -264,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}\n")
     print_shares(args)
+    print_blocks(args)
     with tempfile.TemporaryDirectory() as folder:
         times, _ = run_forked(partial(measure_times, args, folder), 2)
     print_times(times, args)

@@ -226,29 +226,30 @@ def make_module(run: Run, variant: Variant) -> CausalLM:
     return CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
 
 
-def make_batch(run: Run) -> dict[str, Tensor]:
+def make_batch(run: Run, device_type: str = "cpu") -> dict[str, Tensor]:
     """Of a data parallel rank."""
-    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length))
+    tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length), device=device_type)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def build_step(run: Run, variant: Variant) -> Callable[[], None]:
+def build_step(run: Run, variant: Variant, device_type: str = "cpu") -> Callable[[], None]:
     """Shard a module as ``FSDP2Strategy`` does under ``precision="bf16-mixed"``, and return a step of its training.
 
     The first step makes the optimizer's state and fills the caches of DTensor; the second is one of many.
     """
     config = make_config(run, variant)
-    mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type="cpu")
+    mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type=device_type)
     module = make_module(run, variant)
     with torch.device("meta"):
         module.configure_model()
     FSDP2Manager(config, mesh).parallelize(module)
-    return partial(train_step, module, module.configure_optimizers(), run, get_mesh(mesh, DP_CP).get_group())
+    batch, group = make_batch(run, device_type), get_mesh(mesh, DP_CP).get_group()
+    return partial(train_step, module, module.configure_optimizers(), batch, group)
 
 
-def train_step(module: CausalLM, optimizer: Optimizer, run: Run, group: dist.ProcessGroup) -> None:
+def train_step(module: CausalLM, optimizer: Optimizer, batch: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step, by hand."""
-    loss = module.training_step(make_batch(run), 0)
+    loss = module.training_step(batch, 0)
     optimizer.zero_grad()
     loss.backward()
     apply_token_mean_(module, group)

@@ -1,7 +1,8 @@
-"""What ``lightning-fsdp2 plan`` says of five runs, and what it takes to say it on any number of ranks.
+"""What ``lightning-fsdp2 plan`` says of runs, beside what was measured, and what it takes to say it.
 
-python -m benchmarks.plans            the table of docs/planning.md
-python -m benchmarks.plans --ranks    CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
+python -m benchmarks.plans                the five runs of docs/planning.md
+python -m benchmarks.plans --published    torchtitan's published runs there, and what their plans say
+python -m benchmarks.plans --ranks        CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
 """
 # ruff: noqa: T201
 
@@ -12,7 +13,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ PAGE = ROOT / "docs" / "planning.md"
 GIB = 2**30
 
 RANKS = (8, 64, 1024, 16384)
+RUNS, PUBLISHED_RUNS = "Five runs", "Published runs"
+"""Sections of the page."""
+
 COLUMNS = (
     "run",
     "GPUs",
@@ -31,9 +36,20 @@ COLUMNS = (
     "peak",
     "sent over dp",
     "over tp or cp",
-    "step, s",
-    "tokens/s per GPU",
-    "MFU at most",
+    "step, s: at least, about",
+    "tokens/s per GPU: about, at most",
+    "MFU: about, at most",
+)
+PUBLISHED_COLUMNS = (
+    "run",
+    "tokens/s per GPU: measured",
+    "at most",
+    "about",
+    "seconds: about / measured",
+    "GiB: reserved",
+    "allocated",
+    "held",
+    "verdict",
 )
 _MEMORY = (
     ("weights", "gradients", "optimizer states"),
@@ -43,9 +59,36 @@ _MEMORY = (
 )
 
 
-def read_commands() -> dict[str, str]:
-    """The commands of the page's runs, by name."""
-    section = PAGE.read_text().partition("## Five runs")[2].partition("\n## ")[0]
+@dataclass(frozen=True)
+class Published:
+    """What torchtitan has published of a run, in bfloat16 if it ``is_matched`` by what is planned."""
+
+    tokens: tuple[int, ...]
+    """Per second and GPU: first eager or without asynchronous tensor parallelism, as planned, and then with more."""
+
+    gibibytes: tuple[float, ...]
+    """Reserved, in the same order."""
+
+    is_matched: bool = True
+
+
+PUBLISHED = {
+    "A": Published((5762, 6667), (82.4, 77.0)),
+    "B": Published((5605, 6514), (67.0, 62.0)),
+    "C": Published((3890,), (83.9,), is_matched=False),
+    "D": Published((2540,), (84.2,), is_matched=False),
+    "E": Published((1071,), (84.0,), is_matched=False),
+    "F": Published((548,), (84.5,), is_matched=False),
+    "G": Published((597, 652), ()),
+    "H": Published((4378, 4809), ()),
+}
+"""Of H100s with 96 GB of HBM2e at 2.4 TB/s and 500 W. A and B: https://arxiv.org/abs/2410.06511; C to F, in float8:
+https://discuss.pytorch.org/t/215082; G and H: torchtitan, benchmarks/ (2025-06, vanilla and asynchronous)."""
+
+
+def read_commands(heading: str) -> dict[str, str]:
+    """The commands of a section of the page, by name."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     block = section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", "")
     return {name: " ".join(command.split()) for name, command in re.findall(r"# (.+)\n(.+)", block)}
 
@@ -68,16 +111,35 @@ def build_row(name: str, planned: dict[str, Any]) -> list[str]:
     sent = {True: 0, False: 0}
     for entry in rank["traffic"]:
         sent[entry["axis"] in ("tensor_parallel", "context_parallel")] += entry["bytes"]
-    shortest, longest = planned["step_seconds"]
+    at_least, about = planned["step_seconds"]["at_least"], planned["step_seconds"]["estimate"]
     per_rank = planned["batch"]["tokens"] / planned["world_size"]
+    used = planned["model_flops_utilisation"]
     return [
         name,
         f"{planned['world_size']:,}",
         *(f"{size / GIB:.1f}" for size in (*memory, rank["peak_bytes"])),
         *(f"{sent[is_model_parallel] / GIB:,.1f}" for is_model_parallel in (False, True)),
-        f"{shortest:.2f} to {longest:.2f}",
-        f"{per_rank / longest:,.0f} to {per_rank / shortest:,.0f}",
-        f"{planned['model_flops_utilisation_at_most']:.0%}",
+        f"{at_least:.2f}, {about:.2f}",
+        f"{per_rank / about:,.0f}, {per_rank / at_least:,.0f}",
+        f"{used['estimate']:.0%}, {used['at_most']:.0%}",
+    ]
+
+
+def build_published_row(name: str, planned: dict[str, Any]) -> list[str]:
+    """The cells of the page's table of published runs, whose names begin with a letter."""
+    published = PUBLISHED[name[0]]
+    seconds, per_rank = planned["step_seconds"], planned["batch"]["tokens"] / planned["world_size"]
+    ratio = published.tokens[0] * seconds["estimate"] / per_rank
+    return [
+        name,
+        ", ".join(f"{tokens:,}" for tokens in published.tokens),
+        f"{per_rank / seconds['at_least']:,.0f}",
+        f"{per_rank / seconds['estimate']:,.0f}",
+        f"{ratio:.2f}" if published.is_matched else f"not matched ({ratio:.2f})",
+        ", ".join(f"{size:.1f}" for size in published.gibibytes) or "-",
+        f"{planned['peak_bytes'] / GIB:.1f}",
+        " to ".join(f"{size / GIB:.1f}" for size in planned["reserved_bytes"]),
+        planned["verdict"],
     ]
 
 
@@ -86,19 +148,19 @@ def print_row(cells: Iterable[str]) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def print_runs() -> None:
-    """The table of the page."""
-    print_row(COLUMNS)
-    print_row(["---", *["--:"] * (len(COLUMNS) - 1)])
-    for name, command in read_commands().items():
-        print_row(build_row(name, plan(command)))
+def print_table(heading: str, columns: Sequence[str], build: Callable[[str, dict[str, Any]], list[str]]) -> None:
+    """A table of the page, made from the commands of its section."""
+    print_row(columns)
+    print_row(["---", *["--:"] * (len(columns) - 1)])
+    for name, command in read_commands(heading).items():
+        print_row(build(name, plan(command)))
 
 
 def print_ranks() -> None:
     """Of rank 0; each plan in a process of its own, whose children's CPU seconds and memory the system counts."""
     print_row(["ranks", "CPU seconds", "memory, GiB"])
     print_row(["--:"] * 3)
-    command = next(iter(read_commands().values()))
+    command = next(iter(read_commands(RUNS).values()))
     for ranks in RANKS:
         source = (
             "import resource; from benchmarks.plans import plan;"
@@ -110,7 +172,19 @@ def print_ranks() -> None:
         print_row([f"{ranks:,}", f"{seconds:.1f}", f"{kibibytes / 2**20:.2f}"])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", action="store_true")
-    print_ranks() if parser.parse_args().ranks else print_runs()
+    parser.add_argument("--published", action="store_true")
+    args = parser.parse_args()
+    if args.ranks:
+        print_ranks()
+    elif args.published:
+        print_table(PUBLISHED_RUNS, PUBLISHED_COLUMNS, build_published_row)
+    else:
+        print_table(RUNS, COLUMNS, build_row)
+
+
+if __name__ == "__main__":
+    main()

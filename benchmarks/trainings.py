@@ -77,9 +77,16 @@ def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh, mp_policy: MixedPre
 
 
 def make_trainer(
-    strategy: Any, steps: int, callbacks: list[pl.Callback], *, accelerator: str, precision: Any = "32-true"
+    strategy: Any,
+    steps: int,
+    callbacks: list[pl.Callback],
+    *,
+    accelerator: str,
+    precision: Any = "32-true",
+    **options: Any,
 ) -> pl.Trainer:
-    """A Trainer that does nothing but train, on all ranks of the default group."""
+    """A Trainer that does nothing but train, unless ``options`` say otherwise, on all ranks of the default group."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(
         accelerator=accelerator,
         devices=dist.get_world_size(),
@@ -88,7 +95,7 @@ def make_trainer(
         max_steps=steps,
         callbacks=callbacks,
         use_distributed_sampler=False,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        **{**silent, **options},
     )
 
 

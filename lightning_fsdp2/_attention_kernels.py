@@ -45,7 +45,7 @@ def attend(
         output, normalizer = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-    elif _has_flash(query, bias):
+    elif bias is None and has_flash(query):
         output, normalizer, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, False, scale=scale
         )
@@ -80,7 +80,7 @@ def attend_backward(
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, output, normalizer, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-    elif _has_flash(query, bias):
+    elif bias is None and has_flash(query):
         # without dropout there is no random state; lengths are given for packed batches only
         no_random = torch.empty(0, dtype=torch.uint64, device=query.device)
         counts = (None, None, query.size(2), key.size(2))
@@ -98,9 +98,75 @@ def attend_backward(
     return tuple(part[..., :size] for part, size in zip(gradients, sizes, strict=True))
 
 
-def _has_flash(query: Tensor, bias: Tensor | None) -> bool:
+def attend_segments_by_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    most: tuple[int, int],
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return attention within segments by FlashAttention's kernel for sequences of various lengths.
+
+    Args:
+        query: [queries, heads, dim], for which :func:`has_flash` holds.
+        key: [keys, key-value heads, dim].
+        value: [keys, key-value heads, value dim].
+        ends: Where queries and keys of each segment end, after a zero. [segments + 1], int32, each.
+        most: The most queries and keys of a segment.
+        window: How many keys a query sees at most, itself included; None for all up to its own, the last query's being
+            the last one.
+        scale: Of the scores.
+
+    Returns:
+        [queries, heads, value dim] and [heads, queries], float32.
+    """
+    size = value.size(-1)
+    inputs = _pad_heads(query, key, value)
+    options = _get_window_options(window)
+    output, normalizer, *_ = _aten._flash_attention_forward(
+        *inputs, *ends, *most, 0.0, window is None, return_debug_mask=False, scale=scale, **options
+    )
+    return output[..., :size], normalizer
+
+
+def attend_segments_by_flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    ends: tuple[Tensor, Tensor],
+    most: tuple[int, int],
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values; output and normalizer may be those of more keys."""
+    sizes = query.size(-1), key.size(-1), value.size(-1)
+    query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
+    no_random = torch.empty(0, dtype=torch.uint64, device=query.device)  # there is no dropout
+    saved = (gradient, query, key, value, output, normalizer.contiguous())
+    options = _get_window_options(window)
+    gradients = _aten._flash_attention_backward(
+        *saved, *ends, *most, 0.0, window is None, no_random, no_random, scale=scale, **options
+    )
+    of_query, of_key, of_value = (part[..., :size] for part, size in zip(gradients, sizes, strict=True))
+    return of_query, of_key, of_value
+
+
+def _get_window_options(window: int | None) -> dict[str, int]:
+    """Without a window the kernel's own causal mask does; both are aligned with the last key."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether the device computes attention of these queries without a mask by FlashAttention."""
     return (
-        bias is None
+        query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.size(-1) <= _LARGEST_FLASH_HEAD
         and torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -20,8 +20,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, _api, _dtensor_spec, placement_types
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
@@ -272,6 +274,39 @@ def can_compile_checkpointed_collectives() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd calls: a forward then is one that activation checkpointing computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of 16 bits by a scalar in place, in float32, by one kernel for many of them.
+
+    ``torch._foreach_mul_`` rounds the factor to 16 bits first, or has a kernel for each tensor; what unscales gradients
+    for a ``GradScaler`` does neither.
+    """
+    found = torch.zeros((), device=factor.device)  # what is not finite: not looked at
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Whether torch's optimizers have a kernel for ``fused=True`` on ``device``; without one their first step fails."""
+    return device.type in _get_fused_kernels_supported_devices()
+
+
+def leave_unscaling_to_scaler(optimizer: Optimizer) -> None:
+    """Let a ``GradScaler`` unscale gradients ahead of the step, as it does where ``fused`` is False.
+
+    Lightning's mixed precision clips the gradients of no optimizer that unscales by itself, in bfloat16 neither, where
+    there is no scaler.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return how tensors are saved for backward here: the hooks of the innermost ``saved_tensors_hooks``.
+
+    Hooks inside of others take their place; torch has no public way to call on those outside.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -94,8 +94,9 @@ class FSDP2Config(_Flags):
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
-    GPU-to-CPU sync per attention layer at batch size 1 and keeps shapes static for torch.compile. Leave it off for
-    packed sequences, whose documents attention would mix: batches with position_ids that restart are refused."""
+    GPU-to-CPU sync per forward, with flash attention one per layer at batch size 1, and keeps shapes static for
+    torch.compile. Leave it off for packed sequences, whose documents attention would mix: batches with position_ids
+    that restart are refused. CausalLM needs it for batches with position_ids only."""
 
     mp_policy: MixedPrecisionPolicy | None = None
     """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of
@@ -145,13 +146,19 @@ class FSDP2Config(_Flags):
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
     by the device type."""
 
+    bind_device_id: bool = False
+    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
+    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+
     enable_async_tensor_parallel: bool = False
     """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products, on CUDA devices that
     reach each other's memory (NVLink). It needs tp_size > 1, sequence_parallel and enable_compile, and turns these two
     on with a warning where they are off."""
 
     enable_compile: bool = False
-    """Whether each transformer layer is compiled with torch.compile. Parameter names do not change."""
+    """Whether each transformer layer is compiled with torch.compile, and so is the loss of CausalLM and of
+    token_mean_loss, but for loss_parallel. Parameter names do not change."""
 
     enable_fsdp2_prefetch: bool = True
     """Whether the all-gathers of the next layers are issued explicitly, ahead of their use."""
@@ -272,6 +279,11 @@ class MegatronFSDPConfig(_Flags):
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
     by the device type."""
 
+    bind_device_id: bool = False
+    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
+    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
         if tp_plan is not None:
             raise ValueError(
@@ -337,6 +349,11 @@ class DDPConfig(_Flags):
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
     by the device type."""
+
+    bind_device_id: bool = False
+    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
+    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self) -> None:
         self._check_bools()

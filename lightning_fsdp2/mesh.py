@@ -167,14 +167,19 @@ def create_device_mesh(
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
+    backend, device_id = getattr(config, "backend", None), None
+    if getattr(config, "bind_device_id", False):
+        device_id = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
+        backend = backend or get_default_backend(device_id)
+        check_bound_device(backend, device_id)
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
-        backend = getattr(config, "backend", None)
         if world_size == 1:
             # one process of a plain script, which no launcher gave an address
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, device_id=device_id)
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]
@@ -182,6 +187,37 @@ def create_device_mesh(
         # DeviceMesh has no public way from one view to its siblings, and making one again would make groups again
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
+
+
+def get_default_backend(device: torch.device) -> str:
+    """The accelerator's own backend beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def check_bound_device(backend: str, device: torch.device) -> None:
+    """Refuse ``bind_device_id=True`` where there is nothing to bind to, or the process group is bound otherwise.
+
+    Args:
+        backend: Of the default process group.
+        device: This rank's.
+
+    Raises:
+        ValueError: See above.
+    """
+    backends = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    if device.type == "cpu" or backends.get(device.type) in (None, "gloo"):
+        raise ValueError(
+            f"config.bind_device_id=True binds the communicators of NCCL and its like to a device, but this rank's is"
+            f" {device} with the backend {backend!r}; leave bind_device_id out, or use it on GPUs with backend=None."
+        )
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else device
+    if bound != device:
+        raise ValueError(
+            f"config.bind_device_id=True, but this process belongs to a group already that is bound to {bound}, not to"
+            f" {device}; give init_process_group device_id={str(device)!r}, or leave bind_device_id out."
+        )
 
 
 def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:

@@ -88,6 +88,7 @@ YAML_CASES = {
             "reshard_after_forward": 1,
             "context_parallel_method": "ulysses",
             "backend": "cpu:gloo,cuda:nccl",
+            "bind_device_id": True,
             "fsdp2_backward_prefetch_depth": 0,
         },
         FSDP2Config(
@@ -99,6 +100,7 @@ YAML_CASES = {
             reshard_after_forward=1,
             context_parallel_method="ulysses",
             backend="cpu:gloo,cuda:nccl",
+            bind_device_id=True,
             fsdp2_backward_prefetch_depth=0,
         ),
     ),

@@ -33,6 +33,7 @@ DEFAULTS = {
         "context_parallel_method": "auto",
         "context_parallel_inputs": {},
         "backend": None,
+        "bind_device_id": False,
         "enable_async_tensor_parallel": False,
         "enable_compile": False,
         "enable_fsdp2_prefetch": True,
@@ -59,6 +60,7 @@ DEFAULTS = {
         "activation_checkpointing": False,
         "autocast_dtype": None,
         "backend": None,
+        "bind_device_id": False,
     },
     DDPConfig: {
         "activation_checkpointing": False,
@@ -70,6 +72,7 @@ DEFAULTS = {
         "bucket_cap_mb": None,
         "broadcast_buffers": True,
         "backend": None,
+        "bind_device_id": False,
     },
     CheckpointConfig: {
         "format": "sharded",

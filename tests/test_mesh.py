@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig, create_device_mesh
-from lightning_fsdp2.mesh import get_fsdp_mesh, get_mesh, get_mesh_sizes, get_views
+from lightning_fsdp2.mesh import check_bound_device, get_fsdp_mesh, get_mesh, get_mesh_sizes, get_views
 
 AXES = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
 VIEWS = {
@@ -400,6 +400,43 @@ def test_a_plain_script_gets_a_group_of_one_process_on_its_machines_device(confi
         assert dist.get_backend() == backend  # torch's "undefined" means by device type
 
     run_ranks(run, 1, group=False)
+
+
+def test_a_group_is_bound_to_the_accelerator_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def start(backend: str, **options: Any) -> None:
+        given.update(options, backend=backend)
+        raise KeyError
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for world_size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(KeyError):
+            create_device_mesh(FSDP2Config(bind_device_id=True), device_type="cuda")
+        assert (given["backend"], given["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("gloo", "cpu"), ("gloo", "cuda:0"), ("cpu:gloo", "cuda:0"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_there_is_nothing_to_bind_a_group_to_on_a_cpu_or_with_gloo(backend: str, device: str) -> None:
+    with pytest.raises(ValueError, match=rf"bind_device_id=True .* {device} with the backend '{backend}'; leave"):
+        check_bound_device(backend, torch.device(device))
+
+
+def test_a_group_of_the_users_must_be_bound_to_the_device_already() -> None:
+    device = torch.device("cuda", 0)
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"bind_device_id=True, but .* is bound to None, not to cuda:0; give"):
+            check_bound_device("nccl", device)
+        dist.group.WORLD.bound_device_id = device
+        check_bound_device("nccl", device)
+
+    run_ranks(run, 1)
 
 
 def test_a_world_size_that_the_processes_do_not_have_is_refused() -> None:

@@ -17,6 +17,9 @@ from lightning_fsdp2.parallel.failures import list_names
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""
 
+_IMPLEMENTATIONS = {"foreach", "fused"}
+"""Options that say how an optimizer of torch computes, not what."""
+
 
 def get_optimizer_state(
     model: nn.Module, optimizer: Optimizer, own_state: dict[str, Any] | None = None
@@ -51,6 +54,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """Load what :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
 
     With names the optimizer may order its parameters differently; whole tensors are sharded like their parameters.
+    Which of torch's implementations steps stays as it is: the state may come from another kind of device.
 
     Raises:
         ValueError: When the state was saved for other parameters or parameter groups, or by an optimizer of another
@@ -64,7 +68,10 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     _check_groups(optimizer, current, saved, names)
     # torch puts the optimizer's own `param_names`, which may be in another order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
-    groups = [{**own, "params": group["params"]} for group, own in zip(current, hyper_parameters, strict=True)]
+    groups = [
+        {**own, "params": group["params"], **{key: group[key] for key in _IMPLEMENTATIONS & group.keys()}}
+        for group, own in zip(current, hyper_parameters, strict=True)
+    ]
     saved_state = dict(state.get("state", {}))
     values: dict[Any, Any] = {
         number: {key: shard_like(value, parameters[name]) for key, value in saved_state.pop(name).items()}

@@ -79,8 +79,11 @@ class CLITrainer(Trainer):
         world_size: int | None = None,
         device: str = "h100",
         memory: float | None = None,
+        memory_bandwidth: float | None = None,
         network_bandwidth: float | None = None,
         devices_per_node: int | None = None,
+        product_tflops: float | None = None,
+        attention_tflops: float | None = None,
         ranks: list[int] | None = None,
         suggest: bool = True,
         search: str | None = None,
@@ -98,9 +101,13 @@ class CLITrainer(Trainer):
             world_size: Number of devices. None for trainer.devices x num_nodes.
             device: a100, h100, h200, b200 or mi300x.
             memory: GiB of a device, if it has another size than the one of that name.
+            memory_bandwidth: GB per second of a device, if it has other memory than the one of that name.
             network_bandwidth: GB per second and device to other nodes, in one direction.
             devices_per_node: How many devices the fast links join. None for trainer.devices, if the config is for so
                 many devices as world_size says, or else for 8.
+            product_tflops: TFLOP/s that matrix products in bfloat16 reach, for the estimate; None: what is published.
+            attention_tflops: TFLOP/s that attention reaches forward in bfloat16 with 16,384 keys, heads of 128 and no
+                mask, for the estimate; None: what is published.
             ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
             suggest: Whether to plan what would help if it does not fit.
             search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
@@ -110,7 +117,15 @@ class CLITrainer(Trainer):
             plot: File to draw memory and traffic in, .png or .svg.
             processes: How many plans are computed at once; None for as many as there are CPUs.
         """
-        target = get_device(device, memory=memory, network_bandwidth=network_bandwidth, per_node=devices_per_node)
+        target = get_device(
+            device,
+            memory=memory,
+            memory_bandwidth=memory_bandwidth,
+            network_bandwidth=network_bandwidth,
+            per_node=devices_per_node,
+            product_tflops=product_tflops,
+            attention_tflops=attention_tflops,
+        )
         if search is not None and ranks is not None:
             raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
         for name, path in {"search": search, "json": json, "plot": plot}.items():

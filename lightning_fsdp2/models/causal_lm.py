@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2._torch_compat import has_fused_optimizers, leave_unscaling_to_scaler
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.models.hugging_face import (
     build_config,
@@ -34,7 +36,7 @@ from lightning_fsdp2.parallel.loss import (
     shift_left,
     token_cross_entropy,
 )
-from lightning_fsdp2.parallel.packed_sequences import require_separate_documents
+from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences, require_separate_documents
 from lightning_fsdp2.parallel.structure import get_hf_models
 from lightning_fsdp2.schedulers import WarmupCosine
 
@@ -62,7 +64,8 @@ class CausalLM(LightningModule):
         config: The architecture of a new model: a mapping with ``model_type`` and its fields
             (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
             Give either this or ``pretrained``.
-        optimizer: Called with the parameter groups.
+        optimizer: Called with the parameter groups. ``fused=True`` is dropped, with a warning, for devices on which
+            torch has no fused kernel.
         lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
             :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run if it is given no ``total_steps``.
         decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
@@ -95,7 +98,9 @@ class CausalLM(LightningModule):
         self,
         pretrained: str | None = None,
         config: dict[str, Any] | str | None = None,
-        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1),
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
+            parameters, lr=3e-4, weight_decay=0.1, fused=True
+        ),
         lr_scheduler: LRSchedulerCallable | None = None,
         decay_norms_and_biases: bool = False,
         attn_implementation: str = "sdpa",
@@ -242,7 +247,7 @@ class CausalLM(LightningModule):
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
         labels = shard_sequence(self.model, shift_left(batch.get("labels", batch["input_ids"])))
         if self.loss == "full":
-            losses = token_cross_entropy(compute_logits(), labels)
+            losses = token_cross_entropy(compute_logits(), labels, model=self.model)
         elif self._logits_tail is None:
             raise RuntimeError(
                 f"{type(self).__name__}(loss='chunked') is prepared in CausalLM's `configure_model`; call"
@@ -261,15 +266,17 @@ class CausalLM(LightningModule):
             check_names(get_hf_models(self)[0], batch.keys())
 
     def _compute_logits(self, **inputs: Tensor) -> Tensor:
-        with self._separate_documents(inputs):
+        with self._treat_documents(inputs):
             return self(**inputs)
 
-    def _separate_documents(self, inputs: Batch) -> AbstractContextManager[None]:
+    def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
         # the data module knows on every rank, while not every batch has a border of documents in it
         datamodule = getattr(self._trainer, "datamodule", None)
-        if not getattr(datamodule, "separate_documents", False) or get_optional_sharding(self.model) is not None:
-            return nullcontext()
-        return require_separate_documents(self.model, len(inputs["input_ids"]))
+        if getattr(datamodule, "separate_documents", False):
+            is_sharded = get_optional_sharding(self.model) is not None
+            return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
+        # positions that the model counts by itself never restart: looking for that would wait for the device
+        return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
         losses, counts = self._compute_token_losses(batch)
@@ -291,6 +298,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self._get_parameter_groups())
+        _prepare_fused(optimizer)
         if self._lr_scheduler is None:
             return optimizer
         scheduler = self._lr_scheduler(optimizer)
@@ -346,6 +354,21 @@ class CausalLM(LightningModule):
         metrics["train/learning_rate"] = torch.tensor(self._learning_rate, dtype=torch.float64)
         self.log("train/loss", metrics.pop("train/loss"), prog_bar=True)
         self.log_dict(metrics)
+
+
+def _prepare_fused(optimizer: Optimizer) -> None:
+    """Let an optimizer with ``fused=True`` step on any device, and its gradients be clipped by any strategy."""
+    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    if not fused:
+        return
+    leave_unscaling_to_scaler(optimizer)
+    devices = {parameter.device for group in fused for parameter in group["params"]}
+    without = sorted({device.type for device in devices if not has_fused_optimizers(device)})
+    if without:
+        name = type(optimizer).__name__
+        rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; it steps without.")
+        for group in fused:
+            group["fused"] = None
 
 
 def _get_world_group() -> Any:

@@ -4,7 +4,6 @@ A method of a layer is wrapped, not the layer: names of parameters and the modul
 forward, so that the hooks of FSDP2, which gather the layer's weights for backward, are not run a second time.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp2._torch_compat import (
     can_compile_checkpointed_collectives,
@@ -22,11 +21,9 @@ from lightning_fsdp2._torch_compat import (
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
+from lightning_fsdp2.parallel.selective_checkpointing import Contexts, Selection, get_kind
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
-
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Of a forward, and of its repetition."""
 
 _PARTS: dict[ScopeWord, set[str]] = {
     "language": {"language", "text"},
@@ -35,33 +32,6 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
 """Words in the names of modules, by the part of a model they belong to; what has none is language."""
-
-_ATEN: Any = torch.ops.aten
-_COLLECTIVES: Any = torch.ops._c10d_functional
-_KEPT = {
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    _ATEN._scaled_dot_product_fused_attention_overrideable.default,
-    _ATEN._flash_attention_forward.default,
-    _ATEN._efficient_attention_forward.default,
-    _COLLECTIVES.all_gather_into_tensor.default,
-    _COLLECTIVES.all_reduce.default,
-    _COLLECTIVES.all_to_all_single.default,
-    _COLLECTIVES.reduce_scatter_tensor.default,
-    torch._higher_order_ops.flex_attention,
-}
-"""What selective checkpointing does not compute twice."""
-
-_FLASH_ATTENTION = "flash_attn"
-"""In the namespaces of its packages' operations, and of the kernels that transformers loads from the Hub."""
-
-_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
-"""Every second one of these is kept too, as in torchtitan: half of the memory for half of the work."""
-
-_GROUPED_PRODUCT = _ATEN._grouped_mm.default
-"""One of these too, but not where transformers adds the experts' biases in place: what is kept must not change."""
 
 
 def apply_activation_checkpointing(
@@ -75,10 +45,10 @@ def apply_activation_checkpointing(
 
     Args:
         model: Changed in place; its layers are the blocks of its lists, wherever they hang.
-        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also the results of fused attention
-            (any but ``"eager"``), of collectives and of every second matrix product, in the order in which they are
-            computed. What ``"selective"`` keeps serves one backward: a second through the same graph
-            (``retain_graph=True``) is refused by torch.
+        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also what is expensive and read by
+            backward: the results of fused attention (any but ``"eager"``), of collectives but all-gathers, and of every
+            second matrix product, in the order in which they are computed. What ``"selective"`` keeps serves one
+            backward: a second through the same graph (``retain_graph=True``) is refused by torch.
         scope: Parts of a model of several modalities, told by the names of its modules.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. Where torch
             cannot have the checkpoint inside of the compiled code, a layer's whole call is computed again, and not its
@@ -94,12 +64,14 @@ def apply_activation_checkpointing(
                 " compute them three times; leave `gradient_checkpointing_enable()` out."
             )
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
+    selections: dict[Any, Selection] = {}
     for layer in _get_layers(model, mode, scope):
-        products = _PRODUCTS if _has_biased_experts(layer) else {*_PRODUCTS, _GROUPED_PRODUCT}
         # torch.compile does not take the default `context_fn` from a variable, so it is left out where it would do
         options: dict[str, Any] = {}
         if mode == "selective":
-            options["context_fn"] = partial(_make_contexts, products)
+            kind = get_kind(layer)
+            selections[kind] = selections.get(kind) or Selection(layer)
+            options["context_fn"] = partial(Selection.make_contexts, selections[kind])  # dynamo takes no bound method
         elif is_outside:
             options["context_fn"] = _make_stances
         wrap_method(layer, _Checkpoint(layer, options), "__call__" if is_outside else "forward")
@@ -151,23 +123,7 @@ class _Checkpoint:
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
 
 
-def _make_contexts(products: set[Any]) -> Any:
-    """For the forward of a layer and its repetition, which must count alike."""
-    counts: Counter[bool] = Counter()
-
-    def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _KEPT or _FLASH_ATTENTION in getattr(operation, "namespace", ""):
-            return CheckpointPolicy.MUST_SAVE
-        if operation in products:
-            counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2 == 1:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(choose)
-
-
-def _make_no_contexts() -> _Contexts:
+def _make_no_contexts() -> Contexts:
     return nullcontext(), nullcontext()
 
 
@@ -187,7 +143,7 @@ class _Nested(AbstractContextManager[None]):
         return self.stack.__exit__(*error)
 
 
-def _make_stances() -> _Contexts:
+def _make_stances() -> Contexts:
     """What was not compiled in forward is not compiled in its repetition, and what was is so with the same settings."""
     return nullcontext(), _repeat_compiled(get_stance())
 
@@ -196,10 +152,6 @@ def _make_stances() -> _Contexts:
 def _repeat_compiled(stance: str) -> Iterator[None]:
     with compile_layers_of_many_kinds(), torch.compiler.set_stance(stance):
         yield
-
-
-def _has_biased_experts(layer: nn.Module) -> bool:
-    return any(getattr(module, "has_bias", False) for module in layer.modules())
 
 
 def _get_layers(model: nn.Module, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:

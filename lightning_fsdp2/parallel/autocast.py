@@ -84,4 +84,6 @@ class _CastResult:
         self.dtype = dtype
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-        return forward(*args, **kwargs).to(self.dtype)
+        result = forward(*args, **kwargs)
+        # without need it is left alone: a PendingSum would be computed for it
+        return result if result.dtype == self.dtype else result.to(self.dtype)

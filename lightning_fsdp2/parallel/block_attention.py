@@ -1,17 +1,12 @@
 """Attention of some queries of a sequence to all of its keys, computed block by block and merged exactly.
 
 A rank of a context parallel group holds a few *chunks* of each sequence. What a chunk's queries may see is cut into
-blocks: of queries and keys that see each other in full, causally, or by a mask. Each block is one call of the device's
-fused attention, which returns the log of its softmax's denominator too, so that the blocks' results add up to the
-result of one softmax over all keys; in backward each block is given the merged result, and returns its summand of the
-gradients (https://arxiv.org/abs/2310.01889, https://arxiv.org/abs/2205.14135). No block is computed that no query of
-it may see.
+blocks (:mod:`~lightning_fsdp2.parallel.attention_blocks`), whose results add up to the result of one softmax over all
+keys (:mod:`~lightning_fsdp2.parallel.dense_attention`). No block is computed that no query of it may see.
 
 A learned sink, a score in every softmax that no value belongs to, is one more block, without work.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,52 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_fsdp2._attention_kernels import attend, attend_backward
 from lightning_fsdp2._torch_compat import all_gather_tensor, all_to_all_tensor
-
-_MASKED_ROWS = 512
-"""Most queries of a block with a mask: a mask has a byte for each of them and each key."""
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Which keys a query sees: those not behind it, of its document, and not further than the window before it."""
-
-    window: int | None = None
-    """How many keys a query sees at most, itself included; None for all."""
-
-    documents: Tensor | None = None
-    """[batch, sequence] of the whole sequence: keys of another number are not seen. None for one document."""
-
-    padding: Tensor | None = None
-    """[batch, sequence], bool: positions that see nothing, of documents of their own; their result is zero."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a sequence: positions ``start`` to ``start + length``."""
-
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-@dataclass(frozen=True)
-class _Block:
-    rows: slice
-    """Its queries, among those of the rank."""
-
-    keys: slice
-    """Positions of the whole sequence."""
-
-    is_causal: bool = False
-    """Whether the n-th query sees the first n keys."""
-
-    mask: Tensor | None = None
-    """[1 or batch, 1, queries, keys], bool: what is seen."""
+from lightning_fsdp2.parallel.attention_blocks import Block, DenseBlock, SegmentBlock
+from lightning_fsdp2.parallel.dense_attention import add_dense_gradients, attend_dense, merge
+from lightning_fsdp2.parallel.segment_attention import segment_attention, segment_attention_backward
 
 
 def block_attention(
@@ -72,13 +25,13 @@ def block_attention(
     key: Tensor,
     value: Tensor,
     *,
-    chunks: tuple[Chunk, ...],
-    pattern: Pattern,
+    blocks: tuple[Block, ...],
     scale: float,
+    padding: Tensor | None = None,
     sinks: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the attention of the queries of ``chunks``.
+    """Return the attention of the queries of a rank's chunks.
 
     For backward nothing of the whole sequence is kept: with a ``group`` keys and values are gathered again.
 
@@ -86,29 +39,18 @@ def block_attention(
         query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
         key: [batch, key-value heads, positions, dim]; those of the chunks with a ``group``, else the whole sequence's.
         value: [batch, key-value heads, positions, value dim].
-        chunks: Which positions the queries have, in their order.
-        pattern: Which keys they see.
+        blocks: What the queries see, of :func:`~lightning_fsdp2.parallel.attention_blocks.get_blocks`.
         scale: Of the scores.
+        padding: [batch, positions of the chunks], bool: queries whose result is zero. None for none.
         sinks: [heads], a score in the softmax of every query of a head; None for none.
-        group: Of the ranks that hold the sequence's other chunks, in the order of :func:`get_head_tail_chunks`.
+        group: Of the ranks that hold the sequence's other chunks, in the order of
+            :func:`~lightning_fsdp2.parallel.attention_blocks.get_head_tail_chunks`.
 
     Returns:
         [batch, heads, positions of the chunks, value dim].
     """
-    output = _BlockAttention.apply(query, key, value, sinks, chunks, pattern, scale, group)
-    if pattern.padding is None:
-        return output
-    is_padding = torch.cat([pattern.padding[:, chunk.start : chunk.end] for chunk in chunks], 1)
-    return output.masked_fill(is_padding[:, None, :, None], 0)
-
-
-def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chunk]:
-    """Cut a sequence into ``2 * ranks`` chunks, of which a rank takes one from the head and one from the tail.
-
-    Causal attention is then the same work for all ranks: the n-th query has n keys.
-    """
-    size = length // (2 * ranks)
-    return Chunk(rank * size, size), Chunk((2 * ranks - 1 - rank) * size, size)
+    output = _BlockAttention.apply(query, key, value, sinks, blocks, scale, group)
+    return output if padding is None else output.masked_fill(padding[:, None, :, None], 0)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -119,8 +61,7 @@ class _BlockAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        chunks: tuple[Chunk, ...],
-        pattern: Pattern,
+        blocks: tuple[Block, ...],
         scale: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
@@ -131,18 +72,13 @@ class _BlockAttention(torch.autograd.Function):
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
         if sinks is not None:
             normalizer[:] = sinks.float()[:, None]
-        for block in _get_blocks(chunks, pattern, query.device):
-            rows = block.rows
-            part, part_normalizer = _attend(query[:, :, rows], keys, values, block, scale)
-            total = torch.logaddexp(normalizer[:, :, rows], part_normalizer)
-            output[:, :, rows] *= (normalizer[:, :, rows] - total).exp_().unsqueeze(-1)
-            output[:, :, rows] += part * (part_normalizer - total).exp_().unsqueeze(-1)
-            normalizer[:, :, rows] = total
+        for block in blocks:
+            merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
         # a copy where the dtype is the same too: compiled by torch 2.11, what a forward has changed in place gets no
         # gradient (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
-        ctx.chunks, ctx.pattern, ctx.scale, ctx.group = chunks, pattern, scale, group
+        ctx.blocks, ctx.scale, ctx.group = blocks, scale, group
         return result
 
     @staticmethod
@@ -150,108 +86,76 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, sinks, output, normalizer = ctx.saved_tensors
         keys, values = _gather(key, value, ctx.group)
-        query_gradient = torch.zeros_like(query, dtype=torch.float32)
-        key_gradient = torch.zeros_like(keys, dtype=torch.float32)
-        value_gradient = torch.zeros_like(values, dtype=torch.float32)
-        for block in _get_blocks(ctx.chunks, ctx.pattern, query.device):
-            rows = block.rows
-            saved = (gradient[:, :, rows], query[:, :, rows], output[:, :, rows], normalizer[:, :, rows])
-            parts = _attend_backward(*saved, keys, values, block, ctx.scale)
-            query_gradient[:, :, rows] += parts[0]
-            key_gradient[:, :, block.keys] += parts[1]
-            value_gradient[:, :, block.keys] += parts[2]
+        saved = (gradient, query, keys, values, output, normalizer)
+        sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, keys, values))
+        for block in ctx.blocks:
+            if isinstance(block, DenseBlock):
+                add_dense_gradients(sums, *saved, block, ctx.scale)
+            else:
+                _add_segment_gradients(sums, *saved, block, ctx.scale)
         sink_gradient = None
         if sinks is not None:
             share = (sinks.float()[:, None] - normalizer).exp_()
             sink_gradient = -(share * (gradient * output).sum(-1, dtype=torch.float32)).sum((0, 2)).to(sinks.dtype)
-        scattered = _scatter(key_gradient, value_gradient, key.dtype, ctx.group)
-        return query_gradient.to(query.dtype), *scattered, sink_gradient, None, None, None, None
+        scattered = _scatter(sums[1], sums[2], key.dtype, ctx.group)
+        return sums[0].to(query.dtype), *scattered, sink_gradient, None, None, None
 
 
-def _get_blocks(chunks: tuple[Chunk, ...], pattern: Pattern, device: torch.device) -> Iterator[_Block]:
-    first_row = 0
-    for chunk in chunks:
-        if pattern.documents is None and (pattern.window is None or pattern.window >= chunk.end):
-            rows = slice(first_row, first_row + chunk.length)
-            if chunk.start:
-                yield _Block(rows, slice(0, chunk.start))
-            yield _Block(rows, slice(chunk.start, chunk.end), is_causal=True)
-        else:
-            yield from _get_masked_blocks(chunk, first_row, pattern, device)
-        first_row += chunk.length
-
-
-def _get_masked_blocks(chunk: Chunk, first_row: int, pattern: Pattern, device: torch.device) -> Iterator[_Block]:
-    window = pattern.window or chunk.end
-    # with few rows little is computed outside of the window, with many the device is busy
-    size = min(_MASKED_ROWS, max(window // 4, 64))
-    for start in range(chunk.start, chunk.end, size):
-        end = min(start + size, chunk.end)
-        first_key, offset = max(0, start - window + 1), first_row - chunk.start
-        mask = _make_mask(start, end, first_key, window, pattern.documents, device)
-        yield _Block(slice(start + offset, end + offset), slice(first_key, end), mask=mask)
-
-
-def _make_mask(
-    start: int, end: int, first_key: int, window: int, documents: Tensor | None, device: torch.device
-) -> Tensor:
-    distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first_key, end, device=device)
-    mask = ((distance >= 0) & (distance < window))[None, None]
-    if documents is not None:
-        mask = mask & (documents[:, start:end, None] == documents[:, None, first_key:end])[:, None]
-    return mask
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, block: _Block, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result of one block, [batch, heads, rows, value dim], and its normalizer, [batch, heads, rows]."""
-    inputs = _match_heads(query, keys, values, block)
-    output, normalizer = attend(*inputs, is_causal=block.is_causal, mask=block.mask, scale=scale)
-    return output.reshape(*query.shape[:-1], -1), normalizer.reshape(query.shape[:-1])
+    if isinstance(block, DenseBlock):
+        return attend_dense(query, keys, values, block, scale)
+    query = query[:, :, block.rows]
+    inputs = (_flatten(query), _take(keys, block), _take(values, block))
+    output, normalizer = segment_attention(*inputs, *_get_arguments(block, scale))
+    return _unflatten(output, query), normalizer.unflatten(1, (query.size(0), -1)).transpose(0, 1)
 
 
-def _attend_backward(
+def _add_segment_gradients(
+    sums: tuple[Tensor, ...],
     gradient: Tensor,
     query: Tensor,
-    output: Tensor,
-    normalizer: Tensor,
     keys: Tensor,
     values: Tensor,
-    block: _Block,
+    output: Tensor,
+    normalizer: Tensor,
+    block: SegmentBlock,
     scale: float,
-) -> tuple[Tensor, ...]:
-    """Return the block's summands of the gradients of its queries, keys and values."""
-    folded, key, value = _match_heads(query, keys, values, block)
-    shape = folded.shape[:-1]
-    gradients = attend_backward(
-        gradient.reshape(*shape, -1),
-        folded,
-        key,
-        value,
-        output.reshape(*shape, -1),
-        normalizer.reshape(shape),
-        is_causal=block.is_causal,
-        mask=block.mask,
-        scale=scale,
+) -> None:
+    """Add the block's summands of the gradients, as ``add_dense_gradients`` does for others."""
+    rows = block.rows
+    own = query[:, :, rows]
+    parts = segment_attention_backward(
+        _flatten(gradient[:, :, rows]),
+        _flatten(own),
+        _take(keys, block),
+        _take(values, block),
+        _flatten(output[:, :, rows]),
+        normalizer[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
+        *_get_arguments(block, scale),
     )
-    heads = keys.size(1)
-    summed = (part.unflatten(1, (heads, -1)).sum(2) if part.size(1) != heads else part for part in gradients[1:])
-    return gradients[0].reshape(query.shape), *summed
+    sums[0][:, :, rows] += _unflatten(parts[0], own)
+    sums[1][:, :, : block.key_end] += parts[1].transpose(1, 2)
+    sums[2][:, :, : block.key_end] += parts[2].transpose(1, 2)
 
 
-def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the block's keys and values, with as many heads as the queries have.
+def _get_arguments(block: SegmentBlock, scale: float) -> tuple[Any, ...]:
+    tensors = block.key_starts, block.query_ends, block.key_ends
+    return *tensors, block.most_queries, block.most_keys, block.window, scale, block.pairs
 
-    Where all queries see all keys, the queries of the heads that share a key are just more queries. Elsewhere the block
-    is small, and its keys are repeated.
-    """
-    key, value = keys[:, :, block.keys], values[:, :, block.keys]
-    heads = keys.size(1)
-    if query.size(1) == heads:
-        return query, key, value
-    if not block.is_causal and block.mask is None:
-        return query.reshape(query.size(0), heads, -1, query.size(-1)), key, value
-    shared = query.size(1) // heads
-    return query, key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+
+def _flatten(tensor: Tensor) -> Tensor:
+    """Put [batch, heads, positions, dim] position by position: [batch * positions, heads, dim]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.unflatten(0, (like.size(0), like.size(2))).transpose(1, 2)
+
+
+def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
+    """Take what the block may need of [batch, heads, positions, dim]: [batch, positions, heads, dim]."""
+    return tensor[:, :, : block.key_end].transpose(1, 2)
 
 
 def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

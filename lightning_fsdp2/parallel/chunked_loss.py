@@ -117,7 +117,7 @@ def compute_chunked_token_losses(
             logits = compute_head(hidden)
         for operation in tail:
             logits = operation(logits)
-        return token_cross_entropy(logits, labels)
+        return token_cross_entropy(logits, labels, model=hf_model)
 
     def compute_losses(hidden: Tensor) -> Tensor:
         _check_hidden_states(hf_model, hidden, labels)

@@ -18,6 +18,7 @@ from lightning_fsdp2.parallel.activation_checkpointing import is_checkpointed, r
 from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
 from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
+from lightning_fsdp2.parallel.loss import compile_losses
 from lightning_fsdp2.parallel.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import get_slots, wrap_method
 from lightning_fsdp2.parallel.tp_random import draws_random_numbers
@@ -32,7 +33,7 @@ def apply_compile(
     fusion: CollectiveFusion | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Compile the layers of ``model`` with ``torch.compile``, in place: ``layer.compile()``.
+    """Compile the layers of ``model`` with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
 
     A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
     already is left as it is. With gradients layers are given no cache of keys and values, as under activation
@@ -68,6 +69,7 @@ def apply_compile(
             f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
             " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
         )
+    compile_losses(model, backend)
     report = _Report()
     for layer in layers:
         if layer._compiled_call_impl is None:

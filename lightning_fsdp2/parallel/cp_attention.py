@@ -14,10 +14,12 @@ whole sequence, and which group holds it. Activation checkpointing keeps it for 
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,15 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fsdp2._torch_compat import all_to_all_tensor
 from lightning_fsdp2._torch_simulation import with_values
-from lightning_fsdp2.parallel.block_attention import Chunk, Pattern, block_attention, get_head_tail_chunks
+from lightning_fsdp2.parallel.attention_blocks import (
+    Block,
+    Chunk,
+    Documents,
+    Pattern,
+    get_blocks,
+    get_head_tail_chunks,
+)
+from lightning_fsdp2.parallel.block_attention import block_attention
 from lightning_fsdp2.parallel.structure import get_class_name
 
 Method = Literal["allgather", "ulysses"]
@@ -45,7 +55,12 @@ _configs: Counter[str] = Counter()
 class SequenceMask:
     """What the queries of a sequence see, and how the ranks hold it; given to layers as their ``attention_mask``."""
 
-    pattern: Pattern
+    blocks: tuple[Block, ...]
+    """Of the queries that this rank attends from."""
+
+    padding: Tensor | None
+    """[batch, those queries], bool: which of them see nothing; None for none."""
+
     length: int
     method: Method
     group: dist.ProcessGroup
@@ -67,8 +82,9 @@ class _Forward:
 
     model: str
     length: int
+    batch_size: int
     positions: Tensor
-    documents: Tensor | None
+    documents: Documents | None
     padding: Tensor | None
     method: Method
     group: dist.ProcessGroup
@@ -83,7 +99,8 @@ def run_sharded(
     model: str,
     positions: Tensor,
     *,
-    documents: Tensor | None,
+    batch_size: int,
+    documents: Documents | None,
     padding: Tensor | None,
     method: Method,
     group: dist.ProcessGroup,
@@ -96,12 +113,13 @@ def run_sharded(
     Args:
         model: Its name, for messages.
         positions: [..., length], the position ids of the whole sequences.
-        documents: [batch, length], positions of another number do not see each other. None for one document.
+        batch_size: Number of sequences.
+        documents: Positions of different ones do not see each other. None for one document.
         padding: [batch, length], those of them that see nothing. None for none.
         method: How the sequences are split.
         group: The ranks they are split over.
     """
-    running = _Forward(model, positions.size(-1), positions, documents, padding, method, group)
+    running = _Forward(model, positions.size(-1), batch_size, positions, documents, padding, method, group)
     token = _running.set(running)
     try:
         yield running.attended
@@ -190,29 +208,85 @@ class _Mask:
             )
         with with_values():
             window = _get_window(mask_function, running)
-        pattern = Pattern(window, running.documents, running.padding)
-        return SequenceMask(pattern, running.length, running.method, running.group)
+        return _make_mask(Pattern(window, running.documents), running)
+
+
+def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
+    group, length, padding = running.group, running.length, running.padding
+    chunks: tuple[Chunk, ...] = (Chunk(0, length),)
+    if running.method == "allgather":
+        chunks = get_head_tail_chunks(length, group.rank(), group.size())
+    blocks = get_blocks(chunks, pattern, batch_size=running.batch_size, device=running.positions.device)
+    if padding is not None:
+        padding = torch.cat([padding[:, chunk.start : chunk.end] for chunk in chunks], 1)
+    return SequenceMask(blocks, padding, length, running.method, group)
 
 
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
-    """Find the sliding window of a mask by asking what some queries see."""
-    last, keys = running.length - 1, torch.arange(running.length)
+    """Return the sliding window of a mask, None for a causal one without."""
+    try:
+        key = _describe(mask_function)
+    except TypeError:
+        window = _find_window(mask_function, running.length)
+    else:
+        window = _find_window_once(_MaskFunction(key, mask_function), running.length)
+    if window is None:
+        raise ValueError(
+            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
+            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
+        )
+    return window if window < running.length else None
+
+
+def _describe(value: Any) -> Hashable:
+    """Say all that the results of a mask function depend on: its code and the constants that it was made with.
+
+    Models make a new function for each forward.
+
+    Raises:
+        TypeError: When it depends on more, such as a tensor, or is none of transformers' own.
+    """
+    from transformers import masking_utils
+
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_describe, value))
+    if isinstance(value, FunctionType) and value.__globals__ is vars(masking_utils) and not value.__defaults__:
+        return (value.__code__, *(_describe(cell.cell_contents) for cell in value.__closure__ or ()))
+    raise TypeError(f"{value!r} is no constant and no function of transformers")
+
+
+@dataclass(frozen=True)
+class _MaskFunction:
+    """A mask function that equals others of the same description."""
+
+    description: Hashable
+    compute: Callable[..., Any] = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _find_window_once(function: _MaskFunction, length: int) -> int | None:
+    return _find_window(function.compute, length)
+
+
+def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
+    """Find how many keys a query of a mask sees, by asking what some queries see; None for no causal window.
+
+    The window of a causal mask without one is the length.
+    """
+    last, keys = length - 1, torch.arange(length)
 
     def is_seen(query: int) -> Tensor:
-        return mask_function(0, 0, torch.tensor(query), keys).expand(running.length)
+        return mask_function(0, 0, torch.tensor(query), keys).expand(length)
 
     try:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
     except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or of the device
-        is_window = False
-    if not is_window:
-        raise ValueError(
-            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
-            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
-        )
-    return window if window <= last else None
+        return None
+    return window if is_window else None
 
 
 class _Attention:
@@ -249,9 +323,8 @@ class _Attention:
 def _attend_gathered(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, mask: SequenceMask
 ) -> Tensor:
-    chunks = get_head_tail_chunks(mask.length, mask.group.rank(), mask.group.size())
     return block_attention(
-        query, key, value, chunks=chunks, pattern=mask.pattern, scale=scale, sinks=sinks, group=mask.group
+        query, key, value, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks, group=mask.group
     )
 
 
@@ -262,7 +335,7 @@ def _attend_exchanged(
     whole = _Exchange.apply(heads, sequence, mask.group, query, key, value)
     if sinks is not None:
         sinks = sinks.chunk(mask.group.size())[mask.group.rank()]
-    output = block_attention(*whole, chunks=(Chunk(0, mask.length),), pattern=mask.pattern, scale=scale, sinks=sinks)
+    output = block_attention(*whole, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks)
     return _Exchange.apply(sequence, heads, mask.group, output)[0]
 
 

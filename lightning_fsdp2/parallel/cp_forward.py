@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import all_reduce_tensor
+from lightning_fsdp2.parallel.attention_blocks import Documents, find_documents
 from lightning_fsdp2.parallel.cp_attention import (
     SequenceMask,
     get_optional_whole_positions,
@@ -37,6 +39,21 @@ _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_va
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What flash attention is told of packed documents."""
+
+
+_known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
+"""Those of every batch, where values are not to be had."""
+
+
+@contextmanager
+def assume_documents(position_ids: Tensor) -> Iterator[None]:
+    """Let all batches in the block have the documents of these position ids, [batch, sequence], as a plan needs it."""
+    numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
+    token = _known_documents.set(find_documents(numbers, position_ids.device))
+    try:
+        yield
+    finally:
+        _known_documents.reset(token)
 
 
 class ShardedForward:
@@ -80,6 +97,7 @@ class ShardedForward:
             sequences = run_sharded(
                 self.name,
                 given["position_ids"],
+                batch_size=inputs.size(0),
                 documents=documents,
                 padding=padding,
                 method=self.sharding.method,
@@ -147,8 +165,8 @@ class ShardedForward:
         for name in packed:
             del given[name]
 
-    def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Take the mask out of the arguments; number the documents, which do not see each other, and find the padding.
+    def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
+        """Take the mask out of the arguments; find the documents, which do not see each other, and the padding.
 
         As in one process, position ids that restart separate documents unless there is a mask. One synchronisation
         with the device for either, as transformers has it.
@@ -163,27 +181,29 @@ class ShardedForward:
             return self._number_padding(given, mask, batch, length, has_positions=positions is not None)
         if positions is None or self.sharding.assumes_unpacked:
             return None, None
+        if (known := _known_documents.get()) is not None:
+            return known, None
         if positions.ndim == 3:  # [4, batch, sequence]: those of the text, and three for images
             positions = positions[0] if positions.size(0) == 4 else None
-        if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0))).any():
+        if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():
             return None, None
         if given["position_ids"].ndim == 2 and self._has_image_positions:
             raise self._make_error(
                 "separates documents by position_ids of shape [4, batch, sequence] only: the text's, and three as they"
                 " are for images"
             )
-        return restarts.cumsum(-1).expand(batch, length), None
+        return find_documents(restarts.cumsum(-1).expand(batch, length), inputs.device), None
 
     def _number_padding(
         self, given: dict[str, Any], mask: Any, batch: int, length: int, *, has_positions: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Documents | None, Tensor | None]:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length):
             what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             raise self._make_error(
                 f"was given an attention_mask {what}; context parallel attention takes those of padding, of shape"
                 f" {(batch, length)}, and position_ids that restart for packed documents"
             )
-        is_token = mask.bool()
+        is_token = mask.bool().cpu()
         if is_token.all():
             return None, None
         if given.get("output_router_logits", getattr(self.model.config, "output_router_logits", False)):
@@ -197,8 +217,8 @@ class ShardedForward:
             raise self._make_error(
                 "counts positions by its attention_mask, which begins with padding; give position_ids"
             )
-        # each position of padding is a document by itself: a query that sees no key has no softmax
-        return torch.where(is_token, 0, torch.arange(1, length + 1, device=mask.device)), ~is_token
+        # padding sees padding, as a document of its own: a query that sees no key has no softmax
+        return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
         """Shift the labels and count them while they are whole."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2.parallel.block_attention import Chunk, get_head_tail_chunks
+from lightning_fsdp2.parallel.attention_blocks import Chunk, get_head_tail_chunks
 from lightning_fsdp2.parallel.cp_attention import Method, install_attention, uninstall_attention
 from lightning_fsdp2.parallel.tp_collectives import gather_for_ranks
 

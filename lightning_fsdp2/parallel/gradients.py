@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from lightning_fsdp2._torch_compat import drop_unreduced_gradients, ensure_gathered_once, separate_unreduced_gradients
+from lightning_fsdp2._torch_compat import (
+    drop_unreduced_gradients,
+    ensure_gathered_once,
+    scale_in_float32,
+    separate_unreduced_gradients,
+)
 from lightning_fsdp2.parallel.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver
 
@@ -106,9 +111,17 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor in place, without waiting for its value."""
+    """Multiply all gradients by a scalar tensor in place, without waiting for its value.
+
+    Each product is rounded once, to the dtype of its gradient; the factor keeps 32 bits.
+    """
     for group in _group_for_foreach(_local_gradients(parameters)):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+        device, dtype = group[0].device, group[0].dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            scale_in_float32(group, factor.to(device))
+        else:
+            # a factor of another dtype would take torch's slow path: a kernel for each gradient
+            torch._foreach_mul_(group, factor.to(device, dtype))
 
 
 @contextmanager

@@ -6,7 +6,9 @@ last micro-batch has been read. So the loss that enters backward is a *sum* over
 the gradients are divided by the count once, after they were reduced and before anybody looks at them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2._torch_compat import assert_async
 from lightning_fsdp2.parallel.gradients import scale_gradients
+from lightning_fsdp2.parallel.structure import is_hf_model
 from lightning_fsdp2.parallel.tp_collectives import get_shard_range
 
 IGNORE_INDEX = -100
@@ -25,6 +28,9 @@ LOSS_UNIT = 1024
 """Token losses are summed in this unit, a power of two so that rounding stays that of the sum itself."""
 
 _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
+
+_BACKEND_ATTRIBUTE = "_lightning_fsdp2_loss_backend"
+"""Of a module whose losses are compiled, the backend of ``torch.compile``."""
 
 
 @dataclass
@@ -80,7 +86,7 @@ def token_mean_loss(
     """
     if shift:
         labels = shift_left(labels, ignore_index)
-    losses = token_cross_entropy(logits, labels, ignore_index=ignore_index)
+    losses = token_cross_entropy(logits, labels, ignore_index=ignore_index, model=module)
     return reduce_token_losses(module, losses, labels != ignore_index)
 
 
@@ -109,7 +115,9 @@ def shift_left(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+def token_cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX, model: nn.Module | None = None
+) -> Tensor:
     """Return the loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Args:
@@ -117,13 +125,38 @@ def token_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = I
             (``FSDP2Config.loss_parallel``), they are not gathered.
         labels: [batch, sequence], int64; position t holds the label of its own logits.
         ignore_index: Label of positions that do not count.
+        model: Whose logits they are: the loss is compiled where its layers are (``FSDP2Config.enable_compile``), but
+            for that of a sharded vocabulary. None does not compile.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
+    backend = getattr(model, _BACKEND_ATTRIBUTE, None)
+    compute = _cross_entropy if backend is None else _compile_cross_entropy(backend)
+    return compute(logits, labels, ignore_index)
+
+
+def compile_losses(model: nn.Module, backend: str) -> None:
+    """Let :func:`token_cross_entropy` for ``model``, and for the Hugging Face models in it, run compiled.
+
+    Args:
+        model: Any module.
+        backend: Of ``torch.compile``.
+    """
+    for module in (model, *filter(is_hf_model, model.modules())):
+        module.__dict__[_BACKEND_ATTRIBUTE] = backend
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     losses = F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=ignore_index, reduction="none"
     )
     return losses.view_as(labels)
+
+
+@cache
+def _compile_cross_entropy(backend: str) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """Keep the logits' float32 copy and their log-softmax out of memory, by one kernel for each direction."""
+    return torch.compile(_cross_entropy, backend=backend)
 
 
 def causal_lm_loss(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import is_in_backward
+from lightning_fsdp2.parallel.pending_sum import PendingSum
 from lightning_fsdp2.parallel.tp_collectives import (
     Kind,
     copy_to_ranks,
@@ -66,6 +67,10 @@ class Scope:
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
+    def leave_whole(self, tensor: Tensor) -> Tensor:
+        """For the ranks' summands of a result that is whole in a sequence parallel layer, too."""
+        return reduce_from_ranks(tensor, self.group)
+
     def begin_shards(self) -> None:
         """From here on ranks hold different activations."""
         if self.random is not None:
@@ -75,6 +80,14 @@ class Scope:
         """From here on ranks hold the same activations."""
         if self.random is not None:
             self.random.end_shards()
+
+
+class EmbeddingScope(Scope):
+    """The input embedding of a model whose first layer takes a part of the sequence from it."""
+
+    def leave_whole(self, tensor: Tensor) -> Tensor:
+        # a user's torch.compile around the model would have to trace the subclass
+        return super().leave_whole(tensor) if torch.compiler.is_compiling() else PendingSum.make(tensor, self.group)
 
 
 class LayerScope(Scope):
@@ -142,6 +155,8 @@ class Stack:
         self.local = self.whole // ranks if self.whole % ranks == 0 else 0
         self.is_open = not _may_be_repeated()
         if self.is_active:
+            if isinstance(hidden, PendingSum):
+                return hidden.get_part(self.stream_dim)
             return split(hidden, self.stream_dim, self.group)
         if torch.is_grad_enabled():
             self.is_open = False
@@ -150,10 +165,18 @@ class Stack:
                 f" has {self.whole} positions; pad them to {(self.whole // ranks + 1) * ranks}"
                 " (labels with -100), or set sequence_parallel=False."
             )
-        return hidden
+        return hidden.get_whole() if isinstance(hidden, PendingSum) else hidden
+
+    def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the first layer with this rank's part of the sequence.
+
+        Around the layer's ``__call__``: checkpoints and compiled code inside of it see the part alone.
+        """
+        args, kwargs = replace_hidden_states(args, kwargs, self.open(get_hidden_states(args, kwargs)))
+        return call(*args, **kwargs)
 
     def enter_layer(self, hidden: Tensor, name: str) -> None:
-        """Check the hidden states of a later layer, or take their length where they are computed again.
+        """Check the hidden states of a layer, or take their length where they are computed again.
 
         Between forward and backward there may have been forwards of other lengths.
         """
@@ -343,7 +366,6 @@ class StackedLayer:
         random: None where the layer draws no random numbers.
         verification: Of this layer.
         name: For messages.
-        is_first: Whether it is given whole sequences.
         is_last: Whether it returns whole sequences.
         per_position: Positions and names of further arguments that are whole sequences, and that it uses itself.
     """
@@ -355,22 +377,17 @@ class StackedLayer:
         verification: LayerVerification,
         *,
         name: str,
-        is_first: bool,
         is_last: bool,
         per_position: tuple[int | str, ...] = (),
     ) -> None:
         self.stack, self.random, self.verification = stack, random, verification
-        self.name, self.is_first, self.is_last = name, is_first, is_last
+        self.name, self.is_last = name, is_last
         self.per_position = per_position
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward on this rank's part of the sequence."""
         hidden = get_hidden_states(args, kwargs)
-        if self.is_first:
-            hidden = self.stack.open(hidden)
-        else:
-            self.stack.enter_layer(hidden, self.name)
-        args, kwargs = replace_hidden_states(args, kwargs, hidden)
+        self.stack.enter_layer(hidden, self.name)
         if self.stack.is_active and self.per_position:
             args = tuple(self._take(value) if i in self.per_position else value for i, value in enumerate(args))
             kwargs = {name: self._take(value) if name in self.per_position else value for name, value in kwargs.items()}

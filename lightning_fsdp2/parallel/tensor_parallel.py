@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from lightning_fsdp2.parallel.loss import causal_lm_loss
 from lightning_fsdp2.parallel.random_state import share_random_state
 from lightning_fsdp2.parallel.sequence_parallel import (
+    EmbeddingScope,
     LayerScope,
     PointwiseScope,
     RegionScope,
@@ -175,9 +176,11 @@ def _install(
                 verification = LayerVerification(layer, names[layer], returns=returns, is_given=model.is_given)
                 _install_layer(layer, styles, verification, mesh)
     inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}
+    embedding, _ = get_embedding_and_head(model.module)
     for module, style in styles.items():
         if module not in inside:
-            style.install(module, Scope(mesh.get_group()))
+            scope_class = EmbeddingScope if with_sequences and module is embedding else Scope
+            style.install(module, scope_class(mesh.get_group()))
 
 
 def _install_layer(
@@ -217,11 +220,11 @@ def _install_stack(
             random,
             LayerVerification(layer, names[layer], returns=Kind.OWN, is_given=model.is_given),
             name=names[layer],
-            is_first=layer is layers[0],
             is_last=layer is layers[-1],
             per_position=_locate_arguments(layer, traits.per_position),
         )
         wrap_method(layer, stacked.run)
+    wrap_method(layers[0], stack.run_first, "__call__")
     around = [module for module in model.module.modules() if is_hf_model(module) and layers[0] in set(module.modules())]
     wrap_method(around[-1] if around else model.module, stack.run_model)
 

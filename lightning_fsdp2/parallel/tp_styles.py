@@ -24,7 +24,6 @@ from lightning_fsdp2.parallel.tp_collectives import (
     copy_to_ranks,
     gather,
     get_shard_range,
-    reduce_from_ranks,
     reduce_scatter,
     split,
     sum_over_ranks,
@@ -260,7 +259,7 @@ class VocabularyEmbedding(Style):
         start, length = get_shard_range(size, scope.group.rank(), scope.group.size())
         if length == 0:  # more ranks than tokens
             nothing = module.weight.sum() + module.weight.new_zeros((*ids.shape, module.embedding_dim))
-            return reduce_from_ranks(nothing, scope.group)
+            return scope.leave_whole(nothing)
         is_elsewhere = (ids < start) | (ids >= start + length)
         padding = module.padding_idx
         module.padding_idx = None
@@ -270,7 +269,7 @@ class VocabularyEmbedding(Style):
             output = forward((ids - start).masked_fill(is_elsewhere, 0), *args[1:], **kwargs)
         finally:
             module.padding_idx = padding
-        return reduce_from_ranks(output.masked_fill(is_elsewhere.unsqueeze(-1), 0), scope.group)
+        return scope.leave_whole(output.masked_fill(is_elsewhere.unsqueeze(-1), 0))
 
 
 @dataclass(unsafe_hash=True)

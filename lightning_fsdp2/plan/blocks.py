@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.plan.recorder import Operation, Recording
+from lightning_fsdp2.plan.reserved import Reserved, estimate_reserved
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Under which names blocks know their own number."""
@@ -38,6 +39,8 @@ class Summary:
     operations: list[Operation]
     peaks: dict[str, int]
     """The most bytes that are in use in each part of the step."""
+
+    reserved: Reserved
 
     @property
     def peak_bytes(self) -> int:
@@ -109,14 +112,15 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
     ends = [*(begin for begin, _ in recording.marks[1:]), len(recording.operations) + 1]
     for end, (_, part) in zip(ends, recording.marks, strict=True):
         highest = current
-        while change is not None and change[0] < end:
-            current += change[2]
+        while change is not None and change.moment < end:
+            current += change.bytes
             highest = max(highest, current)
             change = next(changes, None)
         what, _, block = part.rpartition(" ")
         for name in [f"{what} {place}" for place in places[block]] if block in places else [part]:
             peaks[name] = max(peaks[name], highest)
-    return Summary([replace(operation, times=count) for operation, count in counts.items()], dict(peaks))
+    operations = [replace(operation, times=count) for operation, count in counts.items()]
+    return Summary(operations, dict(peaks), estimate_reserved(recording))
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
@@ -143,7 +147,11 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
         for operation in summary.operations:
             counts[replace(operation, times=1)] += operation.times * factor
     peaks = {part: peak + (more.peaks[part] - peak) * steps for part, peak in few.peaks.items()}
-    return Summary([replace(operation, times=count) for operation, count in counts.items() if count], peaks)
+    first, second = few.reserved, more.reserved
+    reserved = Reserved(
+        first.least + (second.least - first.least) * steps, first.most + (second.most - first.most) * steps
+    )
+    return Summary([replace(operation, times=count) for operation, count in counts.items() if count], peaks, reserved)
 
 
 def _get_kind(block: nn.Module) -> Any:

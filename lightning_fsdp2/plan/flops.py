@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
+from lightning_fsdp2.parallel import segment_attention  # noqa: F401  makes its operations known
+
 
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """How many floating-point operations one of torch's operations takes; None for those without products.
@@ -18,6 +20,8 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
         torch.ops.aten._grouped_mm: _count_grouped_products,
+        torch.ops.lightning_fsdp2.segment_attention: _count_segments,
+        torch.ops.lightning_fsdp2.segment_attention_backward: _count_segments_backward,
     }
     packet = operation.overloadpacket
     return formulas.get(packet) or flop_counter.flop_registry.get(packet)
@@ -50,6 +54,18 @@ def _count_attention_backward(
 ) -> int:
     shapes = _get_shape(key, query), _get_shape(value, query)
     return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, *shapes) // (2 if is_causal else 1)
+
+
+def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
+    """Two products: of queries with keys, and of what that gives with values; ``segments`` end with their pairs."""
+    return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
+
+
+def _count_segments_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
+) -> int:
+    """The first one again, and two for the gradient of each."""
+    return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:

@@ -57,16 +57,16 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
         colors=[colors[name] for name in shown],
         step="post",
     )
-    peak, budget = rank.peak_bytes / _GIB, plan.budget / _GIB
+    peak, memory = rank.peak_bytes / _GIB, plan.device.memory / _GIB
     drawn = sum(name == "forward" for _, name in rank.phases)
     part = f"; {drawn} of {plan.batch.accumulation} micro-batches" if drawn < plan.batch.accumulation else ""
-    axes.axhline(budget, color="black", linestyle="--", linewidth=1)
+    axes.axhline(memory, color="black", linestyle="--", linewidth=1)
     axes.set(
         xlim=(0, seconds[-1]),
-        ylim=(0, 1.15 * peak),  # the budget may be far above, or below
+        ylim=(0, 1.15 * peak),  # the device's memory may be far above, or below
         xlabel=f"seconds since the begin of the step, if nothing overlaps{part}",
         ylabel="GiB",
-        title=f"Memory: at its peak {peak:.1f} of {budget:.1f} GiB, in the {rank.peak_at}",
+        title=f"Memory: at its peak {peak:.1f} of {memory:.1f} GiB, in the {rank.peak_at}",
     )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -4,12 +4,13 @@ Nothing is measured: the tensors may be fake ones, which have shapes and no valu
 need not exist.
 """
 
+import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,11 +77,33 @@ _KINDS = {
 }
 _NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
-_WITHOUT_TRAFFIC = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "set_"}
-"""Operations that are no views and yet read and write nothing."""
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operations that make a tensor and write nothing into it."""
+
+_OVERWRITES = {
+    "copy_",
+    "zero_",
+    "fill_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
+"""Operations that change their first argument without reading it."""
 
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 """Operations that read as much of their first tensor as they write."""
+
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+"""Operations that read and write as much of their first tensor as the last one has."""
+
+_COPIES_IN = "fsdp::all_gather_copy_in"
+"""FSDP2's operation that copies shards into a buffer, which its schema does not say."""
+
+_UNCHANGED = {"grads"}
+"""Arguments that the schemas of fused optimizers declare as changed, for what a ``GradScaler`` does with them."""
 
 
 _AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
@@ -121,6 +144,19 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """What the speed of a fused attention kernel depends on."""
+
+    head_size: int
+    length: int
+    """Number of keys."""
+
+    query_elements: int
+    is_causal: bool
+    is_backward: bool
+
+
+@dataclass(frozen=True)
 class Operation:
     """What one operation of torch does on this rank."""
 
@@ -132,6 +168,7 @@ class Operation:
     """Of what it reads first; None where it reads no tensor."""
 
     collective: Collective | None = None
+    attention: Attention | None = None
     times: int = 1
     """How often the step does it."""
 
@@ -153,13 +190,26 @@ class Allocation:
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
+class MemoryChange(NamedTuple):
+    """A storage that was made, freed or resized."""
+
+    moment: int
+    """Number of operations that came before."""
+
+    category: str
+    bytes: int
+    """By which the storage grew; negative where it shrank."""
+
+    storage: int
+    """A number that tells storages apart."""
+
+
 @dataclass(frozen=True)
 class Recording:
     """A step. Moments are numbers of operations that came before."""
 
     operations: list[Operation]
-    changes: list[tuple[int, str, int]]
-    """Moment, category, and by how many bytes it grew."""
+    changes: list[MemoryChange]
 
     marks: list[tuple[int, str]]
     """Moments at which a part of the step begins, and its name."""
@@ -221,7 +271,7 @@ class StepRecorder(TorchDispatchMode):
             return NotImplemented  # a DTensor: its local tensors come by next
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        results = _get_tensors(result)
         if results and results[0].device.type == "meta":
             return result  # DTensor asks what an operation would give
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
@@ -270,21 +320,26 @@ class StepRecorder(TorchDispatchMode):
 
     def get_recording(self) -> Recording:
         """What was written down so far."""
-        changes = [(moment, allocation.category, change) for moment, allocation, change in self._changes]
+        numbers: dict[Allocation, int] = {}
+        changes = [
+            MemoryChange(moment, allocation.category, size, numbers.setdefault(allocation, len(numbers)))
+            for moment, allocation, size in self._changes
+        ]
         return Recording(self._operations, changes, self._marks, self._phases)
 
     def _read(self, kind: "_OperationKind", args: Any, kwargs: Any, result: Any) -> Operation:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _get_tensors((args, kwargs))
         if kind.collective is None:
-            traffic = kind.count_bytes(tensors, result)
+            traffic = kind.count_bytes(args, kwargs, result)
             dtype = tensors[0].dtype if tensors else None
-            return Operation(kind.count_flops(args, kwargs, result), traffic, dtype, times=self.times)
+            flops, attention = kind.count_flops(args, kwargs, result), kind.get_attention(args, kwargs)
+            return Operation(flops, traffic, dtype, attention=attention, times=self.times)
         values = (*args, *kwargs.values())
         group = self._groups.get(get_process_group(values).group_name, _OTHER)
         allocations = [self._live.get(id(tensor.untyped_storage())) for tensor in tensors]
         is_of_unit = any(a is not None and a.category == COMMUNICATION_BUFFERS for a in allocations)
-        size = max(_count_bytes(tree_leaves(value)) for value in (*values, result))
-        return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), self.times)
+        size = max(_count_bytes(_get_tensors(value)) for value in (*values, result))
+        return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), times=self.times)
 
     def _observe(self, storage: torch.UntypedStorage) -> Allocation:
         # torch keeps one Python object per storage, alive as long as the storage is
@@ -308,31 +363,79 @@ class _OperationKind:
     """What all calls of one of torch's operations have in common."""
 
     def __init__(self, func: Any) -> None:
-        self.name: str = func._schema.name
-        namespace, name = self.name.split("::")
-        is_collective = namespace in ("c10d", "_c10d_functional") and name not in _NOT_COLLECTIVES
-        self.is_view: bool = func.is_view
-        self.collective = _KINDS.get(name, name) if is_collective else None
+        schema = func._schema
+        self.name: str = schema.name
+        namespace, self._short_name = self.name.split("::")
+        is_collective = namespace in ("c10d", "_c10d_functional") and self._short_name not in _NOT_COLLECTIVES
+        self.is_view: bool = func.is_view or torch.Tag.inplace_view in func.tags
+        self.collective = _KINDS.get(self._short_name, self._short_name) if is_collective else None
         self._flop_formula = get_optional_flop_formula(func)
-        self._has_traffic = name not in _WITHOUT_TRAFFIC
-        self._looks_up = name in _LOOKUPS
+        self._arguments = [argument.name for argument in schema.arguments]
+        self._changed = [a.name for a in schema.arguments if _is_changed(a) and a.name not in _UNCHANGED]
+        self._unread = {argument.name for argument in schema.arguments if argument.is_out}
+        # zeros_like, new_full: only the shape is read
+        is_by_shape = self._short_name.endswith("_like") or self._short_name.startswith("new_")
+        if is_by_shape or self._short_name in _OVERWRITES:
+            self._unread.add(self._arguments[0])
 
     def count_flops(self, args: Any, kwargs: Any, result: Any) -> int:
         return 0 if self._flop_formula is None else self._flop_formula(*args, **kwargs, out_val=result)
 
-    def count_bytes(self, tensors: list[Tensor], result: Any) -> int:
-        """What is read and written."""
-        if not self._has_traffic:
+    def get_attention(self, args: Any, kwargs: Any) -> Attention | None:
+        """Return what a call of fused attention computes; None for other operations."""
+        if self._flop_formula is None or "attention" not in self._short_name:
+            return None
+        given = self._name(args, kwargs)
+        is_backward = "backward" in self._short_name
+        query, has_segments = given["query"], "most_keys" in given
+        length = given["most_keys"] if has_segments else given["key"].size(-2)
+        is_causal = has_segments or bool(given.get("is_causal", False))
+        return Attention(query.size(-1), length, query.numel(), is_causal, is_backward)
+
+    def _name(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+
+    def count_bytes(self, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes that a call reads and writes.
+
+        It writes the arguments that its schema declares as changed, and results in storages that no argument has. What
+        does neither, such as a reshape or a question about a tensor, moves nothing, whatever it is given.
+        """
+        given = self._name(args, kwargs)
+        tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
+        if self.name == _COPIES_IN:
+            return 2 * _count_bytes(_get_tensors(args[0]))
+        if self._short_name in _SCATTERS:
+            return 2 * _count_bytes(tensors[-1:]) + _count_bytes(tensors[1:])
+        known = {id(tensor.untyped_storage()) for tensor in _get_tensors(given)}
+        made = [tensor for tensor in _get_tensors(result) if id(tensor.untyped_storage()) not in known]
+        written = _count_bytes(made) + sum(_count_bytes(_get_tensors(given.get(name))) for name in self._changed)
+        if not written or self._short_name in _ALLOCATIONS:
             return 0
-        written = _count_bytes(tree_leaves(result))
-        return 2 * written + _count_bytes(tensors[1:]) if self._looks_up else written + _count_bytes(tensors)
+        if self._short_name in _LOOKUPS:
+            return 2 * written + _count_bytes(tensors[1:])
+        return written + _count_bytes(tensors)
+
+
+def _is_changed(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _OTHER = Group((), ())
 
 
-def _count_bytes(values: Iterable[Any]) -> int:
-    return sum(value.numel() * value.itemsize for value in values if isinstance(value, Tensor))
+def _get_tensors(values: Any) -> list[Tensor]:
+    """The tensors in ``values``, each once."""
+    return list({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)}.values())
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the elements that ``tensors`` have in memory: those of an expanded dim are one."""
+    return sum(
+        math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+        * tensor.itemsize
+        for tensor in tensors
+    )
 
 
 def _set_category(allocation: Allocation, category: str) -> None:

@@ -26,7 +26,7 @@ def find_changes(
     """Plan what might help; return those that help most: what fits, the fastest first, and then what needs least."""
     shards = isinstance(run.trainer.strategy.config, FSDP2Config)
     remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
-    changes = []
+    changes, memory = [], run.device.memory
     tasks = [partial(get_result_or_refusal, partial(run.plan_rank, remedy, 0)) for remedy in remedies]
     for done, (number, planned) in enumerate(run_in_processes(tasks, processes=processes), start=1):
         if on_progress is not None:
@@ -39,12 +39,13 @@ def find_changes(
                 name=describe_differences(knobs, remedy),
                 config=describe_config(remedy),
                 peak_bytes=planned.plan.peak_bytes,
-                shortest=planned.plan.time.shortest,
-                longest=planned.plan.time.longest,
+                reserved=planned.plan.reserved,
+                at_least=planned.plan.time.shortest,
+                estimate=planned.plan.reached.longest,
             )
         )
-    fitting = sorted((c for c in changes if c.peak_bytes <= plan.budget), key=lambda change: change.longest)
-    others = sorted((c for c in changes if c.peak_bytes > plan.budget), key=lambda change: change.peak_bytes)
+    fitting = sorted((c for c in changes if c.reserved.most <= memory), key=lambda change: change.estimate)
+    others = sorted((c for c in changes if c.reserved.most > memory), key=lambda change: change.reserved.most)
     return [*fitting, *others][:_SUGGESTIONS]
 
 

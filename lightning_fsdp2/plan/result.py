@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.recorder import (
@@ -17,7 +17,10 @@ from lightning_fsdp2.plan.recorder import (
     Operation,
     Recording,
 )
+from lightning_fsdp2.plan.reserved import Reserved, estimate_reserved
 from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
+
+Verdict = Literal["fits", "tight", "does not fit"]
 
 _OFFLOADED = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES)
 
@@ -37,7 +40,7 @@ class Traffic:
     """Of the whole tensors: behind an all-gather, before a reduce-scatter."""
 
     seconds: float
-    """At the bandwidth of the slowest link, one after the other."""
+    """By what NCCL reaches of the slowest link, one after the other."""
 
     overlaps: bool
     """Whether it can run beside operations."""
@@ -65,10 +68,18 @@ class RankPlan:
     peak_at: str
     """The part of the step in which that is."""
 
+    reserved: Reserved
+    """What the process holds of its device, with the rest of segments and what libraries take."""
+
     flops: int
     """Of products and attention, with what is computed again."""
 
     time: StepTime
+    """By the data sheet: a bound."""
+
+    reached: StepTime
+    """By what kernels reach of it: an estimate."""
+
     traffic: list[Traffic]
     phases: list[tuple[float, str]]
     """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, as in the timeline."""
@@ -112,10 +123,12 @@ class Change:
     peak_bytes: int
     """Of the run so planned."""
 
-    shortest: float
-    """Seconds of its step, which has as many samples as before."""
+    reserved: Reserved
+    at_least: float
+    """Seconds of its step, which has as many samples as before: a bound."""
 
-    longest: float
+    estimate: float
+    """The same by what kernels reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +151,11 @@ class Plan:
     nodes: int
     batch: Batch
     ranks: list[RankPlan]
-    budget: int
-    """Bytes that the peak may take of the device's memory; the rest is for what is not modelled."""
-
     model_flops: float | None
     """Of a step of all ranks, by the formula of :class:`~lightning_fsdp2.callbacks.Throughput`; None if not known."""
 
     changes: list[Change]
-    """What would help, if the peak is above the budget."""
+    """What would help, unless it fits."""
 
     notes: list[str]
 
@@ -160,30 +170,37 @@ class Plan:
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak is within the budget on all ranks that were planned."""
-        return self.peak_bytes <= self.budget
+    def reserved(self) -> Reserved:
+        """What a process holds, on the rank that needs most."""
+        return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
-    def shortest(self) -> float:
-        """Seconds of a step of the slowest rank, if all overlaps that can."""
+    def verdict(self) -> Verdict:
+        """Whether the run fits on all ranks that were planned."""
+        return get_verdict(self.peak_bytes, self.reserved, self.device)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds of a step of the slowest rank, by the data sheet and if all overlaps that can: a bound."""
         return max(rank.time.shortest for rank in self.ranks)
 
     @property
-    def longest(self) -> float:
-        """The same if nothing does."""
-        return max(rank.time.longest for rank in self.ranks)
+    def estimate(self) -> float:
+        """Seconds of a step of the slowest rank, by what kernels reach and if nothing overlaps.
 
-    @property
-    def utilisation(self) -> float | None:
-        """The ceiling of model FLOPs utilisation: that of the shortest step.
+        A collective beside operations takes multiprocessors and bandwidth from them.
+        """
+        return max(rank.reached.longest for rank in self.ranks)
+
+    def get_utilisation(self, seconds: float) -> float | None:
+        """Return the model FLOPs utilisation of a step that takes ``seconds``; None if the model's FLOPs are not known.
 
         As :class:`~lightning_fsdp2.callbacks.Throughput` counts, which takes all products of attention. Those that a
         causal mask leaves out are not computed, so that with long sequences it may be above 1.
         """
         if self.model_flops is None:
             return None
-        return self.model_flops / self.shortest / self.world_size / self.peak_flops
+        return self.model_flops / seconds / self.world_size / self.peak_flops
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; sizes in bytes, times in seconds."""
@@ -194,10 +211,21 @@ class Plan:
             **values,
             "world_size": self.world_size,
             "peak_bytes": self.peak_bytes,
-            "fits": self.fits,
-            "step_seconds": [self.shortest, self.longest],
-            "model_flops_utilisation_at_most": self.utilisation,
+            "reserved_bytes": [self.reserved.least, self.reserved.most],
+            "verdict": self.verdict,
+            "step_seconds": {"at_least": self.at_least, "estimate": self.estimate},
+            "model_flops_utilisation": {
+                "at_most": self.get_utilisation(self.at_least),
+                "estimate": self.get_utilisation(self.estimate),
+            },
         }
+
+
+def get_verdict(allocated: int, reserved: Reserved, device: Device) -> Verdict:
+    """Say whether a run fits: ``"tight"`` if what it allocates does, and all that its process may hold does not."""
+    if reserved.most <= device.memory:
+        return "fits"
+    return "tight" if allocated <= device.memory else "does not fit"
 
 
 def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapped_axes: Collection[str]) -> RankPlan:
@@ -210,13 +238,16 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         overlapped_axes: As for :func:`~lightning_fsdp2.plan.roofline.get_step_time`.
     """
     peak, moment = _find_peak(recording)
-    starts = [0.0, *itertools.accumulate(get_seconds(operation, device) for operation in recording.operations)]
+    seconds = (get_seconds(operation, device, as_reached=True) for operation in recording.operations)
+    starts = [0.0, *itertools.accumulate(seconds)]
     return RankPlan(
         rank=rank,
         peak=peak,
+        reserved=estimate_reserved(recording),
         peak_at=[name for begin, name in recording.marks if begin <= moment][-1],
         flops=recording.flops,
         time=get_step_time(recording.operations, device, overlapped_axes=overlapped_axes),
+        reached=get_step_time(recording.operations, device, overlapped_axes=overlapped_axes, as_reached=True),
         traffic=_add_up_traffic(recording, device, overlapped_axes),
         phases=[(starts[begin], name) for begin, name in recording.phases],
         timeline=_build_timeline(recording, starts),
@@ -230,7 +261,7 @@ def without_offloaded(recording: Recording) -> Recording:
     out: the shards are in host memory anyway.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
-    kept = [change for change in recording.changes if change[1] not in _OFFLOADED and change[0] < end]
+    kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]
     marks, phases = ([part for part in parts if part[0] < end] for parts in (recording.marks, recording.phases))
     return Recording(recording.operations[:end], kept, marks, phases)
 
@@ -239,9 +270,9 @@ def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
     """The bytes by category when the most are in use, and the moment."""
     current: Counter[str] = Counter()
     total, highest, peak, at = 0, 0, current.copy(), 0
-    for moment, category, change in recording.changes:
-        current[category] += change
-        total += change
+    for moment, category, size, _ in recording.changes:
+        current[category] += size
+        total += size
         if total > highest:
             highest, peak, at = total, current.copy(), moment
     return {category: peak[category] for category in CATEGORIES}, at
@@ -262,7 +293,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
             nodes=len({rank // device.per_node for rank in ranks}),
             calls=sum(operation.times for operation in operations),
             bytes=sum(cast(Collective, operation.collective).bytes * operation.times for operation in operations),
-            seconds=sum(get_seconds(operation, device) * operation.times for operation in operations),
+            seconds=sum(get_seconds(operation, device, as_reached=True) * operation.times for operation in operations),
             overlaps=overlaps,
         )
         for (kind, axis, ranks, overlaps), operations in calls.items()
@@ -274,8 +305,8 @@ def _build_timeline(recording: Recording, starts: list[float], samples: int = 50
     """The highest of each of ``samples`` stretches of the step; of micro-batches that are alike, one."""
     current: Counter[str] = Counter()
     highest: dict[int, tuple[int, Moment]] = {}
-    for moment, category, change in recording.changes:
-        current[category] += change
+    for moment, category, size, _ in recording.changes:
+        current[category] += size
         stretch, total = int(samples * starts[moment] / (starts[-1] or 1)), current.total()
         if stretch not in highest or total > highest[stretch][0]:
             bytes_now = {name: current[name] for name in CATEGORIES}

@@ -1,8 +1,9 @@
-"""How long a step takes at the least: as long as its slowest resource, at the rates of the data sheet.
+"""How long a step takes at the least, at the rates of the data sheet, and how long by what kernels reach of them.
 
 The roofline model (https://doi.org/10.1145/1498765.1498785): an operation takes as long as its products at the peak
 rate, or as its reads and writes at the memory's, whichever is longer. A collective takes as long as a ring needs for
-its bytes over the slowest link of its group, latency left out.
+its bytes over the slowest link of its group, latency left out. At the rates of the data sheet that is a bound, at those
+of :mod:`~lightning_fsdp2.plan.rates` an estimate.
 """
 
 from collections.abc import Collection, Iterable
@@ -44,7 +45,11 @@ class StepTime:
 
 
 def get_step_time(
-    operations: Iterable[Operation], device: Device, *, overlapped_axes: Collection[str] = (DP_REPLICATE,)
+    operations: Iterable[Operation],
+    device: Device,
+    *,
+    overlapped_axes: Collection[str] = (DP_REPLICATE,),
+    as_reached: bool = False,
 ) -> StepTime:
     """Add up the operations of a step.
 
@@ -52,10 +57,11 @@ def get_step_time(
         operations: Of one rank.
         device: Of every rank.
         overlapped_axes: Those of the mesh whose collectives run beside operations, as those of FSDP2's units do.
+        as_reached: Whether to take what kernels reach, not the data sheet.
     """
     compute, exposed, overlappable = 0.0, 0.0, 0.0
     for operation in operations:
-        seconds = get_seconds(operation, device) * operation.times
+        seconds = get_seconds(operation, device, as_reached=as_reached) * operation.times
         if operation.collective is None:
             compute += seconds
         elif operation.collective.is_of_unit or operation.collective.axis in overlapped_axes:
@@ -65,12 +71,28 @@ def get_step_time(
     return StepTime(compute=compute, exposed=exposed, overlappable=overlappable)
 
 
-def get_seconds(operation: Operation, device: Device) -> float:
-    """Of one call."""
+def get_seconds(operation: Operation, device: Device, *, as_reached: bool = False) -> float:
+    """Return the seconds of one call, by the data sheet or by what kernels reach of it."""
     if operation.collective is not None:
-        return _get_collective_seconds(operation.collective, device)
-    products = operation.flops / _get_peak(device, operation.dtype) if operation.flops else 0.0
-    return max(products, operation.bytes / device.memory_bandwidth)
+        seconds = _get_collective_seconds(operation.collective, device)
+        return seconds / device.rates.links if as_reached else seconds
+    rate, bandwidth = _get_peak(device, operation.dtype), device.memory_bandwidth
+    if as_reached:
+        rate, bandwidth = rate * _get_share(operation, device), bandwidth * device.rates.memory
+    return max(operation.flops / rate, operation.bytes / bandwidth)
+
+
+def _get_share(operation: Operation, device: Device) -> float:
+    """Return the share of the peak that the products of an operation reach."""
+    if (attention := operation.attention) is None:
+        return device.rates.products
+    reached = device.rates.get_attention(
+        head_size=attention.head_size,
+        length=attention.length,
+        is_causal=attention.is_causal,
+        is_backward=attention.is_backward,
+    )
+    return reached / _get_peak(device, torch.bfloat16)  # what is published is for 16 bits
 
 
 @cache

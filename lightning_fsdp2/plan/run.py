@@ -26,16 +26,14 @@ from lightning_fsdp2.strategies import FSDP2Strategy
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-SHARE_OF_MEMORY = 0.9
-"""What a peak may take of a device's memory, since some of what needs memory is not modelled."""
-
-_NOT_MODELLED = (
-    "Not modelled, and what the memory beyond the budget is for: fragmentation, the buffers of NCCL, workspaces of"
-    " kernels, what CUDA needs for itself."
+_MEMORY = (
+    "Allocated is exact; what the process holds is a range. Its lower end has no unused parts of segments; its upper"
+    " end has those of torch's allocator, and the most that CUDA, cuBLAS, NCCL and attention were seen to take."
 )
 _TIMES = (
-    "Times are bounds, not forecasts: operations at the peak rates of the data sheet, one kernel each; collectives as"
-    " rings over the slowest link, without latency."
+    "The bound takes the data sheet, one kernel for each operation, rings over the slowest link without latency, and"
+    " all overlapping that can. The estimate takes what kernels and NCCL were published to reach, and nothing"
+    " overlapping."
 )
 _COMPILED = (
     "Planned without torch.compile, which fuses operations and reuses memory: compiled, a step needs less of both."
@@ -84,7 +82,7 @@ def plan_run(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Compute memory, traffic and the bounds of a step's time of a run that does not take place.
+    """Compute memory, traffic and the time of a step of a run that does not take place.
 
     The module is sharded by the recipe and trained for two steps by the Trainer's loop, as a rank of ``world_size``: in
     a process of its own, with fake tensors and a fake process group. ``trainer`` and ``module`` stay as they are.
@@ -116,7 +114,7 @@ def plan_run(
     """
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
     plan = _plan(run, knobs, _check_ranks(ranks, world_size), adds_last=ranks is None, processes=processes)
-    if plan.fits or not suggest:
+    if plan.verdict == "fits" or not suggest:
         return plan
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
     changes = find_changes(run, knobs, plan, describe_config, processes=processes, on_progress=on_progress)
@@ -178,7 +176,6 @@ def search_run(
     found = search(
         run,
         knobs,
-        budget=_get_budget(run.device),
         sequence_length=get_sequence_length(run.batch),
         seconds=seconds,
         cache=cache,
@@ -188,7 +185,7 @@ def search_run(
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
-        if plan.fits:
+        if plan.verdict == "fits":
             best = found.best[number:]
             return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
     return SearchResult(found, None, [])
@@ -225,7 +222,6 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
         nodes=run.nodes,
         batch=_describe_batch(run.batch, knobs),
         ranks=[rank.plan for rank in planned],
-        budget=_get_budget(run.device),
         changes=[],
         notes=[
             *_get_notes(run, is_even=adds_last and is_even),
@@ -243,10 +239,6 @@ def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
 
 def _get_path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _get_budget(device: Device) -> int:
-    return int(SHARE_OF_MEMORY * device.memory)
 
 
 def get_batch(source: "LightningDataModule | LightningModule") -> Any:
@@ -341,4 +333,4 @@ def _get_notes(run: Run, *, is_even: bool) -> list[str]:
         notes.append(_OFFLOADED)
     if getattr(config, "enable_compile", False):
         notes.append(_COMPILED)
-    return [*notes, _NOT_MODELLED, _TIMES]
+    return [*notes, _MEMORY, _TIMES]

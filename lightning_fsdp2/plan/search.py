@@ -17,7 +17,9 @@ from lightning_fsdp2.plan.cache import Cache
 from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
-from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
+from lightning_fsdp2.plan.reserved import Reserved
+from lightning_fsdp2.plan.result import Verdict, get_verdict
+from lightning_fsdp2.plan.roofline import get_seconds, get_step_time
 from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16
@@ -32,14 +34,16 @@ class Candidate:
 
     knobs: Knobs
     peak_bytes: int
-    time: StepTime
+    reserved: Reserved
+    verdict: Verdict
+    at_least: float
+    """Seconds of a step: a bound."""
+
+    estimate: float
+    """The same by what kernels reach."""
+
     reason: str
     """What the time goes into."""
-
-    @property
-    def middle(self) -> float:
-        """Seconds half-way between all overlapping and nothing."""
-        return (self.time.shortest + self.time.longest) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,6 @@ def search(
     run: Run,
     knobs: Knobs,
     *,
-    budget: int,
     sequence_length: int | None,
     seconds: float,
     cache: Cache | None,
@@ -82,7 +85,6 @@ def search(
     Args:
         run: What is planned.
         knobs: As it is.
-        budget: Bytes that a peak may take.
         sequence_length: Of its samples; None keeps context parallelism out.
         seconds: After which no other layout is begun.
         cache: Of what was simulated before; None keeps nothing.
@@ -97,7 +99,7 @@ def search(
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
     # those that send most come last, so that the time is not enough for them rather than for others
-    outcomes = itertools.chain.from_iterable(_climb(run, [*group], budget, simulate) for _, group in groups)
+    outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
     is_interrupted = False
     try:
         for outcome in outcomes:
@@ -109,9 +111,9 @@ def search(
                 refused[outcome] += 1
     except KeyboardInterrupt:  # what was found is worth having
         is_interrupted = True
-    fitting = [candidate for candidate in tried if candidate.peak_bytes <= budget]
+    fitting = [candidate for candidate in tried if candidate.verdict == "fits"]
     return Search(
-        best=sorted(fitting, key=lambda candidate: candidate.middle),
+        best=sorted(fitting, key=lambda candidate: candidate.estimate),
         closest=min(tried, key=lambda candidate: candidate.peak_bytes, default=None),
         tried=len(tried),
         too_large=len(tried) - len(fitting),
@@ -121,7 +123,7 @@ def search(
     )
 
 
-def _climb(run: Run, layouts: list[Knobs], budget: int, simulate: Any) -> Iterator[Candidate | str | None]:
+def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate | str | None]:
     """Try layouts, and then what follows from what they need; yield also why one is refused, and None for no time."""
     while layouts:
         following = []
@@ -131,7 +133,7 @@ def _climb(run: Run, layouts: list[Knobs], budget: int, simulate: Any) -> Iterat
                 continue
             candidate = _weigh(run, layout, result)
             yield candidate
-            following.append(_get_next(layout, fits=candidate.peak_bytes <= budget))
+            following.append(_get_next(layout, fits=candidate.verdict == "fits"))
         layouts = [layout for layout in following if layout is not None]
 
 
@@ -227,15 +229,26 @@ def _combine(few: Any, more: Any) -> Summary | str | None:
 
 def _weigh(run: Run, knobs: Knobs, summary: Summary) -> Candidate:
     overlapped = get_overlapped_axes(run.trainer.strategy.config)
-    taken = get_step_time(summary.operations, run.device, overlapped_axes=overlapped)
-    return Candidate(knobs=knobs, peak_bytes=summary.peak_bytes, time=taken, reason=_explain(summary, run.device))
+    bound, reached = (
+        get_step_time(summary.operations, run.device, overlapped_axes=overlapped, as_reached=as_reached)
+        for as_reached in (False, True)
+    )
+    return Candidate(
+        knobs=knobs,
+        peak_bytes=summary.peak_bytes,
+        reserved=summary.reserved,
+        verdict=get_verdict(summary.peak_bytes, summary.reserved, run.device),
+        at_least=bound.shortest,
+        estimate=reached.longest,
+        reason=_explain(summary, run.device),
+    )
 
 
 def _explain(summary: Summary, device: Device) -> str:
     seconds: dict[str, float] = defaultdict(float)
     for operation in summary.operations:
-        call = operation.collective
-        seconds["operations" if call is None else call.axis] += get_seconds(operation, device) * operation.times
+        name = "operations" if operation.collective is None else operation.collective.axis
+        seconds[name] += get_seconds(operation, device, as_reached=True) * operation.times
     total = sum(seconds.values()) or 1.0
     largest = sorted(seconds.items(), key=itemgetter(1), reverse=True)
     parts = [f"{name} {share / total:.0%}" for name, share in largest[:3] if share > 0.01 * total]

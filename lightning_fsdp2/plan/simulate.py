@@ -8,7 +8,7 @@ shapes and dtypes and take no memory.
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from lightning_fsdp2._torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorM
 from lightning_fsdp2.describe import Description, describe_sharded, simulate_mesh
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
+from lightning_fsdp2.parallel.cp_forward import assume_documents
 from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.parallel.structure import get_class_name, get_hf_models, get_layer_lists
 from lightning_fsdp2.plan.fake_managers import get_buckets, replace_manager
@@ -96,7 +97,7 @@ def simulate(
     """
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    packed = nullcontext() if is_packed(batch) else assume_unpacked_sequences()
+    packed = assume_documents(batch["position_ids"]) if is_packed(batch) else assume_unpacked_sequences()
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
         _build_model(trainer, module, mesh, mode)
         change(module)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lightning_fsdp2.describe_table import TIMES, build_table, format_bytes, format_count, make_console
 from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.reserved import Reserved
 from lightning_fsdp2.plan.result import Plan, RankPlan
 from lightning_fsdp2.plan.run import SearchResult
 
@@ -44,15 +45,16 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
     """Write the best layouts of a search, and what became of the others."""
     console, found = make_console(file), result.search
     if found.best:
-        table = build_table("Layout", "Micro-batches", "Peak", "Step")
+        table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
         table.add_column("What takes the time")
         for candidate in found.best[:limit]:
-            knobs, taken = candidate.knobs, candidate.time
+            knobs = candidate.knobs
             table.add_row(
                 _describe_layout(knobs),
                 f"{knobs.accumulation}{TIMES}{knobs.batch_size}",
                 format_bytes(candidate.peak_bytes),
-                f"{_format_seconds(taken.shortest)} to {_format_seconds(taken.longest)}",
+                _format_seconds(candidate.estimate),
+                _format_seconds(candidate.at_least),
                 candidate.reason,
             )
         console.print(table, "")
@@ -124,7 +126,8 @@ def _build_memory_table(plan: Plan) -> Table:
         if any(rank.peak[category] for rank in plan.ranks):
             table.add_row(category, *(format_bytes(rank.peak[category]) for rank in plan.ranks))
     table.add_section()
-    table.add_row("all", *(format_bytes(rank.peak_bytes) for rank in plan.ranks), style="bold")
+    table.add_row("allocated", *(format_bytes(rank.peak_bytes) for rank in plan.ranks), style="bold")
+    table.add_row("held", *(_format_range(rank.reserved) for rank in plan.ranks))
     table.add_row("in the", *(rank.peak_at for rank in plan.ranks))
     return table
 
@@ -146,43 +149,55 @@ def _build_traffic_table(rank: RankPlan) -> Table:
 
 
 def _build_time_summary(plan: Plan) -> Table:
-    slowest = max(plan.ranks, key=lambda rank: rank.time.longest)
-    time, flops = slowest.time, slowest.flops
+    slowest = max(plan.ranks, key=lambda rank: rank.reached.longest)
+    time, flops = slowest.reached, slowest.flops
     rows = {
-        "step": f"{_format_seconds(plan.shortest)} if all overlaps that can,"
-        f" {_format_seconds(plan.longest)} if nothing does",
+        "step": f"about {_format_seconds(plan.estimate)}, at least {_format_seconds(plan.at_least)}",
         "": f"operations {_format_seconds(time.compute)} ({flops / 1e12:,.1f} TFLOP), collectives"
         f" {_format_seconds(time.exposed)} waited for and {_format_seconds(time.overlappable)} beside operations",
     }
-    if plan.batch.tokens is not None:
-        slow, fast = (plan.batch.tokens / seconds for seconds in (plan.longest, plan.shortest))
-        rows["tokens"] = f"{slow:,.0f} to {fast:,.0f} per second on all ranks, {slow / plan.world_size:,.0f} to"
-        rows["tokens"] += f" {fast / plan.world_size:,.0f} per rank"
-    if plan.utilisation is not None:
-        rows["MFU"] = f"at most {plan.utilisation:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s, as Throughput counts:"
-        rows["MFU"] += " all of attention, causal or not"
+    if (tokens := plan.batch.tokens) is not None:
+        about, most = tokens / plan.estimate, tokens / plan.at_least
+        rows["tokens"] = f"about {about:,.0f} per second on all ranks, at most {most:,.0f};"
+        rows["tokens"] += f" {about / plan.world_size:,.0f} per rank, at most {most / plan.world_size:,.0f}"
+    about_used, most_used = plan.get_utilisation(plan.estimate), plan.get_utilisation(plan.at_least)
+    if about_used is not None and most_used is not None:
+        rows["MFU"] = f"about {about_used:.0%}, at most {most_used:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s, as"
+        rows["MFU"] += " Throughput counts: all of attention, causal or not"
     return _build_grid(rows)
 
 
 def _build_verdict(plan: Plan) -> RenderableType:
-    device, budget = plan.device, plan.budget
-    of = f"{format_bytes(plan.peak_bytes)} of {format_bytes(budget)} ({budget / device.memory:.0%} of the"
-    of += f" {format_bytes(device.memory)} of {device.name.upper()})"
-    if plan.fits:
-        return Text.assemble(("fits", "bold green"), f": {of}")
-    missing = format_bytes(plan.peak_bytes - budget)
-    lines: list[RenderableType] = [Text.assemble((f"does not fit by {missing}", "bold red"), f": {of}")]
+    memory = plan.device.memory
+    of = f"{format_bytes(memory)} of {plan.device.name.upper()}"
+    held = f"{_format_range(plan.reserved)} of the {of}"
+    if plan.verdict == "fits":
+        return Text.assemble(("fits", "bold green"), f": the process holds {held}")
+    if plan.verdict == "tight":
+        allocated = format_bytes(plan.peak_bytes)
+        first = Text.assemble(("tight", "bold yellow"), f": {allocated} allocated, but the process may hold {held}")
+    else:
+        missing = format_bytes(plan.peak_bytes - memory)
+        allocated = f": {format_bytes(plan.peak_bytes)} allocated of the {of}"
+        first = Text.assemble((f"does not fit by {missing}", "bold red"), allocated)
+    lines: list[RenderableType] = [first]
     if plan.changes:
-        table = build_table("What would help most", "Peak", "Less by", "Step")
+        table = build_table("What would help most", "Allocated", "Less by", "Held", "Step", "At least")
         for change in plan.changes:
             table.add_row(
                 change.name,
                 format_bytes(change.peak_bytes),
                 format_bytes(plan.peak_bytes - change.peak_bytes),
-                f"{_format_seconds(change.shortest)} to {_format_seconds(change.longest)}",
+                _format_range(change.reserved),
+                _format_seconds(change.estimate),
+                _format_seconds(change.at_least),
             )
         lines += ["", table]
     return Group(*lines)
+
+
+def _format_range(reserved: Reserved) -> str:
+    return f"{format_bytes(reserved.least)} to {format_bytes(reserved.most)}"
 
 
 def _build_grid(rows: dict[str, str]) -> Table:

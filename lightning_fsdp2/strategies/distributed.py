@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2._torch_compat import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.loggers.run_identity import get_versions
-from lightning_fsdp2.mesh import MeshSizes, create_device_mesh, destroy_process_group, get_views
+from lightning_fsdp2.mesh import (
+    MeshSizes,
+    check_bound_device,
+    create_device_mesh,
+    destroy_process_group,
+    get_default_backend,
+    get_views,
+)
 from lightning_fsdp2.parallel.uneven_shards import gather
 from lightning_fsdp2.strategies.peers import meet
 
@@ -25,6 +32,7 @@ def init_process_group(
     backend: str | None,
     device: torch.device,
     *,
+    bind_device_id: bool = False,
     timeout: timedelta,
     rendezvous_timeout: timedelta,
 ) -> None:
@@ -36,13 +44,17 @@ def init_process_group(
         environment: Says who this rank is.
         backend: None chooses by ``device``, or takes what the group has.
         device: This rank's.
+        bind_device_id: Whether the group is bound to ``device``.
         timeout: Of its collectives.
         rendezvous_timeout: How long to wait for the other ranks.
 
     Raises:
         TimeoutError: When some rank does not come.
-        ValueError: When there is a group of another size or backend, or the ranks have other versions or backends.
+        ValueError: When there is a group of another size, backend or device, the ranks have other versions or backends,
+            or there is no device to bind the group to.
     """
+    if bind_device_id:
+        check_bound_device(backend or get_default_backend(device), device)
     rank, world_size = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
         if dist.get_world_size() != world_size:
@@ -57,9 +69,8 @@ def init_process_group(
             )
         return
     backend = backend or get_default_backend(device)
-    if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-    else:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    if world_size > 1:
         os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
@@ -71,15 +82,15 @@ def init_process_group(
             run={"the backend": backend, **_get_versions()},
         )
         store.set_timeout(timeout)  # of what groups exchange through it later
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if bind_device_id else None,
+    )
     atexit.register(destroy_process_group)
-
-
-def get_default_backend(device: torch.device) -> str:
-    """The accelerator's own backend beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:

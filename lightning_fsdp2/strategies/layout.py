@@ -12,6 +12,7 @@ _ATTRIBUTE = "_lightning_fsdp2_layout"
 
 _FLAGS_OF_A_RUN = (
     "backend",
+    "bind_device_id",
     "defer_fsdp_grad_sync",
     "find_unused_parameters",
     "static_graph",

@@ -44,7 +44,7 @@ class WorldStrategy(ParallelStrategy):
 
     Args:
         get_sizes: Called with ``world_size`` and ``num_nodes``, before any process group exists.
-        config: Its ``backend`` is read here.
+        config: Its ``backend`` and ``bind_device_id`` are read here.
         timeout: Of collectives.
         rendezvous_timeout: How long to wait for the other ranks at the start.
 
@@ -216,6 +216,7 @@ class WorldStrategy(ParallelStrategy):
             self.cluster_environment,
             self.config.backend,
             self.root_device,
+            bind_device_id=self.config.bind_device_id,
             timeout=self._timeout,
             rendezvous_timeout=self._rendezvous_timeout,
         )

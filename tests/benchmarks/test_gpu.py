@@ -1,43 +1,248 @@
-"""The benchmark for GPUs runs at toy size without one."""
+"""The benchmarks for one GPU run whole at toy size without one; their parts keep to a budget and lose nothing."""
 
+import argparse
 import io
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
 
-from benchmarks import gpu
+from benchmarks.gpu import attention_part, check, many, parity_part, speed
+from benchmarks.gpu.arms import LIGHTNING_FSDP, Workload
+from benchmarks.gpu.page import write_files
+from benchmarks.gpu.parts import DONE, FAILED, LEFT_OUT, TOY, WAITING, Part, Table, part, run_parts
 from lightning_fsdp2 import DDPStrategy
 
-TOY = "--rounds 1 --warmup-steps 1 --steps 2 --hidden-size 32 --head-size 8 --layers 2 --vocab-size 101 --batch-size 1"
+README = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
+
+
+def read_parts(folder: Path, name: str) -> dict[str, Any]:
+    return {part["name"]: part for part in json.loads((folder / f"{name}.json").read_text())["parts"]}
+
+
+# ---------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["attention", "waits", "plan-8b", "plan-8b-tp", "parity"],
+        pytest.param(["tests", "plan-70b"], marks=pytest.mark.slow),
+    ],
+    ids=["usual", "rest"],
+)
+def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
+    check.main(["--scale", "toy", "--output", str(tmp_path), "--parts", *parts])
+    found = read_parts(tmp_path, "gpu-check")
+    assert {name: one["reason"] for name, one in found.items() if one["status"] != DONE} == {}
+    assert sorted(found) == sorted(parts)
+    page = (tmp_path / "gpu-check.md").read_text()
+    assert f"torch {torch.__version__}" in page
+    assert all(f"| {name} | done |" in page for name in parts)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["baselines", "attention-kernels", "save", "trace"],
+        pytest.param(["baselines-8b", "options", "offload"], marks=pytest.mark.slow),
+    ],
+    ids=["usual", "rest"],
+)
+def test_speed_is_measured(parts: list[str], tmp_path: Path, compile_without_code: None) -> None:
+    speed.main(["--scale", "toy", "--rounds", "2", "--output", str(tmp_path), "--parts", *parts])
+    found = read_parts(tmp_path, "gpu-speed")
+    assert {name: one["reason"] for name, one in found.items() if one["status"] != DONE} == {}
+    assert all(one["tables"][0]["rows"] for one in found.values())
+    if "trace" in parts:
+        assert list(tmp_path.glob("step*.json.gz"))
+
+
+def test_every_part_is_documented_and_says_what_it_decides() -> None:
+    text = README.read_text()
+    for one in (*check.PARTS, *speed.PARTS):
+        assert f"`{one.name}`" in text
+        assert one.purpose
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--parts", "fast"], "invalid choice: 'fast'"), (["--budget", "0"], "give a number of seconds > 0")],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check.main([*arguments, "--output", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def run_toys(parts: Sequence[Part], folder: Path, budget: float = 60) -> tuple[bool, dict[str, Any]]:
+    args = argparse.Namespace(scale=TOY, output=folder, budget=budget)
+    succeeded = run_parts(parts, args, partial(write_files, "Toy", args))
+    return succeeded, read_parts(folder, "toy")
+
+
+@part("good", toy=1, real=1)
+def good(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Nothing."""
+    yield [Table("A table", ("name", "value"), [["one", 1.0]])]
+
+
+@part("failing", toy=1, real=1)
+def failing(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Nothing."""
+    yield from good.run(args)
+    raise ValueError("of the toy")
+
+
+@part("reading", toy=1, real=1)
+def reading(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """What is on the page while it runs."""
+    yield [Table("Status", ("status",), [[part["status"]] for part in read_parts(args.output, "toy").values()])]
+
+
+@part("endless", toy=0.1, real=1)
+def endless(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Nothing."""
+    yield from good.run(args)
+    time.sleep(600)
+
+
+@part("long", toy=100, real=1)
+def long(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Nothing."""
+    raise AssertionError("started")
+    yield
+
+
+def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
+    succeeded, found = run_toys([failing, good], tmp_path)
+    assert not succeeded
+    assert found["failing"]["status"] == FAILED
+    assert found["failing"]["reason"].endswith("ValueError: of the toy")
+    assert found["failing"]["tables"] == found["good"]["tables"] != []
+    assert found["good"]["status"] == DONE
+    assert "ValueError: of the toy" in (tmp_path / "toy.md").read_text()
+    assert "ValueError: of the toy" in (tmp_path / "failing.log").read_text()
+
+
+def test_no_part_is_started_that_cannot_end_within_the_budget(tmp_path: Path) -> None:
+    succeeded, found = run_toys([long, good], tmp_path)
+    assert succeeded
+    assert found["long"]["status"] == LEFT_OUT
+    assert "takes up to 100 s, and of the budget 60 s are left" in found["long"]["reason"]
+    assert found["good"]["status"] == DONE
+
+
+def test_a_part_that_takes_longer_is_stopped_and_keeps_what_it_has(tmp_path: Path) -> None:
+    started = time.monotonic()
+    succeeded, found = run_toys([endless, good], tmp_path, budget=3)
+    assert time.monotonic() - started < 60
+    assert not succeeded
+    assert found["endless"]["status"] == FAILED
+    assert "the budget ended" in found["endless"]["reason"]
+    assert len(found["endless"]["tables"]) == 1
+    assert found["good"]["status"] == LEFT_OUT
+
+
+def test_the_page_is_complete_after_every_part(tmp_path: Path) -> None:
+    _, found = run_toys([good, reading, failing], tmp_path)
+    first, _, last = found["reading"]["tables"][0]["rows"]
+    assert (first, last) == ([DONE], [WAITING])
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_part_that_dies_is_a_failure(tmp_path: Path) -> None:
+    @part("dying", toy=1, real=1)
+    def dying(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+        """Nothing."""
+        yield from good.run(args)
+        os._exit(3)
+
+    succeeded, found = run_toys([dying], tmp_path)
+    assert not succeeded
+    assert found["dying"]["reason"] == "its process died (exit code 3)"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
+def test_a_part_for_gpus_alone_is_left_out(tmp_path: Path) -> None:
+    succeeded, found = run_toys([part("cuda", toy=1, real=1, needs_cuda=True)(good.run)], tmp_path)
+    assert succeeded
+    assert (found["cuda"]["status"], found["cuda"]["reason"]) == (LEFT_OUT, "needs CUDA")
+
+
+# ---------------------------------------------------------------------- what a check would see
+
+
+def test_wrong_attention_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    attend = attention_part.attend
+
+    def attend_wrongly(*inputs: Any, **options: Any) -> Any:
+        output, normalizer = attend(*inputs, **options)
+        return output * 1.1, normalizer
+
+    monkeypatch.setattr(attention_part, "attend", attend_wrongly)
+    succeeded, found = run_toys([check.compare_attention], tmp_path, budget=600)
+    assert not succeeded
+    assert "More than 1.25 times the distance" in found["attention"]["reason"]
+    assert "['attend', 'causal', 'equal', None, 1]" in found["attention"]["reason"]
+    assert "block_attention" not in found["attention"]["reason"]
+
+
+def test_wrong_gradients_are_seen() -> None:
+    right = 1.0, {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert parity_part.compare(right, right) == (0, 0)
+    loss, gradients = parity_part.compare((1.5, {"a": torch.ones(2) + 1e-4, "b": torch.zeros(2)}), right)
+    assert loss == 0.5
+    assert gradients == pytest.approx(1e-4 / (1e-5 + 1e-7), rel=1e-2)
+    assert parity_part.compare((1.0, {**right[1], "b": torch.full((2,), 2e-7)}), right)[1] == pytest.approx(2)
+
+
+# ---------------------------------------------------------------------- many ranks, and other strategies
+
+TINY = (
+    "--rounds 1 --warmup-steps 1 --blocks 2 --steps 1 --hidden-size 32 --head-size 8 --layers 2 --vocab-size 101"
+    " --batch-size 1 --sequence-length 16"
+)
+
+
+def run_many(*arguments: str, ranks: int = 1) -> tuple[str, str | int | None]:
+    """The first rank's report, and with what the script ends."""
+
+    def run() -> tuple[str, str | int | None]:
+        code = None
+        with redirect_stdout(io.StringIO()) as output:
+            try:
+                many.main([*TINY.split(), *arguments])
+            except SystemExit as ended:
+                code = ended.code
+        return output.getvalue(), code
+
+    return run_ranks(run, ranks)[0]
+
+
+def read_rows(report: str) -> list[str]:
+    return [line.split(" | ")[0].removeprefix("| ") for line in report.splitlines() if line.startswith("| ")]
 
 
 @pytest.mark.slow
-def test_every_variant_has_a_row_and_the_flops_are_those_of_the_products(compile_without_code: None) -> None:
-    def run() -> str:
-        with redirect_stdout(io.StringIO()) as output:
-            gpu.main([*TOY.split(), "--sequence-length", "16"])
-        return output.getvalue()
-
-    report = run_ranks(run, 1)[0]
-    rows = [line.split(" | ")[0] for line in report.splitlines() if line.startswith("| ")]
-    assert rows == ["| variant", *(f"| {name}" for name in gpu.VARIANTS if name != "FSDPStrategy")]
-    assert "FSDPStrategy needs a GPU" in report
-
-
-def test_an_unknown_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--variants", "fast"])
-    assert "invalid choice: 'fast'" in capsys.readouterr().err
-
-
-def test_flops_of_a_token() -> None:
-    args = gpu.parse_args([*TOY.split(), "--sequence-length", "16"])
-    layer = 2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 128 + 2 * 32
-    expected = 6 * (2 * layer + 101 * 32 + 32) + 12 * 2 * 32 * 16
-    assert gpu.count_flops_per_token(gpu.make_config(args), 16) == expected
+def test_every_arm_has_a_row(compile_without_code: None) -> None:
+    report, code = run_many(ranks=2)
+    assert code is None
+    names = [name for name in many.ARMS if name != LIGHTNING_FSDP]
+    assert read_rows(report) == ["arm", "---", *names, f"{LIGHTNING_FSDP}: needs CUDA"]
 
 
 class WrongStrategy(DDPStrategy):
@@ -49,51 +254,36 @@ class WrongStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, *args, **kwargs)
 
 
-def run_comparison(strategy: str) -> tuple[str, str | int | None]:
-    """The report, and with what the script ends."""
-
-    def run() -> tuple[str, str | int | None]:
-        code = None
-        with redirect_stdout(io.StringIO()) as output:
-            try:
-                gpu.main([*TOY.split(), "--sequence-length", "16", "--strategy", strategy, "--rounds", "2"])
-            except SystemExit as ended:
-                code = ended.code
-        return output.getvalue(), code
-
-    return run_ranks(run, 1)[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_a_strategy_is_compared_with_fsdp2(strategy: str) -> None:
-    report, code = run_comparison(strategy)
+    report, code = run_many("--strategy", strategy, "--rounds", "2")
     assert code is None
-    rows = [line.split(" | ")[0] for line in report.splitlines() if line.startswith("| ")]
-    assert rows == ["| strategy", "| FSDP2Strategy", f"| {strategy}"]
-    assert "in 4 steps" in report
+    assert read_rows(report) == ["arm", "---", "FSDP2Strategy", strategy]
+    assert "in 5 steps" in report
     assert ("differ from them by 0.00e+00" in report) == (strategy == "fsdp2")
 
 
 @pytest.mark.slow
 def test_other_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu.COMPARED, "ddp", WrongStrategy)
-    report, code = run_comparison("ddp")
+    monkeypatch.setitem(many.COMPARED, "ddp", WrongStrategy)
+    report, code = run_many("--strategy", "ddp", "--rounds", "2")
     assert "differ from them by" in report
     assert code == "The losses differ by more than twice the noise of bfloat16."
 
 
-def test_a_comparison_takes_50_steps() -> None:
-    assert gpu.parse_args([]).steps == 10
-    assert gpu.parse_args(["--strategy", "ddp"]).steps == 50
-    assert gpu.parse_args(["--strategy", "ddp", "--steps", "3"]).steps == 3
+def test_a_comparison_takes_more_steps() -> None:
+    assert many.parse_args([]).blocks == 3
+    assert many.parse_args(["--strategy", "ddp"]).blocks == 12
+    assert many.parse_args(["--strategy", "ddp", "--blocks", "2"]).blocks == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--strategy", "fsdp"], "invalid choice: 'fsdp'"),
-        (["--strategy", "ddp", "--variants", "compile"], "not allowed with"),
+        (["--strategy", "ddp", "--arms", "compiled"], "not allowed with"),
+        (["--arms", "fast"], "invalid choice: 'fast'"),
         (["--strategy", "megatron_fsdp"], "needs a CUDA device"),
     ],
 )
@@ -102,14 +292,15 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        gpu.main(arguments)
+        many.main(arguments)
     assert message in capsys.readouterr().err
 
 
 def test_batches_of_a_comparison_repeat() -> None:
     def run() -> list[bool]:
-        args = gpu.parse_args([*TOY.split(), "--sequence-length", "16", "--strategy", "ddp", "--steps", "6"])
-        batches = [batch["input_ids"] for batch in gpu.make_batches(args)]
+        workload = many.build_workload(many.parse_args([*TINY.split(), "--strategy", "ddp", "--blocks", "5"]))
+        assert isinstance(workload, Workload)
+        batches = [batch["input_ids"] for batch in workload.make_batches()]
         return [bool((batch == batches[0]).all()) for batch in batches]
 
     assert run_ranks(run, 1) == [[True, False, False, False, True, False, False, False]]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.collectives import StepCounter
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -150,6 +151,34 @@ def make_momentum(model: Any) -> Optimizer:
     optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1, momentum=0.9)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 2, total_steps=9)
     return optimizer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_a_state_goes_on_in_the_implementation_of_its_new_optimizer(form: str, fused: bool, tmp_path: Path) -> None:
+    def make(model: Any, fused: bool) -> Optimizer:
+        return torch.optim.AdamW(model.net.parameters(), lr=0.1, fused=fused, foreach=False)
+
+    def save() -> list[torch.Tensor]:
+        save_checkpoint(tmp_path / "a.ckpt", *train(lambda model: make(model, not fused), 2))
+        return whole(list(train(lambda model: make(model, fused), 4)[0].parameters()))
+
+    def load() -> list[torch.Tensor]:
+        model, _ = train(lambda model: make(model, fused), 0)
+        optimizer = make(model, fused)
+        load_checkpoint(tmp_path / "b.ckpt", model, optimizer)
+        assert [optimizer.param_groups[0][name] for name in ("fused", "foreach", "lr")] == [fused, False, 0.1]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            with StepCounter() as counter:
+                optimizer.step()
+            assert ("aten::_fused_adamw_" in counter.operations) == fused
+        return whole(list(model.parameters()))
+
+    expected = run_ranks(save, 2)[0]
+    copy_as(form, tmp_path)
+    torch.testing.assert_close(run_ranks(load, 2)[0], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_numbers_of_numpy_are_saved_as_plain_ones_wherever_they_are(tmp_path: Path) -> None:

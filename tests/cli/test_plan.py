@@ -51,11 +51,11 @@ def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) 
         "reduce-scatter over tensor_parallel",
         "fits: ",
         "rank 0 stands for them",
-        "Not modelled",
+        "Allocated is exact",
     ):
         assert text in printed, printed
     plain = json.loads(output.read_text())
-    assert (plain["world_size"], plain["nodes"], plain["fits"]) == (16, 2, True)
+    assert (plain["world_size"], plain["nodes"], plain["verdict"]) == (16, 2, "fits")
     assert "<svg" in picture.read_text()
 
 
@@ -85,7 +85,7 @@ def test_nodes_are_those_of_the_config_and_what_is_left_out_is_said(tmp_path: Pa
 def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_yaml(tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = ["--world_size=8", "--devices_per_node=4", "--memory=0.05", "--cache_dir=cache"]
+    options = ["--world_size=8", "--devices_per_node=4", "--memory=2.5", "--cache_dir=cache"]
     printed = run(config, *options, "--search=best.yaml", "--json=found.json")
     assert max(map(len, printed.splitlines())) <= 100
     assert "best.yaml has the first of them: fit --config RUN.yaml --config best.yaml" in printed

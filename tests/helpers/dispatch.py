@@ -44,7 +44,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.own:
+            # of a DTensor the local tensor comes by, too
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() not in self.own:
                 self.storages.add(StorageWeakRef(tensor.untyped_storage()))
         return result
 

@@ -152,7 +152,8 @@ FLAGS = (
     Flag(
         name="enable_compile",
         effect="Each layer is compiled; all layers of a kind share a graph. With gradients they are given no cache of"
-        " keys and values; calls that fill one (`generate`) run without compilation.",
+        " keys and values; calls that fill one (`generate`) run without compilation. The loss of `CausalLM` and"
+        " `token_mean_loss` has a graph of its own, which is not counted here.",
         settings=(
             Setting(value="False", figures={"graphs": 0}),
             Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
@@ -245,7 +246,8 @@ FLAGS = (
     Flag(
         name="patch_is_packed_sequence",
         effect="transformers does not look for packed sequences, for which the host would wait for the device; a batch"
-        " whose position ids restart or jump is refused.",
+        " whose position ids restart or jump is refused. `CausalLM` lets it not look in batches without position ids,"
+        " whatever the flag says.",
         settings=(
             Setting(value="False", figures={"searches": 1, "waits of the host": 1}),
             Setting(

@@ -1,13 +1,19 @@
 """CausalLM: any Hugging Face causal language model, from a config or from weights, under our strategy and others."""
 
 import math
+import warnings
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.collectives import CountsStep, StepCounter
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, token_sum_loss, whole
@@ -16,8 +22,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from transformers import masking_utils
 
-from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
+import lightning_fsdp2
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy, _torch_compat
 from lightning_fsdp2.models import causal_lm
 from lightning_fsdp2.parallel import chunked_loss
 
@@ -162,6 +170,98 @@ def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str, l
         optimizer.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=5e-5, msg=name)
+
+
+class DocumentData(pl.LightningDataModule):
+    """Says of its batches what those of this package do."""
+
+    separate_documents = True
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_a_step_waits_for_packed_sequences_only_where_there_may_be_some(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[torch.Size] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def find_and_note(position_ids: Tensor) -> Any:
+        searches.append(position_ids.shape)
+        return find(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find_and_note)
+    (batch,) = make_token_batches(1, ragged=False)
+    counted = {**batch, "position_ids": torch.arange(12).expand(2, -1)}
+
+    def run(module: CausalLM, batch: dict[str, Tensor]) -> tuple[int, int, list[Tensor]]:
+        searches.clear()
+        module.zero_grad()
+        with StepCounter() as counter:
+            module.training_step(batch, 0).backward()
+        return len(searches), counter.host_syncs, [parameter.grad.clone() for parameter in module.parameters()]
+
+    module = CausalLM(config=LLAMA, loss=loss)
+    module.configure_model()
+    run(module, batch)  # the first of its length is checked
+    free, looking = run(module, batch), run(module, counted)
+    module._trainer = SimpleNamespace(datamodule=DocumentData())
+    packing = run(module, counted)
+    assert [result[:2] for result in (free, looking, packing)] == [(0, 0), (1, 1), (1, 1)]
+    for others in (looking[2], packing[2]):
+        torch.testing.assert_close(free[2], others, rtol=0, atol=0)
+    assert masking_utils.find_packed_sequence_indices is find_and_note
+
+
+FUSED = {
+    "fsdp2": lambda: FSDP2Strategy(),
+    "tp2+sp": lambda: FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True)),
+    "offload": lambda: FSDP2Strategy(config=FSDP2Config(offload_policy=True)),
+    "ddp": lambda: lightning_fsdp2.DDPStrategy(),
+    "megatron": lambda: MegatronFSDPStrategy(),
+    "lightning-ddp": lambda: DDPStrategy(),
+}
+
+
+def run_one_step(strategy: Any, **options: Any) -> tuple[set[Any], Counter[str], list[warnings.WarningMessage]]:
+    """Train a step with the default optimizer; what its groups say, what was run in the step, and warnings."""
+    module = CausalLM(config=LLAMA)
+    counts = CountsStep(0)
+    trainer = make_trainer(
+        strategy, max_steps=2, callbacks=[counts], precision="bf16-mixed", gradient_clip_val=1.0, **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_loader(2))
+    groups = {group["fused"] for group in trainer.optimizers[0].param_groups}
+    return groups, counts.counter.operations, [w for w in caught if "fused" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_default_optimizer_is_fused(name: str) -> None:
+    def run() -> None:
+        with cuda_on_cpu() if name == "megatron" else nullcontext():
+            groups, operations, messages = run_one_step(FUSED[name](), use_distributed_sampler=False)
+        assert (groups, messages) == ({True}, [])
+        assert operations["aten::_fused_adamw_"] > 0
+        assert operations["aten::sqrt"] + operations["aten::addcdiv_"] == 0
+
+    run_ranks(run, 2)
+
+
+def test_where_torch_has_no_fused_kernel_the_default_optimizer_says_so_and_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_torch_compat, "_get_fused_kernels_supported_devices", lambda: ["cuda"])
+
+    def run() -> None:
+        groups, operations, messages = run_one_step(FSDP2Strategy())
+        assert groups == {None}
+        assert "aten::_fused_adamw_" not in operations
+        assert [str(message.message) for message in messages] == [
+            "AdamW(fused=True): torch has no fused kernel for cpu; it steps without."
+        ]
+
+    run_ranks(run, 1)
 
 
 def test_what_is_logged_and_when() -> None:

@@ -14,7 +14,7 @@ from helpers.families import make_family_model
 from helpers.models import GPT2, LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import assert_equal_gradients
 from helpers.ranks import run_ranks
-from helpers.tensor_parallel import get_gradients
+from helpers.tensor_parallel import get_gradients, make_mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,6 +22,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
 
 MODES: tuple[Any, ...] = (True, "full", "selective")
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 3, 32, 64, 16
@@ -116,7 +117,7 @@ def test_selective_keeps_attention_of_the_flash_attention_packages(namespace: st
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_selective_repeats_no_collective(sequence_parallel: bool) -> None:
+def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool) -> None:
     def run() -> list[Counter[str]]:
         counts = []
         for mode in (False, "full", "selective"):
@@ -127,10 +128,11 @@ def test_selective_repeats_no_collective(sequence_parallel: bool) -> None:
         return counts
 
     plain, full, selective = run_ranks(run, 2)[0]
-    assert selective == plain
     # attention gathers, or sums, what the MLP's part of backward starts from; the MLP's own result is not needed
-    again = {"all_gather": 2 * LAYERS, "reduce_scatter": LAYERS} if sequence_parallel else {"all_reduce": LAYERS}
-    assert full - plain == Counter(again)
+    gathers = {"all_gather": 2 * LAYERS} if sequence_parallel else {}
+    sums = {"reduce_scatter": LAYERS} if sequence_parallel else {"all_reduce": LAYERS}
+    assert selective - plain == Counter(gathers)
+    assert full - plain == Counter({**gathers, **sums})
 
 
 def test_weights_are_gathered_as_often_as_without() -> None:
@@ -160,10 +162,34 @@ def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
     plain, full, selective = (measure(mode, 3) - measure(mode, 2) for mode in (False, "full", "selective"))
     tokens = 4 * BATCH * LENGTH
     assert full == tokens * HIDDEN
-    kept = HIDDEN + KEYS + INTERMEDIATE + HIDDEN  # products: queries, values, gate, down
+    kept = HIDDEN + KEYS + INTERMEDIATE  # products: queries, values, gate; backward does not read down's result
     attention = HIDDEN + 4  # its result, and a statistic of each of the four heads
     assert selective == full + tokens * (kept + attention)
     assert plain > 2 * selective
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_tensor_parallel_layers_keep_nothing_that_backward_does_not_read(sequence_parallel: bool) -> None:
+    def run() -> int:
+        def measure(layers: int) -> int:
+            model = make_causal_lm({**LLAMA, "num_hidden_layers": layers})
+            apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+            apply_activation_checkpointing(model, "selective")
+            train(model, use_cache=False)  # the plan is verified
+            with LiveBytes(model) as live:
+                loss = model(**make_batch(), use_cache=False).loss
+            assert loss.requires_grad
+            return live.count()
+
+        return measure(4) - measure(3)
+
+    tokens = 4 * BATCH * LENGTH
+    part = 2 if sequence_parallel else 1
+    hidden = HIDDEN // part  # the layer's input, and what the ranks' results of attention add up to
+    products = (HIDDEN + KEYS + INTERMEDIATE) // 2
+    attention = (HIDDEN + 4) // 2
+    for kept in run_ranks(run, 2):
+        assert kept == tokens * (2 * hidden + products + attention)
 
 
 # ---------------------------------------------------------------------- gradients

@@ -1,6 +1,8 @@
 """Compiled layers: graphs counted, names unchanged, gradients those of the same steps without compilation."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +16,16 @@ from helpers.oracle import assert_equal_gradients
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import get_gradients, make_rough_model
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh, token_mean_loss
+from lightning_fsdp2.parallel import loss
+from lightning_fsdp2.parallel.chunked_loss import compute_chunked_token_losses
 from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
+from lightning_fsdp2.parallel.loss import shift_left, token_cross_entropy
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -41,9 +48,9 @@ def make_batch(seed: int = 1, length: int = 12) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
 
 
-def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
+def parallelize(model: nn.Module, *, tp_size: int = 1, cp_size: int = 1, **flags: Any) -> Any:
     config = FSDP2Config(**{"mp_policy": MixedPrecisionPolicy(), "enable_compile": True, **flags})
-    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model)
+    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size, cp_size=cp_size)).parallelize(model)
 
 
 def compute_gradients(model: Any, seed: int, length: int = 12) -> dict[str, Tensor | None]:
@@ -197,6 +204,33 @@ def test_modules_of_torch_itself_are_compiled_too() -> None:
     assert run_ranks(run, 1)[0] == 1
 
 
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_documents_of_every_batch_share_a_graph_under_context_parallelism(method: str) -> None:
+    length, borders = 24, [[], [20], [2, 10], [3, 11, 13], [1, 3, 7, 9, 17], [4, 21]]
+
+    def compute(model: Any, step: int) -> dict[str, Tensor | None]:
+        starts, ends = [0, *borders[step]], [*borders[step], length]
+        positions = torch.cat([torch.arange(end - start) for start, end in zip(starts, ends, strict=True)])
+        model.zero_grad()
+        model(**make_batch(step, length), position_ids=positions.expand(2, -1)).loss.backward()
+        return get_gradients(model)
+
+    def run() -> list[int]:
+        plain = make_rough_model(LLAMA)
+        flags = {"cp_size": 2, "context_parallel_method": method}
+        compiled = parallelize(copy.deepcopy(plain), **flags)
+        plain = parallelize(plain, enable_compile=False, **flags)
+        graphs = []
+        for step in range(len(borders)):
+            actual = compute(compiled, step)
+            graphs.append(count_graphs())
+            assert_equal_gradients(actual, compute(plain, step))
+        return graphs
+
+    # none, one, and from then on any number of segments
+    assert run_ranks(run, 2)[0][-1] <= 3
+
+
 SOFTPLUS = {
     *("doge", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     *("qwen4_exp", "qwen4_exp_text"),
@@ -240,6 +274,113 @@ def test_generated_code_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         assert count_graphs() == 1
 
     run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- the loss
+
+
+def compute_losses(model: Any, length: int, *, is_chunked: bool) -> Tensor:
+    batch = make_batch(1, length)
+    labels = shift_left(batch["labels"])
+
+    def compute_logits() -> Tensor:
+        return model(input_ids=batch["input_ids"], use_cache=False).logits
+
+    if is_chunked:
+        return compute_chunked_token_losses(model, compute_logits, labels, tail=(), chunk_size=8)
+    return token_cross_entropy(compute_logits(), labels, model=model)
+
+
+def check_losses(lengths: tuple[int, ...], *, is_chunked: bool, **flags: Any) -> list[int]:
+    """Compare losses and gradients with those of a model that is not compiled; graphs of the loss after each."""
+    plain = make_rough_model(LLAMA)
+    compiled = parallelize(copy.deepcopy(plain), **flags)
+    plain = parallelize(plain, **{**flags, "enable_compile": False})
+    graphs = []
+    with watch_losses() as compiles:
+        for length in lengths:
+            results = []
+            for model in (compiled, plain):
+                model.zero_grad()
+                losses = compute_losses(model, length, is_chunked=is_chunked)
+                losses.sum().backward()
+                results.append((losses.detach(), get_gradients(model)))
+            torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-6, atol=1e-6)
+            assert_equal_gradients(results[0][1], results[1][1])
+            graphs.append(len(compiles))
+    return graphs
+
+
+@contextmanager
+def watch_losses() -> Iterator[list[Any]]:
+    """Note each graph that is made of the loss."""
+    graphs: list[Any] = []
+
+    def compile_and_note(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(loss._cross_entropy, backend=compile_and_note)
+    with patch.object(loss, "_compile_cross_entropy", lambda backend: compiled):
+        yield graphs
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loss_is_compiled_with_the_layers(ranks: int) -> None:
+    def run() -> list[int]:
+        flags = {"tp_size": ranks, "sequence_parallel": ranks > 1}
+        return check_losses((12, 12), is_chunked=False, **flags)
+
+    assert run_ranks(run, ranks)[0] == [1, 1]
+
+
+def test_losses_of_other_lengths_cost_one_more_graph() -> None:
+    assert run_ranks(lambda: check_losses((12, 9, 7, 11), is_chunked=False), 1)[0] == [1, 2, 2, 2]
+
+
+def test_the_loss_of_chunks_is_compiled_with_gradients_and_without() -> None:
+    # 24 positions are three chunks; of 18 the last one is smaller
+    assert run_ranks(lambda: check_losses((12, 12, 9, 11), is_chunked=True), 1)[0] == [2, 2, 4, 4]
+
+
+def test_losses_of_a_sharded_vocabulary_are_not_compiled() -> None:
+    run = partial(check_losses, (12,), is_chunked=False, tp_size=2, loss_parallel=True)
+    assert run_ranks(run, 2)[0] == [0]
+
+
+def test_the_loss_of_a_model_that_is_not_compiled_is_not() -> None:
+    def run() -> None:
+        model = parallelize(make_rough_model(LLAMA), enable_compile=False)
+        compute_losses(model, 12, is_chunked=False)
+        assert count_graphs() == 0
+
+    run_ranks(run, 1)
+
+
+def test_a_causal_lm_and_the_token_mean_compile_their_loss() -> None:
+    def run() -> list[int]:
+        module = CausalLM(config=LLAMA)
+        module.configure_model()
+        parallelize(module)
+        graphs = []
+        with watch_losses() as compiles:
+            batch = {name: value for name, value in make_batch().items() if name != "use_cache"}
+            module.training_step(batch, 0).backward()
+            graphs.append(len(compiles))
+            token_mean_loss(module, torch.zeros(2, 5, 7, requires_grad=True), torch.ones(2, 5, dtype=torch.int64))
+            graphs.append(len(compiles))
+        return graphs
+
+    assert run_ranks(run, 1)[0] == [1, 2]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_generated_code_computes_the_loss(is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", apply_compile)
+    monkeypatch.setattr(f"{__name__}.aot_eager", compile_fx)
+    run_ranks(lambda: check_losses((12, 9), is_chunked=is_chunked), 1)
 
 
 # ---------------------------------------------------------------------- names, doors, refusals

@@ -219,6 +219,57 @@ def test_clip_grad_value_and_scale_gradients() -> None:
     run_ranks(run, 4)
 
 
+FACTOR = torch.tensor(1.0039, dtype=torch.float64)
+"""Is 1 in bfloat16."""
+
+
+def make_plain_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for parameter, gradient in zip(parameters, make_gradients(dtype), strict=True):
+        parameter.grad = gradient
+    parameters[1].grad[0] = torch.tensor([math.nan, math.inf])
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scaled_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    parameters = make_plain_parameters(dtype)
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    expected = [(parameter.grad.to(wide) * FACTOR.to(wide)).to(dtype) for parameter in parameters]
+    scale_gradients(parameters, FACTOR)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_factor_of_16_bits_would_round_twice() -> None:
+    for gradient in make_gradients(torch.bfloat16)[1:4]:
+        assert not torch.equal((gradient.float() * FACTOR.float()).bfloat16(), gradient * FACTOR.bfloat16())
+
+
+def test_gradients_are_scaled_and_clipped_by_one_operation_per_dtype() -> None:
+    parameters = [parameter for dtype in (torch.bfloat16, torch.float32) for parameter in make_plain_parameters(dtype)]
+    with StepCounter() as scaling:
+        scale_gradients(parameters, FACTOR)
+    with StepCounter() as clipping:
+        clip_grad_norm_(parameters, 1.0)
+    for counter in (scaling, clipping):
+        scales = {name: count for name, count in counter.operations.items() if "mul_" in name or "unscale" in name}
+        assert scales == {"aten::_foreach_mul_": 1, "aten::_amp_foreach_non_finite_check_and_unscale_": 1}
+        assert counter.operations["aten::mul"] <= 1  # of the norm, to the factor
+        assert counter.host_syncs == 0
+
+
+def test_clipped_gradients_of_16_bits_are_rounded_once() -> None:
+    parameters = make_plain_parameters(torch.bfloat16)
+    parameters[1].grad = torch.ones_like(parameters[1])
+    before = [parameter.grad.clone() for parameter in parameters]
+    norm = clip_grad_norm_(parameters, 1.0)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        torch.testing.assert_close(
+            parameter.grad, (gradient.float() * (1.0 / (norm + 1e-6))).bfloat16(), rtol=0, atol=0
+        )
+
+
 def test_a_norm_costs_one_all_reduce_per_layout_and_no_host_sync() -> None:
     def run() -> None:
         for name, all_reduces in (("four-ranks", 1), ("replicas", 1), ("mixed-meshes", 4)):

@@ -1,6 +1,7 @@
 """Sequence parallelism derived from plans: its collectives, what it computes, and what it refuses."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,10 +64,12 @@ def test_a_layer_costs_two_all_gathers_and_two_reduce_scatters_each_way(config: 
         batch = make_batch()
         with StepCounter() as counter:
             loss = sharded(**batch, use_cache=False).loss
-        # and the embedding, the sequence after the last layer, the logits
-        assert counter.collectives == {"all_gather": 2 * layers + 2, "reduce_scatter": 2 * layers, "all_reduce": 1}
+        # and the embedding, the sequence after the last layer, the logits. GPT-2 adds positions to whole sequences
+        forward = Counter({"all_gather": 2 * layers + 2, "reduce_scatter": 2 * layers})
+        forward["reduce_scatter" if config is LLAMA else "all_reduce"] += 1
+        assert counter.collectives == forward
         hidden = batch["input_ids"].numel() * 32
-        assert counter.elements["reduce_scatter"] == [hidden] * 2 * layers
+        assert set(counter.elements["reduce_scatter"]) == {hidden}
         with StepCounter() as counter:
             loss.backward()
         # and the sequence before the first layer, the head's input; a layer's norms are summed together. GPT-2 has

@@ -14,6 +14,9 @@ from lightning_fsdp2.plan.cache import get_fingerprint
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.workers import run_in_processes
 
+MEMORY = 2.1
+"""GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
+
 
 def run_search(strategy: Any = None, **options: Any) -> SearchResult:
     data = TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=BATCH, global_batch_size=8)
@@ -24,24 +27,24 @@ def run_search(strategy: Any = None, **options: Any) -> SearchResult:
 
 @pytest.mark.slow
 def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
-    result = run_search(memory=0.05, cache_dir=tmp_path)
+    result = run_search(memory=MEMORY, cache_dir=tmp_path)
     found = result.search
     assert found.best
     assert result.plan is not None
-    middles = [candidate.middle for candidate in found.best]
-    assert middles == sorted(middles)
+    estimates = [candidate.estimate for candidate in found.best]
+    assert estimates == sorted(estimates)
     assert found.too_large > 0
-    assert result.plan.fits
+    assert result.plan.verdict == "fits"
     # the winner is planned whole, and its few layers told the same
     assert result.plan.peak_bytes == found.best[0].peak_bytes
     assert all(candidate.knobs.samples == 8 for candidate in found.best)
     assert {candidate.knobs.tp for candidate in found.best} <= {1, 2}  # within a node
     assert len(result.configs) == len(found.best)
-    again = run_search(memory=0.05, cache_dir=tmp_path, seconds=0)
+    again = run_search(memory=MEMORY, cache_dir=tmp_path, seconds=0)
     assert again.search == found  # nothing was simulated again
     for damaged in tmp_path.iterdir():
         damaged.write_bytes(b"")
-    assert run_search(memory=0.05, cache_dir=tmp_path, seconds=0).search.left_out > 0
+    assert run_search(memory=MEMORY, cache_dir=tmp_path, seconds=0).search.left_out > 0
 
 
 def test_runs_are_told_apart_by_what_they_train() -> None:

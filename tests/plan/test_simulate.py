@@ -152,7 +152,7 @@ def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide()
         module = CausalLM(config={**LLAMA, "vocab_size": vocabulary})
         trainer = make_trainer(FSDP2Strategy(tp_size=2, config=SEQUENCE_PARALLEL))
         recording = simulate(trainer, module, make_batch(), world_size=2).recording
-        return sum(change for _, category, change in recording.changes if category == ACTIVATIONS and change > 0)
+        return sum(c.bytes for c in recording.changes if c.category == ACTIVATIONS and c.bytes > 0)
 
     def run() -> list[int]:
         return [count_activations(2 * WIDTH), count_activations(2 * WIDTH + 2)]

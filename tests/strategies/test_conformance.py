@@ -44,6 +44,7 @@ from helpers.user_modules import (
     train_language_model_alone,
     train_scheduled_alone,
 )
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
@@ -1113,7 +1114,54 @@ def test_one_file_trains_to_the_same_losses_with_any_class_path(tmp_path: Path) 
         assert metrics == pytest.approx(first, rel=2e-5)
 
 
+class Started(Exception):
+    """Comes in place of the rest of a run, for which there are no devices."""
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_bind_device_id_gives_the_process_group_the_device_of_the_rank(
+    kind: Kind, binds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> dict[str, Any]:
+        rank = int(os.environ["LOCAL_RANK"])
+        given: dict[str, Any] = {}
+        init_process_group = dist.init_process_group
+
+        def start(backend: str, *, device_id: Any, **options: Any) -> None:
+            given.update(options, backend=backend, device_id=device_id)
+            init_process_group("gloo", **options)
+            raise Started
+
+        monkeypatch.setattr(dist, "init_process_group", start)
+        monkeypatch.setattr(kind.strategy, "root_device", property(lambda self: torch.device("cuda", rank)))
+        monkeypatch.setattr(CPUAccelerator, "setup_device", lambda *args: None)
+        with pytest.raises(Started):
+            kind.make_trainer({"bind_device_id": binds}).fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
+        dist.barrier()
+        return {name: given[name] for name in ("backend", "rank", "world_size", "device_id")}
+
+    assert run_ranks(run, WORLD, group=False) == [
+        {
+            "backend": "cpu:gloo,cuda:nccl",
+            "rank": rank,
+            "world_size": WORLD,
+            "device_id": torch.device("cuda", rank) if binds else None,
+        }
+        for rank in range(WORLD)
+    ]
+
+
 # ---------------------------------------------------------------------- wrong options
+
+
+def test_bind_device_id_is_refused_where_there_is_nothing_to_bind_to(kind: Kind) -> None:
+    def run() -> None:
+        trainer = kind.make_trainer({"bind_device_id": True})
+        with pytest.raises(ValueError, match=r"config\.bind_device_id=True .* is cpu with the backend 'gloo'; leave"):
+            trainer.fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
+        assert not dist.is_initialized()
+
+    kind.run(run, WORLD, group=False)
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_name(kind: Kind) -> None:

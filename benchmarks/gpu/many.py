@@ -1,0 +1,168 @@
+"""The arms of ``speed`` on all ranks of torchrun; and another strategy of the package beside FSDP2Strategy.
+
+With ``--strategy`` FSDP2Strategy and the other one take turns, with the same weights and batches, which repeat, so that
+there is something to learn. Their losses must be equal within bfloat16's noise, or the script fails. The measure of it
+is how far FSDP2Strategy is from itself in float32: two runs that are both no farther from float32 than that differ by
+twice as much at most. ``--strategy fsdp2`` compares it with itself.
+
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.many
+    python -m benchmarks.gpu.many --strategy megatron_fsdp      # one GPU
+"""
+# ruff: noqa: T201
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.arm_parts import build_table
+from benchmarks.gpu.arms import (
+    BASELINES,
+    NEED_CUDA,
+    OPTIONS,
+    OURS,
+    Arm,
+    Reading,
+    Workload,
+    order,
+    read_arm,
+    run_ours,
+)
+from benchmarks.gpu.page import build_lines
+from benchmarks.gpu.shapes import LLAMA_1_5B
+from benchmarks.trainings import describe_machine, process_group
+from lightning_fsdp2 import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
+
+ARMS: dict[str, Arm] = BASELINES | OPTIONS
+COMPARED: dict[str, Callable[[], Any]] = {
+    "fsdp2": FSDP2Strategy,
+    "megatron_fsdp": MegatronFSDPStrategy,
+    "ddp": DDPStrategy,
+}
+"""Strategies beside FSDP2Strategy, by ``--strategy``."""
+
+DISTINCT_BATCHES = 4
+"""How many a comparison of losses has; then they repeat."""
+
+Readings = Mapping[str, Sequence[Reading]]
+
+
+def measure(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> dict[str, list[Reading]]:
+    """Let the arms take turns on the ranks of the default group."""
+    readings: dict[str, list[Reading]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in order(list(arms), number):
+            readings[name].append(read_arm(arms[name], workload))
+            gc.collect()
+            torch.compiler.reset()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return readings
+
+
+def compare(strategy: str, workload: Workload, rounds: int) -> bool:
+    """Let FSDP2Strategy and another strategy take turns, report, and tell whether their losses are equal."""
+    # less memory, the same numbers
+    exact = {"float32": partial(run_ours, precision="32-true", activation_checkpointing="full")}
+    in_float32 = get_losses(measure(exact, workload, 1), "float32") * rounds
+    arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=COMPARED[strategy]())}
+    readings = measure(arms, workload, rounds)
+    ours, theirs = (get_losses(readings, name) for name in arms)
+    noise, other_noise = (get_largest_difference(losses, in_float32) for losses in (ours, theirs))
+    difference = get_largest_difference(theirs, ours)
+    if dist.get_rank() == 0:
+        print_report(readings, workload, {}, *(["megatron-fsdp"] if strategy == "megatron_fsdp" else []))
+        print(
+            f"{OURS}'s losses fall from {ours[0][0]:.4f} to {ours[0][-1]:.4f} in {len(ours[0])} steps. Those of"
+            f" {strategy} differ from them by {difference:.2e} at most. From those of float32 they differ by"
+            f" {noise:.2e} and {other_noise:.2e}."
+        )
+    return difference <= 2 * noise
+
+
+def get_losses(readings: Readings, name: str) -> list[list[float]]:
+    """The losses of an arm's steps in each round."""
+    return [reading.losses for reading in readings[name]]
+
+
+def get_largest_difference(losses: list[list[float]], others: list[list[float]]) -> float:
+    """The largest of all steps; NaN where there is one."""
+    return (torch.tensor(losses) - torch.tensor(others)).abs().max().item()
+
+
+def print_report(readings: Readings, workload: Workload, reasons: Mapping[str, str], *packages: str) -> None:
+    """Print versions, also of ``packages``, and a Markdown table."""
+    table = build_table(readings, workload, reasons)
+    print(f"{describe_machine(*packages)}; per rank, {table.title}:\n")
+    print("\n".join(build_lines(table.columns, table.rows)))
+
+
+def build_workload(args: argparse.Namespace) -> Workload:
+    """What the command line asks for: a Llama of that shape."""
+    heads = args.hidden_size // args.head_size
+    model = {
+        **LLAMA_1_5B,
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 4 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+    }
+    return Workload(
+        model,
+        args.batch_size,
+        args.sequence_length,
+        warmup_steps=args.warmup_steps,
+        blocks=args.blocks,
+        steps=args.steps,
+        distinct=DISTINCT_BATCHES if args.strategy else None,
+    )
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument("--strategy", choices=COMPARED, help="compare it with FSDP2Strategy; default: the arms")
+    runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
+    parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
+    parser.add_argument("--blocks", type=int, help="timed blocks of each round; 3, with --strategy 12")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block; as many more are timed one by one")
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    args = parser.parse_args(arguments)
+    args.blocks = args.blocks or (12 if args.strategy else 3)
+    if args.strategy == "megatron_fsdp" and not torch.cuda.is_available():
+        parser.error("--strategy megatron_fsdp needs a CUDA device, and there is none; run it where there is one.")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    args = parse_args(arguments)
+    workload = build_workload(args)
+    with process_group():
+        if args.strategy:
+            if not compare(args.strategy, workload, args.rounds):
+                sys.exit("The losses differ by more than twice the noise of bfloat16.")
+            return
+        left_out = [name for name in args.arms if name in NEED_CUDA and not torch.cuda.is_available()]
+        arms = {name: ARMS[name] for name in args.arms if name not in left_out}
+        readings = measure(arms, workload, args.rounds)
+        if dist.get_rank() == 0:
+            print_report(readings, workload, dict.fromkeys(left_out, "needs CUDA"))
+
+
+if __name__ == "__main__":
+    main()

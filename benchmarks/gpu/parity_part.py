@@ -1,0 +1,157 @@
+"""Two ranks on one machine, or one GPU, beside one process: the loss and every gradient."""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoConfig, LlamaForCausalLM
+
+from benchmarks.gpu.parts import TOY, Table, get_device_type, has_cuda, part
+from benchmarks.gpu.shapes import LLAMA_3_8B, TINY
+from benchmarks.gpu.staged_group import STAGED, register
+from benchmarks.memory import run_forked
+from lightning_fsdp2 import (
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    clip_grad_norm_,
+    create_device_mesh,
+)
+from lightning_fsdp2.parallel.uneven_shards import gather
+
+LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-5
+"""Absolute of the loss; of a gradient, relative to its largest value, and with the next to that of any."""
+
+LARGEST_TOLERANCE = 1e-7
+SHORT: dict[str, Any] = {**LLAMA_3_8B, "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816}
+SHORT |= {"num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the work."""
+
+    sizes: dict[str, int]
+    flags: dict[str, Any] = field(default_factory=dict)
+    is_megatron: bool = False
+
+
+LAYOUTS = {
+    "FSDP": Layout({}),
+    "tensor + sequence parallel": Layout({"tp_size": 2}, {"sequence_parallel": True}),
+    "context parallel, allgather": Layout({"cp_size": 2}, {"context_parallel_method": "allgather"}),
+    "context parallel, ulysses": Layout({"cp_size": 2}, {"context_parallel_method": "ulysses"}),
+    "HSDP": Layout({"dp_replicate_size": 2}),
+    "Megatron-FSDP": Layout({}, is_megatron=True),
+}
+
+
+@part("parity", toy=120, real=240)
+def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Whether streams of a GPU are waited for where they must be, which CPUs cannot show.
+
+    `--ranks` processes share the GPU, and send through the host; in float32 the loss must be that of one process to
+    1e-5, and each gradient to 1e-5 of its largest value. What is beyond that is a race, or a kernel's own error: the
+    same layout on CPUs tells which. NCCL, which one GPU cannot run, is not seen.
+    """
+    fields, length = (TINY, 32) if args.scale == TOY else (SHORT, 1024)
+    (expected,) = run_forked(partial(run_alone, fields, length, args.ranks), 1)
+    rows: list[list[Any]] = []
+    failures: list[str] = []
+    for name, layout in LAYOUTS.items():
+        if layout.is_megatron and not has_cuda():
+            rows.append([name, "needs CUDA", None, None])
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                actual, *_ = run_forked(partial(run_rank, layout, fields, length, args.ranks, folder), args.ranks)
+            loss, gradient = compare(actual, expected)
+            is_right = loss <= LOSS_TOLERANCE and gradient <= 1
+            rows.append([name, "equal" if is_right else "differs", loss, gradient])
+        except Exception as error:  # of one layout; the others can be right
+            rows.append([name, f"{type(error).__name__}: {error}".splitlines()[0], None, None])
+        failures += [name] if rows[-1][1] != "equal" else []
+        columns = ("layout", "is", "loss: difference", "gradients: largest difference / allowed")
+        yield [Table(f"{args.ranks} ranks beside one process", columns, rows)]
+    if failures:
+        raise ValueError(f"Not equal to one process: {', '.join(failures)}.")
+
+
+Result = tuple[float, dict[str, Tensor]]
+"""Loss, and gradients by name."""
+
+
+def run_alone(fields: dict[str, Any], length: int, ranks: int, worker: int) -> Result:
+    """The oracle."""
+    model = make_model(fields)
+    loss = get_loss(model, make_tokens(fields, length, ranks))
+    loss.backward()
+    return loss.item(), {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+
+
+def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, folder: str, rank: int) -> Result:
+    """What a rank of a layout computes; the same on all of them."""
+    register()
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group(STAGED, store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    if layout.is_megatron:
+        config: Any = MegatronFSDPConfig(**layout.flags)
+    else:
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **layout.flags)
+    mesh = create_device_mesh(config, device_type=get_device_type(), **layout.sizes)
+    shares = layout.sizes.get("tp_size", 1) * layout.sizes.get("cp_size", 1)
+    tokens = make_tokens(fields, length, ranks).chunk(ranks // shares)[rank // shares]
+    model = make_model(fields)
+    if layout.is_megatron:
+        wrapped, _ = MegatronFSDPManager(config, mesh).parallelize(model, torch.optim.SGD(model.parameters()))
+    else:
+        wrapped = FSDP2Manager(config, mesh).parallelize(model)
+    loss = get_loss(wrapped, tokens)
+    loss.backward()
+    clip_grad_norm_([*wrapped.parameters()], math.inf)  # Megatron-FSDP's gradients are there behind it
+    gradients = {name: gather(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+    loss = loss.detach()
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    dist.barrier()  # a rank that ends before its peers would make them fail
+    return loss.item(), gradients
+
+
+def make_model(fields: dict[str, Any]) -> LlamaForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(AutoConfig.for_model(**fields)).to(get_device_type()).train()
+
+
+def make_tokens(fields: dict[str, Any], length: int, ranks: int) -> Tensor:
+    """A sequence for each rank."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(fields["vocab_size"], (ranks, length), generator=generator).to(get_device_type())
+
+
+def get_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The model's own."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def compare(actual: Result, expected: Result) -> tuple[float, float]:
+    """Return the difference of the losses, and the largest of the gradients, as a part of what is allowed."""
+    references = expected[1]
+    sizes = {name: reference.abs().max().item() for name, reference in references.items()}
+    largest = max(sizes.values())
+    worst = max(
+        (actual[1][name] - reference).abs().max().item()
+        / (GRADIENT_TOLERANCE * sizes[name] + LARGEST_TOLERANCE * largest)
+        for name, reference in references.items()
+    )
+    return abs(actual[0] - expected[0]), worst

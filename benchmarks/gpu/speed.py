@@ -1,0 +1,38 @@
+"""How fast training is on one GPU: beside a hand-written loop and Lightning's strategies, and with each option.
+
+Each part runs in a process of its own. The page and the JSON file in the output folder are complete after every part,
+and after every round of one; their names are ``gpu-speed.md`` and ``gpu-speed.json``.
+
+    python -m benchmarks.gpu.speed --budget 1500
+    python -m benchmarks.gpu.speed --parts baselines trace
+"""
+
+from collections.abc import Sequence
+
+from benchmarks.gpu.arm_parts import compare_baselines, compare_baselines_8b, compare_offload, compare_options
+from benchmarks.gpu.command import build_parser, run
+from benchmarks.gpu.kernel_part import compare_kernels
+from benchmarks.gpu.save_part import compare_saves
+from benchmarks.gpu.trace_part import write_trace
+
+PARTS = (
+    compare_baselines,
+    compare_kernels,
+    write_trace,
+    compare_options,
+    compare_baselines_8b,
+    compare_saves,
+    compare_offload,
+)
+"""What decides most comes first."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts; exit with 1 when one fails."""
+    parser = build_parser(__doc__, PARTS, "gpu-speed")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm and kernel; default: 3")
+    run("GPU speed", PARTS, parser, arguments)
+
+
+if __name__ == "__main__":
+    main()

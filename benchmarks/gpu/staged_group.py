@@ -1,0 +1,125 @@
+"""A process group whose ranks may share one GPU: all that they send goes through the host's memory and gloo.
+
+NCCL refuses two ranks on a GPU, and gloo lacks collectives of CUDA's tensors. Tensors are copied to the host in the
+stream that called, and results back in it, so that whatever it should have waited for, and did not, shows in values.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp, distributed_c10d
+
+STAGED = "staged"
+
+
+def register() -> None:
+    """Let ``init_process_group("staged")`` make such groups in this process."""
+    if STAGED not in dist.Backend.backend_list:
+        dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
+
+
+class StagedGroup(dist.ProcessGroup):
+    """What torch's collectives call, under the names of torch 2.11 and of 2.13; the works that they return are done."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return STAGED
+
+    @property
+    def group_name(self) -> str:
+        """As torch has registered it; its own property asks a backend, which groups in Python do not have."""
+        return distributed_c10d._world.pg_names[self]
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.allreduce([torch.zeros(1)])
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        (tensor,) = tensors
+        staged = _to_host(tensor)
+        work = self._gloo.broadcast([staged], opts)
+        return _finish(work, [tensor], [staged])
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        (tensor,) = tensors
+        work, reduced = self._reduce(tensor, opts)
+        return _finish(work, [tensor], [reduced])
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        work, parts = self._gather(inputs[0])
+        return _finish(work, outputs[0], parts)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        work, parts = self._gather(given)
+        return _finish(work, output.view(self.size(), *given.shape).unbind(), parts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
+        work, reduced = self._reduce(torch.stack(list(inputs[0])), opts)
+        return _finish(work, outputs, [reduced[self.rank()]])
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        work, reduced = self._reduce(given, opts)
+        return _finish(work, [output], [reduced.chunk(self.size())[self.rank()]])
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        staged = torch.empty_like(output, device="cpu")
+        work = self._gloo.alltoall_base(staged, _to_host(given), output_sizes, input_sizes)
+        return _finish(work, [output], [staged])
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        return [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Do nothing: each collective ends by itself."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.barrier()
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce(self, tensor: Tensor, opts: Any) -> tuple[Any, Tensor]:
+        """Gloo can neither average nor scale."""
+        staged, operation = _to_host(tensor), getattr(opts, "reduceOp", ReduceOp.SUM)
+        is_mean = operation == ReduceOp.AVG
+        if operation == ReduceOp.PREMUL_SUM:
+            staged *= operation.__getstate__()[1]
+        is_sum = is_mean or operation == ReduceOp.PREMUL_SUM
+        work = self._gloo.allreduce([staged], ReduceOp.SUM if is_sum else operation)
+        work.wait()
+        return work, staged.div_(self.size()) if is_mean else staged
+
+    def _gather(self, tensor: Tensor) -> tuple[Any, list[Tensor]]:
+        staged = _to_host(tensor)
+        parts = [torch.empty_like(staged) for _ in range(self.size())]
+        return self._gloo.allgather([parts], [staged]), parts
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _finish(work: Any, outputs: Sequence[Tensor], staged: Sequence[Tensor]) -> Any:
+    work.wait()
+    for output, result in zip(outputs, staged, strict=True):
+        output.detach().copy_(result.view(output.shape))
+    return work

@@ -1,0 +1,144 @@
+"""The embedding's sum over the ranks: one reduce-scatter for a layer, and the whole for whatever else reads it."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.collectives import StepCounter
+from helpers.ranks import run_ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fsdp2.parallel.pending_sum import PendingSum
+
+SHAPE = (2, 4, 3)
+
+
+def make_summand() -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(SHAPE, generator=generator, requires_grad=True)
+
+
+def make() -> tuple[Tensor, PendingSum, Tensor]:
+    """Return a rank's summand, the pending sum, and the sum as torch computes it."""
+    summand = make_summand()
+    whole = summand.detach().clone()
+    dist.all_reduce(whole)
+    return summand, PendingSum.make(summand * 1, dist.group.WORLD), whole
+
+
+class Twice(torch.autograd.Function):
+    """A user's function: torch asks no subclass before it runs one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2
+
+
+def scale_in_place(tensor: Tensor) -> Tensor:
+    tensor *= 3
+    return tensor
+
+
+READERS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "operator": (lambda tensor: tensor * 2 + torch.ones(SHAPE), 2),
+    "function": (lambda tensor: torch.cat([tensor, torch.zeros(SHAPE)], 1), 1),
+    "checkpoint": (lambda tensor: checkpoint(lambda value: value * 2, tensor, use_reentrant=False), 2),
+    "in place": (scale_in_place, 3),
+    "autograd function": (Twice.apply, 2),
+}
+
+
+def test_what_it_is_is_known_without_communication() -> None:
+    def run() -> None:
+        with StepCounter() as counter:
+            summand = make_summand()
+            pending = PendingSum.make(summand, dist.group.WORLD)
+            assert (pending.shape, pending.size(1), pending.ndim) == (SHAPE, 4, 3)
+            assert (pending.dtype, pending.device, pending.requires_grad) == (torch.float32, summand.device, True)
+            assert pending.is_floating_point()
+            assert isinstance(pending, Tensor)
+        assert not counter.collectives
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_reads_it_gets_the_whole_sum(name: str) -> None:
+    def run() -> None:
+        read, factor = READERS[name]
+        summand, pending, whole = make()
+        result = read(pending)
+        torch.testing.assert_close(result, read(whole))
+        assert type(result) is Tensor
+        result.sum().backward()
+        torch.testing.assert_close(summand.grad, torch.full(SHAPE, float(factor)))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_costs_one_reduce_scatter_and_its_gradient_one_all_gather(dim: int) -> None:
+    def run() -> None:
+        summand, pending, whole = make()
+        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+        with StepCounter() as counter:
+            part = pending.get_part(dim)
+        assert counter.collectives == {"reduce_scatter": 1}
+        torch.testing.assert_close(part, whole.chunk(2, dim)[dist.get_rank()])
+        with StepCounter() as counter:
+            (part * weight.chunk(2, dim)[dist.get_rank()]).sum().backward()
+        assert counter.collectives == {"all_gather": 1}
+        torch.testing.assert_close(summand.grad, weight)
+
+    run_ranks(run, 2)
+
+
+def test_the_part_of_one_that_was_changed_is_changed() -> None:
+    def run() -> None:
+        _, pending, whole = make()
+        mask = torch.zeros(SHAPE[:2], dtype=torch.bool)
+        mask[:, ::2] = True
+        for tensor in (pending, whole):  # the embeddings of an image
+            tensor[mask] = 0.5
+        with StepCounter() as counter:
+            part = pending.get_part(1)
+        assert not counter.collectives
+        torch.testing.assert_close(part, whole.chunk(2, 1)[dist.get_rank()])
+
+    run_ranks(run, 2)
+
+
+def test_a_checkpoint_that_takes_the_part_itself_computes_it_again() -> None:
+    def run() -> None:
+        gradients = []
+        for repeats in (False, True):
+            summand, pending, _ = make()
+            take = lambda value: torch.tanh(value.get_part(1))  # noqa: E731
+            part = checkpoint(take, pending, use_reentrant=False) if repeats else take(pending)
+            part.sum().backward()
+            gradients.append(summand.grad)
+        torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+    run_ranks(run, 2)
+
+
+def test_it_is_saved_and_copied_whole() -> None:
+    def run() -> None:
+        _, pending, whole = make()
+        file = io.BytesIO()
+        torch.save(pending.detach(), file)
+        file.seek(0)
+        for copied in (torch.load(file), copy.deepcopy(pending.detach())):
+            assert type(copied) is Tensor
+            torch.testing.assert_close(copied, whole)
+
+    run_ranks(run, 2)
