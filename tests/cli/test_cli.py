@@ -506,7 +506,8 @@ def test_help_of_a_config_shows_the_texts_of_its_fields(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["fit", f"--trainer.strategy.help={__name__}.Strategy", "--trainer.strategy.config.help"])
     assert exit_.value.code == 0
-    assert "Whether each transformer layer is compiled with torch.compile." in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Whether each transformer layer is compiled with torch.compile, and so is the loss" in shown
 
 
 @pytest.mark.usefixtures("_restored_settings")

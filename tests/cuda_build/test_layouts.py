@@ -58,8 +58,9 @@ EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 SEGMENTS = "lightning_fsdp2::segment_attention"
 KERNELS = (FLASH, EFFICIENT, SEGMENTS)
 
-RANDOM_STATE = f"{EFFICIENT}_backward"
-"""Takes the state of its random numbers as scalars of the host, as torch's own forward returns them without dropout."""
+READ_BY_THE_HOST = {f"{EFFICIENT}_backward", SEGMENTS, f"{SEGMENTS}_backward"}
+"""Operations that take tensors of the host: the state of random numbers, as torch's own forward returns it without
+dropout, and where the keys of each sequence start, of which views are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,9 @@ class Layout:
     is_packed: bool = False
     kernels: set[str] = field(default_factory=lambda: {FLASH})
     """Of attention."""
+
+    copies: int = 0
+    """To the device, per micro-batch, beside the batch: where the segments of each of a rank's two chunks end."""
 
     host_reads: int = 0
     """Per micro-batch. With packed sequences transformers asks whether all are whole."""
@@ -95,12 +99,13 @@ LAYOUTS = {
     "selective AC": Layout(strategy=shard(activation_checkpointing="selective")),
     "cp4 allgather": Layout(strategy=shard(cp=4, context_parallel_method="allgather")),
     "cp4 ulysses": Layout(strategy=shard(cp=4, context_parallel_method="ulysses")),
-    "cp2, packed": Layout(strategy=shard(cp=2), is_packed=True, kernels={SEGMENTS}),
+    "cp2, packed": Layout(strategy=shard(cp=2), is_packed=True, kernels={SEGMENTS}, copies=4),
     "cp2, window": Layout(
         strategy=shard(cp=2, context_parallel_method="allgather"),
         config=GPT_OSS,
         module={"attn_implementation": "eager"},
         kernels={FLASH, SEGMENTS},
+        copies=4,
     ),
     "tp2+sp, chunked loss": Layout(strategy=SEQUENCE_PARALLEL, module={"loss": "chunked"}),
     "tp2, LoRA": Layout(strategy=shard(tp=2), module={"lora": {"r": 8}}),
@@ -147,8 +152,8 @@ def run_step(layout: Layout, **options: Any) -> Step:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_step_mixes_no_devices_and_waits_for_none(layout: Layout) -> None:
     step = run_step(layout)
-    assert [event for event in step.mixed if get_operation(event) != RANDOM_STATE] == []
-    assert step.copies_to_device.total() == len(make_batch(layout.is_packed))
+    assert [event for event in step.mixed if get_operation(event) not in READ_BY_THE_HOST] == []
+    assert step.copies_to_device.total() == len(make_batch(layout.is_packed)) + layout.copies * MICRO_BATCHES
     assert step.copies_to_host == {}
     assert step.host_reads.total() == layout.host_reads * MICRO_BATCHES
     assert step.waits == {}

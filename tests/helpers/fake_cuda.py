@@ -206,6 +206,7 @@ def _fake_torch_cuda(step: Step) -> Iterator[None]:
         stack.enter_context(patch.multiple(torch.cuda, **fakes))
         stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attend))
+        stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: tensor))  # fake tensors lack it
         yield
 
 
