@@ -3,16 +3,21 @@
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
+from helpers.models import LLAMA
 from helpers.ranks import run_ranks
+from helpers.tensor_parallel import make_rough_model
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.pending_sum import PendingSum
 
 SHAPE = (2, 4, 3)
@@ -142,3 +147,34 @@ def test_it_is_saved_and_copied_whole() -> None:
             torch.testing.assert_close(copied, whole)
 
     run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- the recipe
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "autocast": {"autocast_dtype": "bfloat16"},
+    "compiled": {"enable_compile": True},
+}
+
+
+def refuse(pending: PendingSum) -> NoReturn:
+    raise AssertionError("The embeddings were read before the first layer.")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("compile_without_code")
+def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(name: str) -> None:
+    def run() -> None:
+        config = FSDP2Config(sequence_parallel=True, **{"mp_policy": MixedPrecisionPolicy(), **RECIPES[name]})
+        model = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
+        ids = torch.arange(12).reshape(1, 12)
+        with patch.object(PendingSum, "get_whole", refuse):
+            for _ in range(2):  # the first step is verified
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    run_ranks(run, 4)
