@@ -11,8 +11,9 @@ from lightning_fsdp2._torch_compat import all_gather_tensor, all_reduce_tensor, 
 from lightning_fsdp2.parallel.tp_collectives import split
 
 _FREE = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta")),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base", "is_cpu", "is_sparse")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
     Tensor.register_hook,  # FSDP2 has one for its backward, and looks for a base first
     torch.is_floating_point,
