@@ -114,8 +114,8 @@ class FSDP2Config(_Flags):
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" keeps the results of expensive operations (fused attention, collectives, every second matrix product)
-    and recomputes the rest."""
+    "selective" also keeps what backward reads of the results of fused attention, of reductions over ranks and of every
+    second matrix product."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
@@ -321,8 +321,8 @@ class DDPConfig(_Flags):
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" keeps the results of expensive operations (fused attention, collectives, every second matrix product)
-    and recomputes the rest."""
+    "selective" also keeps what backward reads of the results of fused attention, of reductions over ranks and of every
+    second matrix product."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",

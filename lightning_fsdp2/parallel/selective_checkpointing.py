@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_fsdp2._torch_compat import get_saved_tensors_hooks
+from lightning_fsdp2.parallel.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Of a forward, and of its repetition."""
@@ -31,6 +32,7 @@ _ATTENTION_AND_COLLECTIVES = {
     _ATEN._scaled_dot_product_fused_attention_overrideable.default,
     _ATEN._flash_attention_forward.default,
     _ATEN._efficient_attention_forward.default,
+    segment_attention._opoverload,
     _COLLECTIVES.all_reduce.default,
     _COLLECTIVES.all_to_all_single.default,
     _COLLECTIVES.reduce_scatter_tensor.default,

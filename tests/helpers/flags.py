@@ -132,8 +132,9 @@ FLAGS = (
     ),
     Flag(
         name="activation_checkpointing",
-        effect="full: layers keep their inputs alone, and are computed again in backward; selective: they keep the"
-        " results of fused attention, of collectives and of every second matrix product too.",
+        effect="full: layers keep their inputs alone, and are computed again in backward; selective: they keep what"
+        " backward reads of the results of fused attention, of reductions over ranks and of every second matrix product"
+        " too.",
         settings=(
             Setting(value="False", figures={"matrix products": PRODUCTS, "attentions": LAYERS}),
             Setting(

@@ -116,6 +116,19 @@ def test_selective_keeps_attention_of_the_flash_attention_packages(namespace: st
     assert run_ranks(run, 1)[0] == 2  # layers
 
 
+def test_selective_keeps_attention_of_documents_under_context_parallel() -> None:
+    def run() -> int:
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), activation_checkpointing="selective")
+        mesh = create_device_mesh(config, cp_size=2)
+        model: Any = FSDP2Manager(config, mesh).parallelize(make_causal_lm(LLAMA))
+        documents = torch.arange(LENGTH // 2).repeat(BATCH, 2)
+        with StepCounter() as counter:
+            model(**make_batch(), position_ids=documents, use_cache=False).loss.backward()
+        return counter.operations["lightning_fsdp2::segment_attention"]
+
+    assert run_ranks(run, 2)[0] == 2 * LAYERS  # a rank has two chunks of the sequence
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool) -> None:
     def run() -> list[Counter[str]]:
