@@ -19,4 +19,4 @@ def test_a_value_of_a_flag_has_the_figures_of_the_page(setting: Setting, compile
 
 
 def test_the_page_says_so() -> None:
-    assert PAGE.read_text() == make_page(), "run `python tests/helpers/flags.py`"
+    assert PAGE.read_text() == make_page(), "run `PYTHONPATH=tests python tests/helpers/flags.py`"

@@ -21,8 +21,51 @@ _FREE = {
 """What can be asked of a tensor without reading it."""
 
 
+class Summands:
+    """The ranks' summands of an embedding, until they are added up or the forward is over.
+
+    Args:
+        tensor: That of this rank.
+        group: The ranks.
+    """
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._tensor: Tensor | None = tensor
+        self._sum: Tensor | None = None
+
+    @property
+    def is_added(self) -> bool:
+        """Whether something has read the sum, and may have changed it."""
+        return self._sum is not None
+
+    def add(self) -> Tensor:
+        """Return the whole sum, without gradients; it is computed once, and changes in place stay."""
+        if self._sum is None:
+            self._sum = all_reduce_tensor(self._get_tensor(), self.group)
+            self._tensor = None
+        return self._sum
+
+    def scatter(self, dim: int) -> Tensor:
+        """Return this rank's part of the sum along ``dim``, without gradients."""
+        return reduce_scatter_tensor(self._get_tensor(), dim, self.group)
+
+    def end(self) -> None:
+        """Let the summands go: from here on, ranks may do different things, and a collective would wait forever."""
+        self._tensor = None
+
+    def _get_tensor(self) -> Tensor:
+        if self._tensor is None:
+            raise RuntimeError(
+                "sequence_parallel=True: the output of the input embedding was kept, and read after the forward of its"
+                " model, when the ranks no longer add it up. Read it in the forward or in a forward hook of the"
+                " embedding, or use sequence_parallel=False."
+            )
+        return self._tensor
+
+
 class PendingSum(Tensor):
-    """The sum of the ranks' ``summand`` tensors, as the input embedding of a sequence parallel model returns it.
+    """The sum of :class:`Summands`, as the input embedding of a sequence parallel model returns it.
 
     Between embedding and first layer most models ask such a tensor for its shape, dtype and device alone, and the layer
     then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Whatever else reads it, a sum
@@ -31,34 +74,36 @@ class PendingSum(Tensor):
     Autograd knows it as a tensor of the whole shape, whose gradient is equal on all ranks.
     """
 
-    summand: Tensor
-    group: dist.ProcessGroup
+    summands: Summands
     _whole: Tensor | None = None
 
     @staticmethod
-    def make(summand: Tensor, group: dist.ProcessGroup) -> "PendingSum":
-        """Return the sum of ``summand`` over the ranks of ``group``, without communication."""
-        return _Pend.apply(summand, group)
+    def make(tensor: Tensor, group: dist.ProcessGroup) -> "PendingSum":
+        """Return the sum of ``tensor`` over the ranks of ``group``, without communication."""
+        return _Pend.apply(tensor, group)
 
     @staticmethod
-    def __new__(cls, summand: Tensor, group: dist.ProcessGroup) -> "PendingSum":
+    def __new__(cls, summands: Summands, like: Tensor) -> "PendingSum":
         pending = torch.Tensor._make_wrapper_subclass(
-            cls, summand.shape, strides=summand.stride(), dtype=summand.dtype, device=summand.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        pending.summand, pending.group = summand, group
+        pending.summands = summands
         return pending
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def get_whole(self) -> Tensor:
         """Return the sum, a plain tensor; it is computed once."""
         if self._whole is None:
-            self._whole = _AllReduce.apply(self)
+            # who reads it first may want no gradients, and the next one some
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = _Whole.apply(self)
         return self._whole
 
     def get_part(self, dim: int) -> Tensor:
         """Return this rank's part of the sum along ``dim``, whose size the ranks divide."""
-        if self._whole is not None:  # something has read it, and may have changed it
-            return split(self._whole, dim, self.group)
-        return _Scatter.apply(self, dim)
+        if self.summands.is_added:
+            return split(self.get_whole(), dim, self.summands.group)
+        return _Part.apply(self, dim)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,35 +115,37 @@ class PendingSum(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # autograd saves it: the input of a checkpoint
-            return PendingSum(args[0].summand, args[0].group)
-        raise NotImplementedError(f"{func} of a sum over ranks that is not computed yet.")
+            return PendingSum(args[0].summands, args[0])
+        # what comes by without __torch_function__ has its gradient from autograd, which is above
+        args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Pend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> PendingSum:
-        return PendingSum(summand.detach(), group)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> PendingSum:
+        return PendingSum(Summands(tensor.detach(), group), tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
 
-class _AllReduce(torch.autograd.Function):
+class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingSum) -> Tensor:
-        return all_reduce_tensor(pending.summand, pending.group)
+        return pending.summands.add().detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient
 
 
-class _Scatter(torch.autograd.Function):
+class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingSum, dim: int) -> Tensor:
-        ctx.dim, ctx.group = dim, pending.group
-        return reduce_scatter_tensor(pending.summand, dim, pending.group)
+        ctx.dim, ctx.group = dim, pending.summands.group
+        return pending.summands.scatter(dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

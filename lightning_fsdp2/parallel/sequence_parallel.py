@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fsdp2._torch_compat import is_in_backward
-from lightning_fsdp2.parallel.pending_sum import PendingSum
+from lightning_fsdp2.parallel.pending_sum import PendingSum, Summands
 from lightning_fsdp2.parallel.tp_collectives import (
     Kind,
     copy_to_ranks,
@@ -82,14 +82,6 @@ class Scope:
             self.random.end_shards()
 
 
-class EmbeddingScope(Scope):
-    """The input embedding of a model whose first layer takes a part of the sequence from it."""
-
-    def leave_whole(self, tensor: Tensor) -> Tensor:
-        # a user's torch.compile around the model would have to trace the subclass
-        return super().leave_whole(tensor) if torch.compiler.is_compiling() else PendingSum.make(tensor, self.group)
-
-
 class LayerScope(Scope):
     """A layer under tensor parallelism alone: projections of the same tensor share the all-reduce of its gradient."""
 
@@ -130,8 +122,11 @@ class Stack:
         self.group = group
         self.stream_dim = stream_dim
         self.is_open = False
+        self.is_running = False
         self.whole = 0
         self.local = 0
+        self.embeddings: list[Summands] = []
+        """Of the forward that runs."""
 
     @property
     def is_active(self) -> bool:
@@ -204,27 +199,37 @@ class Stack:
         Raises:
             ValueError: When the model left out its last layer, so that parts of the sequence would get out.
         """
-        self.is_open = False
+        self.is_open, self.is_running = False, True
         try:
             output = forward(*args, **kwargs)
             left_open = self.is_open
+            output = self._gather_recorded(output)
         finally:
-            self.is_open = False
+            self.is_open = self.is_running = False
+            for summands in self.embeddings:
+                summands.end()
+            self.embeddings.clear()
         if left_open and self.is_active:
             raise ValueError(
                 "sequence_parallel=True: the model left out its last layer, which gathers the sequence. Use"
                 " sequence_parallel=False, or a model of fewer layers."
             )
-        if isinstance(output, tuple):
-            return (output[0], *map(self._gather_recorded, output[1:]))
-        if getattr(output, "hidden_states", None) is not None:
-            output.hidden_states = self._gather_recorded(output.hidden_states)
         return output
 
-    def _gather_recorded(self, value: Any) -> Any:
-        if not self.is_active or not isinstance(value, tuple | list):
-            return value
-        return type(value)(self.close(item) if self._is_part(item) else item for item in value)
+    def _gather_recorded(self, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0], *map(self._gather_all, output[1:]))
+        if getattr(output, "hidden_states", None) is not None:
+            output.hidden_states = self._gather_all(output.hidden_states)
+        return output
+
+    def _gather_all(self, value: Any) -> Any:
+        return type(value)(map(self._gather, value)) if isinstance(value, tuple | list) else value
+
+    def _gather(self, value: Any) -> Any:
+        if isinstance(value, PendingSum):
+            return value.get_whole()
+        return self.close(value) if self.is_active and self._is_part(value) else value
 
     def _is_part(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 2 and value.size(self.stream_dim) == self.local
@@ -232,6 +237,30 @@ class Stack:
     def get_token_dim(self, tensor: Tensor) -> int:
         """Models flatten [batch, sequence, hidden] to [tokens, hidden] for modules that treat each token alone."""
         return 0 if tensor.ndim == 2 else self.dim
+
+
+class EmbeddingScope(Scope):
+    """The input embedding of a model whose first layer takes a part of the sequence from it.
+
+    Args:
+        group: Of the tensor parallel ranks.
+        stacks: Of the layers that may take it.
+        embedding: The module.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stacks: list[Stack], embedding: nn.Module) -> None:
+        super().__init__(group)
+        self.stacks, self.embedding = stacks, embedding
+
+    def leave_whole(self, tensor: Tensor) -> Tensor:
+        running = [stack for stack in self.stacks if stack.is_running]
+        # the user's hooks may read on one rank alone, and the user's torch.compile would have to trace the subclass
+        is_watched = any(map(_is_foreign, self.embedding._forward_hooks.values()))
+        if not running or is_watched or torch.compiler.is_compiling():
+            return super().leave_whole(tensor)
+        pending = PendingSum.make(tensor, self.group)
+        running[-1].embeddings.append(pending.summands)
+        return pending
 
 
 class PointwiseScope(Scope):
@@ -421,6 +450,11 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
             module._parameters.update(saved)
 
     wrap_method(module, run)
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is neither FSDP2's nor this package's, which do not read what modules return."""
+    return getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "lightning_fsdp2")
 
 
 def _may_be_repeated() -> bool:

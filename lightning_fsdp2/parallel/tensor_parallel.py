@@ -167,9 +167,10 @@ def _install(
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
     names = {module: name for name, module in model.module.named_modules()}
     with_sequences = model.get_text_stacks() if sequence_parallel else []
+    sequences = []
     for layers in stacks:
         if layers in with_sequences:
-            _install_stack(model, layers, styles, layouts, mesh)
+            sequences.append(_install_stack(model, layers, styles, layouts, mesh))
         else:
             returns = Kind.EITHER if model.foreign else Kind.EQUAL
             for layer in layers:
@@ -179,8 +180,9 @@ def _install(
     embedding, _ = get_embedding_and_head(model.module)
     for module, style in styles.items():
         if module not in inside:
-            scope_class = EmbeddingScope if with_sequences and module is embedding else Scope
-            style.install(module, scope_class(mesh.get_group()))
+            is_taken = bool(sequences) and module is embedding
+            group = mesh.get_group()
+            style.install(module, EmbeddingScope(group, sequences, module) if is_taken else Scope(group))
 
 
 def _install_layer(
@@ -199,7 +201,7 @@ def _install_stack(
     styles: dict[nn.Module, Style],
     layouts: dict[Slot, Layout],
     mesh: DeviceMesh,
-) -> None:
+) -> Stack:
     names = {module: name for name, module in model.module.named_modules()}
     traits = get_layer_traits(model.module)
     stack = Stack(mesh.get_group(), stream_dim=traits.sequence_dim)
@@ -227,6 +229,7 @@ def _install_stack(
     wrap_method(layers[0], stack.run_first, "__call__")
     around = [module for module in model.module.modules() if is_hf_model(module) and layers[0] in set(module.modules())]
     wrap_method(around[-1] if around else model.module, stack.run_model)
+    return stack
 
 
 def _install_region(

@@ -47,8 +47,8 @@ HEADER = """# What the flags of FSDP2 do
 
 Each row was measured: the figures are those of one training step of a Llama of three layers on two CPU ranks (2
 sequences of 12 tokens each), and `tests/test_flags.py` asserts every one of them (but for asynchronous tensor
-parallelism, which has `tests/parallel/test_async_tensor_parallel.py`). `python tests/helpers/flags.py` writes this page
-from the same data.
+parallelism, which has `tests/parallel/test_async_tensor_parallel.py`). From the same data this page is written:
+`PYTHONPATH=tests python tests/helpers/flags.py`.
 """
 
 

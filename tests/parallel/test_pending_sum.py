@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -53,12 +54,45 @@ def scale_in_place(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Doubled(torch.autograd.Function):
+    """Reads its input without gradients, and gives it back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor + tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2
+
+
+def read_first(read: Callable[[Tensor], Any], context: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    def read_twice(tensor: Tensor) -> Tensor:
+        with context():
+            read(tensor)
+        return tensor * 2
+
+    return read_twice
+
+
+@torch.compile(backend="aot_eager")
+def scale_compiled(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
 READERS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "operator": (lambda tensor: tensor * 2 + torch.ones(SHAPE), 2),
     "function": (lambda tensor: torch.cat([tensor, torch.zeros(SHAPE)], 1), 1),
     "checkpoint": (lambda tensor: checkpoint(lambda value: value * 2, tensor, use_reentrant=False), 2),
     "in place": (scale_in_place, 3),
     "autograd function": (Twice.apply, 2),
+    "autograd function and operator": (lambda tensor: Doubled.apply(tensor) + tensor, 3),
+    "first without gradients": (read_first(Tensor.norm, torch.no_grad), 2),
+    "first in inference mode": (read_first(Tensor.norm, torch.inference_mode), 2),
+    "first by value": (read_first(Tensor.tolist, nullcontext), 2),
+    "reentrant checkpoint": (lambda tensor: checkpoint(lambda value: value * 2, tensor, use_reentrant=True), 2),
+    "vmap": (torch.vmap(lambda row: row * 2), 2),
+    "compiled": (scale_compiled, 2),
 }
 
 
@@ -166,6 +200,22 @@ def refuse(pending: PendingSum) -> NoReturn:
     raise AssertionError("The embeddings were read before the first layer.")
 
 
+def test_after_the_forward_it_is_an_error_to_read_it_for_the_first_time() -> None:
+    def run() -> None:
+        summand, read, _ = make()
+        _, unread, whole = make()
+        del summand
+        result = read * 1
+        for pending in (read, unread):
+            pending.summands.end()
+        torch.testing.assert_close(read + 0, result)
+        assert unread.shape == whole.shape
+        with pytest.raises(RuntimeError, match=r"sequence_parallel=True: .* read after the forward"):
+            unread.sum()
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("compile_without_code")
 def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(name: str) -> None:
@@ -178,3 +228,31 @@ def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     run_ranks(run, 4)
+
+
+def test_hooks_and_direct_calls_get_the_embeddings_themselves() -> None:
+    def run() -> None:
+        config = FSDP2Config(sequence_parallel=True, mp_policy=MixedPrecisionPolicy())
+        model: Any = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
+        ids = torch.arange(12).reshape(1, 12)
+        kept: list[Tensor] = []
+        hook = model.model.embed_tokens.register_forward_hook(lambda module, args, output: kept.append(output))
+        model(input_ids=ids, use_cache=False)
+        assert type(kept[0]) is Tensor
+        hook.remove()
+        assert type(model.model.embed_tokens(ids)) is Tensor
+
+    run_ranks(run, 2)
+
+
+def test_recorded_embeddings_are_whole() -> None:
+    def run() -> None:
+        plain = make_rough_model(LLAMA)
+        config = FSDP2Config(sequence_parallel=True, mp_policy=MixedPrecisionPolicy())
+        model: Any = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(copy.deepcopy(plain))
+        ids = torch.arange(12).reshape(1, 12)
+        expected, actual = (m(input_ids=ids, use_cache=False, output_hidden_states=True) for m in (plain, model))
+        assert {type(states) for states in actual.hidden_states} == {Tensor}
+        torch.testing.assert_close(actual.hidden_states, expected.hidden_states)
+
+    run_ranks(run, 2)
