@@ -64,8 +64,9 @@ class CausalLM(LightningModule):
         config: The architecture of a new model: a mapping with ``model_type`` and its fields
             (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
             Give either this or ``pretrained``.
-        optimizer: Called with the parameter groups. ``fused=True`` is dropped, with a warning, for devices on which
-            torch has no fused kernel.
+        optimizer: Called with the parameter groups. Adam and AdamW step by torch's fused kernel where there is one for
+            the device, unless ``fused``, ``foreach`` or ``differentiable`` is given; ``fused=True`` is dropped, with a
+            warning, where there is none.
         lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
             :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run if it is given no ``total_steps``.
         decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
@@ -98,9 +99,7 @@ class CausalLM(LightningModule):
         self,
         pretrained: str | None = None,
         config: dict[str, Any] | str | None = None,
-        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
-            parameters, lr=3e-4, weight_decay=0.1, fused=True
-        ),
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1),
         lr_scheduler: LRSchedulerCallable | None = None,
         decay_norms_and_biases: bool = False,
         attn_implementation: str = "sdpa",
@@ -357,13 +356,17 @@ class CausalLM(LightningModule):
 
 
 def _prepare_fused(optimizer: Optimizer) -> None:
-    """Let an optimizer with ``fused=True`` step on any device, and its gradients be clipped by any strategy."""
-    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    """Let an optimizer step by a fused kernel where torch has one, and its gradients be clipped by any strategy."""
+    groups = optimizer.param_groups
+    without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
+    if isinstance(optimizer, torch.optim.Adam) and not without:
+        for group in groups:
+            if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
+                group["fused"] = True
+    fused = [group for group in groups if group.get("fused")]
     if not fused:
         return
     leave_unscaling_to_scaler(optimizer)
-    devices = {parameter.device for group in fused for parameter in group["params"]}
-    without = sorted({device.type for device in devices if not has_fused_optimizers(device)})
     if without:
         name = type(optimizer).__name__
         rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; it steps without.")

@@ -21,6 +21,7 @@ from lightning_fsdp2._torch_compat import (
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
+from lightning_fsdp2.parallel.packed_sequences import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.parallel.selective_checkpointing import Contexts, Selection, get_kind
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
@@ -112,10 +113,14 @@ class _Checkpoint:
 
     def _get_options(self) -> dict[str, Any]:
         # compiled code has changes of buffers in its forward alone
-        if torch.compiler.is_compiling() or not self.buffers.has_any():
+        if torch.compiler.is_compiling():
             return self.options
-        make_others = self.options.get("context_fn", _make_no_contexts)
-        return {**self.options, "context_fn": lambda: map(_Nested, self.buffers.make_contexts(), make_others())}
+        makers = [self.buffers.make_contexts] if self.buffers.has_any() else []
+        makers += [make_unpacked_contexts] if assumes_unpacked_sequences() else []
+        if not makers:
+            return self.options
+        makers.append(self.options.get("context_fn", _make_no_contexts))
+        return {**self.options, "context_fn": lambda: map(_Nested, *(make() for make in makers))}
 
     def _has_backward(self, *inputs: Any) -> bool:
         """Whether anything here is trained, or before it: a frozen model has nothing to compute again."""

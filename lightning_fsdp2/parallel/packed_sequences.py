@@ -5,7 +5,7 @@ transformers looks for position ids that restart, with a host sync per forward, 
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,29 @@ def assume_unpacked_sequences() -> Iterator[None]:
     finally:
         for (module, name, _), function in zip(checks, saved, strict=True):
             setattr(module, name, function)
+
+
+def assumes_unpacked_sequences() -> bool:
+    """Return whether this is inside of :func:`assume_unpacked_sequences`."""
+    from transformers import masking_utils
+
+    return getattr(masking_utils.find_packed_sequence_indices, "func", None) is _answer
+
+
+def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward that is inside of :func:`assume_unpacked_sequences`, and for its repetition."""
+    return nullcontext(), _AssumeAgain()
+
+
+class _AssumeAgain(AbstractContextManager[None]):
+    """Enters :func:`assume_unpacked_sequences` anew for every backward through the same graph."""
+
+    def __enter__(self) -> None:
+        self.context = assume_unpacked_sequences()
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def search_run(
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
-        if plan.verdict == "fits":
+        if plan.verdict in ("fits", candidate.verdict):
             best = found.best[number:]
             return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
     return SearchResult(found, None, [])

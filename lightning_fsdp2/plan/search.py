@@ -51,7 +51,7 @@ class Search:
     """What was tried for a run."""
 
     best: list[Candidate]
-    """Those that fit, the fastest first."""
+    """Those that fit, the fastest first; where none does, those that are tight."""
 
     closest: Candidate | None
     """The one that needs least, whether or not it fits."""
@@ -111,12 +111,12 @@ def search(
                 refused[outcome] += 1
     except KeyboardInterrupt:  # what was found is worth having
         is_interrupted = True
-    fitting = [candidate for candidate in tried if candidate.verdict == "fits"]
+    fitting, tight = ([candidate for candidate in tried if candidate.verdict == word] for word in ("fits", "tight"))
     return Search(
-        best=sorted(fitting, key=lambda candidate: candidate.estimate),
+        best=sorted(fitting or tight, key=lambda candidate: candidate.estimate),
         closest=min(tried, key=lambda candidate: candidate.peak_bytes, default=None),
         tried=len(tried),
-        too_large=len(tried) - len(fitting),
+        too_large=len(tried) - len(fitting) - len(tight),
         refused=dict(refused),
         left_out=left_out,
         is_interrupted=is_interrupted,

@@ -67,7 +67,7 @@ def make_run() -> Names:
 
 def check_plan(names: Names) -> None:
     assert names["plan"].world_size == 64
-    assert names["plan"].fits
+    assert names["plan"].verdict == "fits"
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,20 @@ from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, token_sum_loss, whole
 from helpers.ranks import RankError, run_ranks
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from transformers import masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_flash_attention_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import lightning_fsdp2
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy, _torch_compat
 from lightning_fsdp2.models import causal_lm
 from lightning_fsdp2.parallel import chunked_loss
+from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -222,16 +226,18 @@ FUSED = {
 }
 
 
-def run_one_step(strategy: Any, **options: Any) -> tuple[set[Any], Counter[str], list[warnings.WarningMessage]]:
-    """Train a step with the default optimizer; what its groups say, what was run in the step, and warnings."""
-    module = CausalLM(config=LLAMA)
+def run_one_step(
+    strategy: Any, *, module: dict[str, Any] | None = None, **options: Any
+) -> tuple[set[Any], Counter[str], list[warnings.WarningMessage]]:
+    """Train a step; what the optimizer's groups say, what was run in the step, and warnings."""
+    model = CausalLM(config=LLAMA, **(module or {}))
     counts = CountsStep(0)
     trainer = make_trainer(
         strategy, max_steps=2, callbacks=[counts], precision="bf16-mixed", gradient_clip_val=1.0, **options
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, make_loader(2))
+        trainer.fit(model, make_loader(2))
     groups = {group["fused"] for group in trainer.optimizers[0].param_groups}
     return groups, counts.counter.operations, [w for w in caught if "fused" in str(w.message)]
 
@@ -248,20 +254,65 @@ def test_the_default_optimizer_is_fused(name: str) -> None:
     run_ranks(run, 2)
 
 
-def test_where_torch_has_no_fused_kernel_the_default_optimizer_says_so_and_steps(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_where_torch_has_no_fused_kernel_the_optimizer_steps_without(
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch_compat, "_get_fused_kernels_supported_devices", lambda: ["cuda"])
 
     def run() -> None:
-        groups, operations, messages = run_one_step(FSDP2Strategy())
+        options = {"optimizer": partial(torch.optim.AdamW, fused=True)} if is_asked else {}
+        groups, operations, messages = run_one_step(FSDP2Strategy(), module=options)
         assert groups == {None}
         assert "aten::_fused_adamw_" not in operations
-        assert [str(message.message) for message in messages] == [
-            "AdamW(fused=True): torch has no fused kernel for cpu; it steps without."
-        ]
+        message = "AdamW(fused=True): torch has no fused kernel for cpu; it steps without."
+        assert [str(caught.message) for caught in messages] == [message] * is_asked
 
     run_ranks(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({}, True),
+        ({"foreach": True}, None),
+        ({"foreach": False}, None),
+        ({"fused": False}, False),
+        ({"differentiable": True}, None),
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_says_how_it_steps_steps_so(options: dict[str, Any], fused: bool | None) -> None:
+    cli = LightningCLI(
+        CausalLM,
+        run=False,
+        save_config_callback=None,
+        args={"model": {"config": LLAMA, "optimizer": {"class_path": "torch.optim.AdamW", "init_args": options}}},
+    )
+    cli.model.configure_model()
+    optimizer = cli.model.configure_optimizers()
+    assert {group["fused"] for group in optimizer.param_groups} == {fused}
+
+
+def test_layers_that_are_computed_again_are_not_searched_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        modeling_flash_attention_utils, "_is_packed_sequence", lambda *args, **kwargs: calls.append(args)
+    )
+
+    def attend(module: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
+        modeling_flash_attention_utils._is_packed_sequence(None, 1)  # as flash attention does in every layer
+        return sdpa_attention_forward(module, *tensors, **kwargs)
+
+    AttentionInterface.register("searching", attend)
+    AttentionMaskInterface.register("searching", sdpa_mask)
+    module = CausalLM(config=LLAMA, attn_implementation="searching")
+    module.configure_model()
+    apply_activation_checkpointing(module.model, "full")
+    loss = module.training_step(make_token_batches(1, ragged=False)[0], 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert not calls
 
 
 def test_what_is_logged_and_when() -> None:

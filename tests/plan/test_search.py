@@ -1,5 +1,6 @@
 """A search drops what breaks a rule or does not fit, and its winner trains as it says."""
 
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, T
 from lightning_fsdp2.plan import SearchResult, get_device, search_run
 from lightning_fsdp2.plan.cache import get_fingerprint
 from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.table import write_search
 from lightning_fsdp2.plan.workers import run_in_processes
 
 MEMORY = 2.1
@@ -33,7 +35,7 @@ def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     assert result.plan is not None
     estimates = [candidate.estimate for candidate in found.best]
     assert estimates == sorted(estimates)
-    assert found.too_large > 0
+    assert len(found.best) < found.tried
     assert result.plan.verdict == "fits"
     # the winner is planned whole, and its few layers told the same
     assert result.plan.peak_bytes == found.best[0].peak_bytes
@@ -67,6 +69,18 @@ def test_ended_early_a_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("lightning_fsdp2.plan.search.simulate_all", interrupt)
     found = run_search().search
     assert (found.is_interrupted, found.best, found.closest) == (True, [], None)
+
+
+@pytest.mark.slow
+def test_where_none_fits_for_sure_the_tight_ones_are_told() -> None:
+    least = run_search(memory=0.001).search.closest
+    assert least is not None
+    result = run_search(memory=least.peak_bytes / 2**30)
+    assert result.plan is not None
+    assert {candidate.verdict for candidate in result.search.best} == {result.plan.verdict} == {"tight"}
+    text = io.StringIO()
+    write_search(result, text)
+    assert "None fits for sure: these are tight" in text.getvalue()
 
 
 @pytest.mark.slow
