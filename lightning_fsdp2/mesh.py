@@ -169,7 +169,7 @@ def create_device_mesh(
     device_type = device_type or _accelerator_type()
     backend, device_id = getattr(config, "backend", None), None
     if getattr(config, "bind_device_id", False):
-        device_id = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
+        device_id = torch.device(device_type, _get_own_index())
         backend = backend or get_default_backend(device_id)
         check_bound_device(backend, device_id)
     if not dist.is_initialized():
@@ -331,6 +331,15 @@ def destroy_process_group() -> None:
     """End the process group, if there is one: a process that exits with it may be aborted by a thread of gloo."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _get_own_index() -> int:
+    """Return which device is this rank's: what the script has chosen, or where it did not the launcher's local rank."""
+    if not torch.accelerator.is_available():
+        return 0
+    chosen = torch.accelerator.current_device_index()
+    # a process that sees one device alone, as some launchers make it, calls it 0 whatever its local rank is
+    return chosen or int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
 
 
 def _accelerator_type() -> str:

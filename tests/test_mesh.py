@@ -402,7 +402,12 @@ def test_a_plain_script_gets_a_group_of_one_process_on_its_machines_device(confi
     run_ranks(run, 1, group=False)
 
 
-def test_a_group_is_bound_to_the_accelerator_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "devices", "index"), [(0, 8, 1), (3, 8, 3), (0, 1, 0)], ids=["local rank", "chosen", "only one"]
+)
+def test_a_group_is_bound_to_the_accelerator_it_is_for(
+    chosen: int, devices: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: dict[str, Any] = {}
 
     def start(backend: str, **options: Any) -> None:
@@ -410,13 +415,16 @@ def test_a_group_is_bound_to_the_accelerator_it_is_for(monkeypatch: pytest.Monke
         raise KeyError
 
     monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     for world_size in ("1", "2"):
         monkeypatch.setenv("WORLD_SIZE", world_size)
         with pytest.raises(KeyError):
             create_device_mesh(FSDP2Config(bind_device_id=True), device_type="cuda")
-        assert (given["backend"], given["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+        assert (given["backend"], given["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", index))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 A block is a few queries and a few keys. In a *dense* block all queries see all keys, or the n-th query the first n of
 them, or a mask says what is seen. A block of *segments* is many pieces at once, each with keys of its own, as kernels
 for sequences of various lengths take them: documents that are packed into a sequence, windows, or both. Such a block
-computes exactly the pairs that are seen, in one call, however many documents there are and however small the window.
+computes exactly the pairs that are seen, in one call of such a kernel, however many documents there are and however
+small the window.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -207,7 +209,7 @@ def _get_segment_block(
         key = None
         borders = [start for start in of_sequence if chunk.start < start < chunk.end]
         for begin, end in pairwise([chunk.start, *borders, chunk.end]):
-            document = max(start for start in of_sequence if start <= begin)
+            document = of_sequence[bisect_right(of_sequence, begin) - 1]
             first_key = document if window is None else max(document, begin - window + 1)
             if key is None:
                 key = first_key

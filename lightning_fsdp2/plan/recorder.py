@@ -388,7 +388,8 @@ class _OperationKind:
         given = self._name(args, kwargs)
         is_backward = "backward" in self._short_name
         query, has_segments = given["query"], "most_keys" in given
-        length = given["most_keys"] if has_segments else given["key"].size(-2)
+        has_heads_last = self._short_name.startswith(("_flash_attention", "_efficient_attention"))
+        length = given["most_keys"] if has_segments else given["key"].size(-3 if has_heads_last else -2)
         is_causal = has_segments or bool(given.get("is_causal", False))
         return Attention(query.size(-1), length, query.numel(), is_causal, is_backward)
 
