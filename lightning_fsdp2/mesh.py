@@ -18,7 +18,9 @@ Every view has all of its axes, those of size 1 included, so that one rank runs 
 
 import atexit
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -331,6 +333,28 @@ def destroy_process_group() -> None:
     """End the process group, if there is one: a process that exits with it may be aborted by a thread of gloo."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _wait_for_threads()
+
+
+def _wait_for_threads(seconds: float = 1.0) -> None:
+    """Wait until no thread of gloo runs, for as long as ``seconds``, on Linux.
+
+    Such a thread lets a tensor go shortly after the collective is over, for which it needs Python; if Python is
+    finalizing by then, it ends the thread, which aborts the process ("terminate called without an active exception").
+    Groups outlive ``destroy_process_group`` in meshes and hooks, and have no way to join their threads.
+    """
+    end = time.monotonic() + seconds
+    is_running = True
+    while is_running and time.monotonic() < end:
+        time.sleep(0.01)  # who waits for Python gets it now
+        is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended
+        return ""
 
 
 def _get_own_index() -> int:
