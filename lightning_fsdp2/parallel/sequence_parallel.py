@@ -253,10 +253,11 @@ class EmbeddingScope(Scope):
         self.stacks, self.embedding = stacks, embedding
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
+        # the user's torch.compile would have to trace the subclass, and the user's hooks may read it on one rank alone
+        if torch.compiler.is_compiling() or any(map(_is_foreign, self.embedding._forward_hooks.values())):
+            return super().leave_whole(tensor)
         running = [stack for stack in self.stacks if stack.is_running]
-        # the user's hooks may read on one rank alone, and the user's torch.compile would have to trace the subclass
-        is_watched = any(map(_is_foreign, self.embedding._forward_hooks.values()))
-        if not running or is_watched or torch.compiler.is_compiling():
+        if not running:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group)
         running[-1].embeddings.append(pending.summands)
