@@ -358,7 +358,7 @@ def _read(path: Path) -> str:
 
 
 def _get_own_index() -> int:
-    """Return which device is this rank's: what the script has chosen, or where it did not the launcher's local rank."""
+    """Return which device is this rank's: the one that the script has chosen, or if that is 0 the local rank's."""
     if not torch.accelerator.is_available():
         return 0
     chosen = torch.accelerator.current_device_index()

@@ -359,7 +359,7 @@ def _prepare_fused(optimizer: Optimizer) -> None:
     """Let an optimizer step by a fused kernel where torch has one, and its gradients be clipped by any strategy."""
     groups = optimizer.param_groups
     without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
-    if isinstance(optimizer, torch.optim.Adam) and not without:
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not without:
         for group in groups:
             if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
                 group["fused"] = True

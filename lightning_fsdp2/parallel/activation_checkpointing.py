@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp2._torch_compat import (
@@ -22,6 +23,7 @@ from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.parallel.layer_buffers import LayerBuffers
 from lightning_fsdp2.parallel.layer_caches import CacheArguments, is_filled
 from lightning_fsdp2.parallel.packed_sequences import assumes_unpacked_sequences, make_unpacked_contexts
+from lightning_fsdp2.parallel.pending_sum import PendingSum
 from lightning_fsdp2.parallel.selective_checkpointing import Contexts, Selection, get_kind
 from lightning_fsdp2.parallel.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.tp_parameters import wrap_method
@@ -75,7 +77,8 @@ def apply_activation_checkpointing(
             options["context_fn"] = partial(Selection.make_contexts, selections[kind])  # dynamo takes no bound method
         elif is_outside:
             options["context_fn"] = _make_stances
-        wrap_method(layer, _Checkpoint(layer, options), "__call__" if is_outside else "forward")
+        run = _Checkpoint(layer, options, is_selective=mode == "selective")
+        wrap_method(layer, run, "__call__" if is_outside else "forward")
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
@@ -95,8 +98,8 @@ def _get_checkpoints(layer: nn.Module) -> list["_Checkpoint"]:
 class _Checkpoint:
     """Runs a layer's forward, without keeping what happens in it if there will be a backward."""
 
-    def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
-        self.layer, self.options = layer, options
+    def __init__(self, layer: nn.Module, options: dict[str, Any], *, is_selective: bool) -> None:
+        self.layer, self.options, self.is_selective = layer, options, is_selective
         self.caches = CacheArguments(layer)
         self.buffers = LayerBuffers(layer)
 
@@ -109,6 +112,9 @@ class _Checkpoint:
                 " that are computed again would append to them twice. Use activation_checkpointing=False."
             )
         args, kwargs = self.caches.drop(args, kwargs)  # they would be filled a second time
+        if self.is_selective:
+            # what is kept is found again by its order, and a sum that was added up once is not added up again
+            args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
     def _get_options(self) -> dict[str, Any]:

@@ -27,12 +27,15 @@ class Summands:
     Args:
         tensor: That of this rank.
         group: The ranks.
+        is_watched: Whether a hook of the user's may read the sum on this rank alone.
     """
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> None:
         self.group = group
+        self.is_watched = is_watched
         self._tensor: Tensor | None = tensor
         self._sum: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
 
     @property
     def is_added(self) -> bool:
@@ -42,13 +45,24 @@ class Summands:
     def add(self) -> Tensor:
         """Return the whole sum, without gradients; it is computed once, and changes in place stay."""
         if self._sum is None:
+            if self.is_watched:
+                raise RuntimeError(
+                    "sequence_parallel=True: the output of the input embedding, which has a forward hook that it did"
+                    " not have in the first forward, is read, on this rank or on all. Register the hook before the"
+                    " first forward, or use sequence_parallel=False."
+                )
             self._sum = all_reduce_tensor(self._get_tensor(), self.group)
             self._tensor = None
         return self._sum
 
     def scatter(self, dim: int) -> Tensor:
-        """Return this rank's part of the sum along ``dim``, without gradients."""
-        return reduce_scatter_tensor(self._get_tensor(), dim, self.group)
+        """Return this rank's part of the sum along ``dim``, without gradients; it is computed once.
+
+        A checkpoint around the first layer's call asks again in backward.
+        """
+        if dim not in self._parts:
+            self._parts[dim] = reduce_scatter_tensor(self._get_tensor(), dim, self.group)
+        return self._parts[dim].detach()
 
     def end(self) -> None:
         """Let the summands go: from here on, ranks may do different things, and a collective would wait forever."""
@@ -78,9 +92,9 @@ class PendingSum(Tensor):
     _whole: Tensor | None = None
 
     @staticmethod
-    def make(tensor: Tensor, group: dist.ProcessGroup) -> "PendingSum":
-        """Return the sum of ``tensor`` over the ranks of ``group``, without communication."""
-        return _Pend.apply(tensor, group)
+    def make(tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> "PendingSum":
+        """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
+        return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
     @staticmethod
     def __new__(cls, summands: Summands, like: Tensor) -> "PendingSum":
@@ -123,8 +137,8 @@ class PendingSum(Tensor):
 
 class _Pend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> PendingSum:
-        return PendingSum(Summands(tensor.detach(), group), tensor)
+    def forward(ctx: Any, tensor: Tensor, summands: Summands) -> PendingSum:
+        return PendingSum(summands, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

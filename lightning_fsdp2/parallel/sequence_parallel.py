@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2._torch_compat import is_in_backward
+from lightning_fsdp2._torch_compat import all_reduce_tensor, is_in_backward
+from lightning_fsdp2._torch_simulation import FakeTensor
 from lightning_fsdp2.parallel.pending_sum import PendingSum, Summands
 from lightning_fsdp2.parallel.tp_collectives import (
     Kind,
@@ -199,16 +200,16 @@ class Stack:
         Raises:
             ValueError: When the model left out its last layer, so that parts of the sequence would get out.
         """
-        self.is_open, self.is_running = False, True
+        outer = self.is_running, self.embeddings
+        self.is_open, self.is_running, self.embeddings = False, True, []
         try:
             output = forward(*args, **kwargs)
             left_open = self.is_open
             output = self._gather_recorded(output)
         finally:
-            self.is_open = self.is_running = False
             for summands in self.embeddings:
                 summands.end()
-            self.embeddings.clear()
+            self.is_open, (self.is_running, self.embeddings) = False, outer
         if left_open and self.is_active:
             raise ValueError(
                 "sequence_parallel=True: the model left out its last layer, which gathers the sequence. Use"
@@ -251,17 +252,29 @@ class EmbeddingScope(Scope):
     def __init__(self, group: dist.ProcessGroup, stacks: list[Stack], embedding: nn.Module) -> None:
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
+        self._watched: dict[bool, bool] = {}
+        """Whether any rank had a hook of the user's in the first forward without gradients, and in that with them."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
-        # the user's torch.compile would have to trace the subclass, and the user's hooks may read it on one rank alone
-        if torch.compiler.is_compiling() or any(map(_is_foreign, self.embedding._forward_hooks.values())):
-            return super().leave_whole(tensor)
         running = [stack for stack in self.stacks if stack.is_running]
-        if not running:
+        # a user's torch.compile around the model would have to trace the subclass
+        if not running or torch.compiler.is_compiling():
             return super().leave_whole(tensor)
-        pending = PendingSum.make(tensor, self.group)
+        is_watched, mode = any(map(_is_foreign, self.embedding._forward_hooks.values())), torch.is_grad_enabled()
+        if mode not in self._watched:
+            self._watched[mode] = self._agree(is_watched, tensor)
+        # a hook may read on one rank alone, which must then not be a collective
+        if self._watched[mode]:
+            return super().leave_whole(tensor)
+        pending = PendingSum.make(tensor, self.group, is_watched=is_watched)
         running[-1].embeddings.append(pending.summands)
         return pending
+
+    def _agree(self, is_watched: bool, tensor: Tensor) -> bool:
+        """Return whether it is so on any rank."""
+        if isinstance(tensor, FakeTensor):
+            return is_watched
+        return bool(all_reduce_tensor(torch.tensor(float(is_watched), device=tensor.device), self.group))
 
 
 class PointwiseScope(Scope):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _MEMORY = (
     "Allocated is exact; what the process holds is a range. Its lower end has no unused parts of segments; its upper"
-    " end has those of torch's allocator, and the most that CUDA, cuBLAS, NCCL and attention were seen to take."
+    " end has those of torch's allocator, a tenth more, and the most that CUDA, cuBLAS, NCCL and attention were seen to"
+    " take."
 )
 _TIMES = (
     "The bound takes the data sheet, one kernel for each operation, rings over the slowest link without latency, and"
@@ -183,12 +184,18 @@ def search_run(
         on_progress=on_progress,
     )
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
+    # planned whole it may need more than a few of its layers told
+    planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
+        planned += [(number, plan)] if plan.verdict != "does not fit" else []
         if plan.verdict in ("fits", candidate.verdict):
-            best = found.best[number:]
-            return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
-    return SearchResult(found, None, [])
+            break
+    if not planned:
+        return SearchResult(replace(found, best=[]), None, [])
+    number, plan = next((one for one in planned if one[1].verdict == "fits"), planned[0])
+    best = found.best[number:]
+    return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
 
 
 def _prepare(

@@ -63,8 +63,8 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
     counts += [f"{found.left_out} left out for lack of time"] if found.left_out else []
     counts += ["others left out, interrupted"] if found.is_interrupted else []
     console.print(f"{'; '.join(counts)}.")
-    if found.best and found.best[0].verdict == "tight":
-        console.print("None fits for sure: these are tight, since their processes may hold more than there is.")
+    if result.plan is not None and result.plan.verdict == "tight":
+        console.print("None fits for sure: the best is tight, since its processes may hold more than there is.")
     if result.plan is None and found.closest is not None:
         needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
         console.print(f"Nothing fits. Least is needed by {_describe_layout(found.closest.knobs)}: {needed}.")

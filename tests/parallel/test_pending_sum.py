@@ -193,6 +193,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "autocast": {"autocast_dtype": "bfloat16"},
     "compiled": {"enable_compile": True},
+    "compiled, full": {"enable_compile": True, "activation_checkpointing": "full"},
+    "compiled, selective": {"enable_compile": True, "activation_checkpointing": "selective"},
 }
 
 
@@ -230,17 +232,74 @@ def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(
     run_ranks(run, 4)
 
 
-def test_hooks_and_direct_calls_get_the_embeddings_themselves() -> None:
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def make_model(**flags: Any) -> Any:
+    config = FSDP2Config(sequence_parallel=True, mp_policy=MixedPrecisionPolicy(), **flags)
+    return FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
+
+
+def test_a_hook_on_one_rank_gets_the_embeddings_themselves_and_so_do_all_ranks() -> None:
+    def run() -> list[float]:
+        model = make_model()
+        norms: list[float] = []
+        if dist.get_rank() == 0:
+            model.model.embed_tokens.register_forward_hook(lambda _, args, output: norms.append(output.norm().item()))
+        for _ in range(2):
+            with StepCounter() as counter:
+                model(input_ids=IDS, use_cache=False)
+        assert counter.collectives["all_reduce"] == 1
+        return norms
+
+    first, second = run_ranks(run, 2)[0]
+    assert first == second > 0
+
+
+def test_a_hook_that_came_later_may_look_but_not_read() -> None:
     def run() -> None:
-        config = FSDP2Config(sequence_parallel=True, mp_policy=MixedPrecisionPolicy())
-        model: Any = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
-        ids = torch.arange(12).reshape(1, 12)
-        kept: list[Tensor] = []
-        hook = model.model.embed_tokens.register_forward_hook(lambda module, args, output: kept.append(output))
-        model(input_ids=ids, use_cache=False)
-        assert type(kept[0]) is Tensor
-        hook.remove()
-        assert type(model.model.embed_tokens(ids)) is Tensor
+        model = make_model()
+        expected = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        shapes: list[Any] = []
+        if dist.get_rank() == 0:
+            hook = model.model.embed_tokens.register_forward_hook(lambda _, args, output: shapes.append(output.shape))
+        torch.testing.assert_close(model(input_ids=IDS, labels=IDS, use_cache=False).loss, expected, rtol=0, atol=0)
+        assert len(shapes) == (dist.get_rank() == 0)
+        if dist.get_rank() == 0:
+            hook.remove()
+        model.model.embed_tokens.register_forward_hook(lambda _, args, output: shapes.append(output.norm()))
+        with pytest.raises(
+            RuntimeError, match=r"sequence_parallel=True: .* Register the hook before the first forward"
+        ):
+            model(input_ids=IDS, use_cache=False)
+        with torch.no_grad():  # the first of its kind
+            model(input_ids=IDS, use_cache=False)
+
+    run_ranks(run, 2)
+
+
+def test_direct_calls_get_the_embeddings_themselves() -> None:
+    def run() -> None:
+        model = make_model()
+        model(input_ids=IDS, use_cache=False)
+        assert type(model.model.embed_tokens(IDS)) is Tensor
+
+    run_ranks(run, 2)
+
+
+def test_a_model_that_runs_in_a_hook_of_itself_leaves_the_outer_forward_alone() -> None:
+    def run() -> None:
+        model = make_model()
+        expected = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+
+        def look_back(module: Any, args: Any) -> None:
+            hook.remove()
+            with torch.no_grad():
+                model.model(input_ids=IDS, use_cache=False)
+
+        hook = model.model.rotary_emb.register_forward_pre_hook(look_back)
+        actual = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
     run_ranks(run, 2)
 

@@ -80,7 +80,7 @@ def test_where_none_fits_for_sure_the_tight_ones_are_told() -> None:
     assert {candidate.verdict for candidate in result.search.best} == {result.plan.verdict} == {"tight"}
     text = io.StringIO()
     write_search(result, text)
-    assert "None fits for sure: these are tight" in text.getvalue()
+    assert "None fits for sure: the best is tight" in text.getvalue()
 
 
 @pytest.mark.slow
