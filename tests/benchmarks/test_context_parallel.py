@@ -115,8 +115,9 @@ def test_script(monkeypatch: pytest.MonkeyPatch) -> None:
         with redirect_stdout(io.StringIO()) as output:
             context_parallel.main(
                 ["--cp-sizes", "2", "--layers", "1", "--simulated-length", "64", "--length", "64", "--rounds", "2"]
+                + ["--blocks-length", "512"]
             )
         return output.getvalue()
 
     rows = [line for line in run_ranks(run, 1, group=False)[0].splitlines() if line.startswith("|")]
-    assert [len(row.split("|")) for row in rows] == [12] * 5 + [9] * 6
+    assert [len(row.split("|")) for row in rows] == [12] * 5 + [7] * 12 + [9] * 6
