@@ -96,8 +96,9 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
+    # `like` is a Tensor; by that type jsonargparse would list every class of tensors within each of them
     @staticmethod
-    def __new__(cls, summands: Summands, like: Tensor) -> "PendingSum":
+    def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
