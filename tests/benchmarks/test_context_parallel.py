@@ -113,10 +113,8 @@ def test_script(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> str:
         with redirect_stdout(io.StringIO()) as output:
-            context_parallel.main(
-                ["--cp-sizes", "2", "--layers", "1", "--simulated-length", "64", "--length", "64", "--rounds", "2"]
-                + ["--blocks-length", "512"]
-            )
+            short = ["--simulated-length", "64", "--blocks-length", "512", "--length", "64"]
+            context_parallel.main(["--cp-sizes", "2", "--layers", "1", *short, "--rounds", "2"])
         return output.getvalue()
 
     rows = [line for line in run_ranks(run, 1, group=False)[0].splitlines() if line.startswith("|")]
