@@ -127,7 +127,7 @@ class SegmentBlock:
 
     most_queries: int
     most_keys: int
-    """Of one segment."""
+    """Numbers of queries and of keys of the largest segments."""
 
     window: int | None
     pairs: int

@@ -42,7 +42,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 _known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
-"""Those of every batch, where values are not to be had."""
+"""The documents of every batch in a plan, whose tensors have no values."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ LOSS_UNIT = 1024
 _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 _BACKEND_ATTRIBUTE = "_lightning_fsdp2_loss_backend"
-"""Of a module whose losses are compiled, the backend of ``torch.compile``."""
+"""Name of the attribute with the backend of ``torch.compile``, on modules whose losses are compiled."""
 
 
 @dataclass

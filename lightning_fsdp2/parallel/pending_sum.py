@@ -18,7 +18,7 @@ _FREE = {
     Tensor.register_hook,  # FSDP2 has one for its backward, and looks for a base first
     torch.is_floating_point,
 }
-"""What can be asked of a tensor without reading it."""
+"""Functions that do not read the tensor that they are given."""
 
 
 class Summands:

@@ -5,6 +5,7 @@ for all segments. :mod:`~lightning_fsdp2.plan.flops` knows their FLOPs by ``pair
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,19 +61,7 @@ def segment_attention(
 
 
 @segment_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_starts: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    most_queries: int,
-    most_keys: int,
-    window: int | None,
-    scale: float,
-    pairs: int,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     queries, heads, _ = query.shape
     return query.new_empty(queries, heads, value.size(-1)), query.new_empty(heads, queries, dtype=torch.float32)
 
@@ -111,22 +100,7 @@ def segment_attention_backward(
 
 
 @segment_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    normalizer: Tensor,
-    key_starts: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    most_queries: int,
-    most_keys: int,
-    window: int | None,
-    scale: float,
-    pairs: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

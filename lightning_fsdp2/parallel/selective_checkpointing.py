@@ -19,7 +19,7 @@ from lightning_fsdp2._torch_compat import get_saved_tensors_hooks
 from lightning_fsdp2.parallel.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Of a forward, and of its repetition."""
+"""Contexts of a forward and of its repetition."""
 
 _ATEN: Any = torch.ops.aten
 _COLLECTIVES: Any = torch.ops._c10d_functional
