@@ -53,7 +53,7 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 		-c .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
 	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint \
-		tests/test_attention_kernels.py tests/strategies/test_context_parallel.py \
+		tests/compat/test_attention_kernels.py tests/strategies/test_context_parallel.py \
 		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
 		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
 
@@ -65,7 +65,7 @@ test-cuda-build: venv ## Run steps on fake CUDA tensors with the CUDA build of t
 		$(CXX) -std=c++20 -shared -fPIC -I$$torch/include tests/helpers/cuda_stub.cpp -o .venv-cuda/cuda_stub.so \
 		-L$$torch/lib -ltorch_cpu -lc10 -Wl,-rpath,$$torch/lib
 	CUDA_VISIBLE_DEVICES= LD_PRELOAD=$(CURDIR)/.venv-cuda/cuda_stub.so .venv-cuda/bin/python -m pytest \
-		tests/cuda_build tests/test_attention_kernels.py $(ARGS)
+		tests/cuda_build tests/compat/test_attention_kernels.py $(ARGS)
 
 test-megatron-%: venv ## Run what stands on megatron-fsdp with another version of it, in .venv-megatron-VERSION
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*

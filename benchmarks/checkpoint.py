@@ -54,7 +54,7 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 
 THEIRS, SYNC, NO_CHECKSUMS, ASYNC, DISK = VARIANTS = ("theirs", "sync", "no-checksums", "async", "disk")
 
-HASHER = "lightning_fsdp2.checkpoint.chunks.xxhash.xxh3_128"
+HASHER = "lightning_fsdp2.checkpoint.files.chunks.xxhash.xxh3_128"
 """What the writer feeds with all it writes, and the reader with all it reads."""
 
 USUAL_STEP = "a usual training step, s"

@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.memory import LLAMA_3_8B, Run, Variant, make_batch, make_trainer, run_forked
 from benchmarks.turns import get_median, get_ratio_cells
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.parallel.attention_blocks import (
+from lightning_fsdp2.parallel.context.attention_blocks import (
     Block,
     Chunk,
     Pattern,
@@ -52,8 +52,8 @@ from lightning_fsdp2.parallel.attention_blocks import (
     get_blocks,
     get_head_tail_chunks,
 )
-from lightning_fsdp2.plan.recorder import ACTIVATIONS, LOGITS
-from lightning_fsdp2.plan.simulate import simulate as simulate_step
+from lightning_fsdp2.plan.simulation.recorder import ACTIVATIONS, LOGITS
+from lightning_fsdp2.plan.simulation.step import simulate as simulate_step
 
 METHODS = ("allgather", "ulysses")
 ALONE = "one process"

@@ -35,9 +35,9 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, FSDP2Strategy, clip_grad_norm_, create_device_mesh
 from lightning_fsdp2.mesh import DP_CP, get_mesh
-from lightning_fsdp2.parallel.loss import apply_token_mean_
+from lightning_fsdp2.parallel.loss.token_mean import apply_token_mean_
 from lightning_fsdp2.plan import RankPlan, plan_run
-from lightning_fsdp2.plan.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
+from lightning_fsdp2.plan.simulation.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""

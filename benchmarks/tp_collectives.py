@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 BATCH, LENGTH, WIDTH = 2, 32, 64
 HIDDEN_STATES = BATCH * LENGTH * WIDTH

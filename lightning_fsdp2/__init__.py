@@ -1,13 +1,7 @@
 """FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the gradients of one process."""
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.checkpoint import (
-    consolidate_checkpoint,
-    export_hf,
-    load_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from lightning_fsdp2.checkpoint import consolidate_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -16,11 +10,12 @@ from lightning_fsdp2.config import (
     MegatronFSDPConfig,
 )
 from lightning_fsdp2.data import ChatDataModule, TextDataModule
+from lightning_fsdp2.export import export_hf
 from lightning_fsdp2.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from lightning_fsdp2.mesh import create_device_mesh
 from lightning_fsdp2.models import CausalLM, load_from_checkpoint
-from lightning_fsdp2.parallel.gradients import clip_grad_norm_, defer_grad_sync
-from lightning_fsdp2.parallel.loss import apply_token_mean_, token_mean_loss
+from lightning_fsdp2.parallel.data.gradients import clip_grad_norm_, defer_grad_sync
+from lightning_fsdp2.parallel.loss.token_mean import apply_token_mean_, token_mean_loss
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
 from lightning_fsdp2.strategies.names import register_strategies
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_fsdp2._torch_compat import unflatten_mesh
+from lightning_fsdp2.compat.torch import unflatten_mesh
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, MegatronFSDPConfig
 
 DP_REPLICATE = "dp_replicate"

@@ -24,31 +24,36 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_optional_mesh,
 )
-from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
-from lightning_fsdp2.parallel.adapters import check_peft
-from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
-from lightning_fsdp2.parallel.autocast import apply_autocast
-from lightning_fsdp2.parallel.compile import apply_compile
-from lightning_fsdp2.parallel.context_parallel import apply_context_parallel
-from lightning_fsdp2.parallel.fully_shard import apply_fully_shard, apply_layer_sharding, apply_prefetch, unshard_model
-from lightning_fsdp2.parallel.materialize import broadcast_from_first_rank, materialize
-from lightning_fsdp2.parallel.megatron_fsdp import (
+from lightning_fsdp2.parallel.context.apply import apply_context_parallel
+from lightning_fsdp2.parallel.data.fully_shard import (
+    apply_fully_shard,
+    apply_layer_sharding,
+    apply_prefetch,
+    unshard_model,
+)
+from lightning_fsdp2.parallel.data.units import check_shardable
+from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.autocast import apply_autocast
+from lightning_fsdp2.parallel.layers.compile import apply_compile
+from lightning_fsdp2.parallel.layers.packed_sequences import apply_unpacked_sequences
+from lightning_fsdp2.parallel.megatron.driver import get_optional_driver, take_over_optimizer
+from lightning_fsdp2.parallel.megatron.wrap import (
     HAVE_MEGATRON_FSDP as HAVE_MEGATRON_FSDP,
 )
-from lightning_fsdp2.parallel.megatron_fsdp import (
+from lightning_fsdp2.parallel.megatron.wrap import (
     apply_megatron_fsdp,
     check_supported,
     check_unit_classes,
     get_unit_classes,
     spread_parameters,
 )
-from lightning_fsdp2.parallel.megatron_fsdp_driver import get_optional_driver, take_over_optimizer
-from lightning_fsdp2.parallel.packed_sequences import apply_unpacked_sequences
-from lightning_fsdp2.parallel.pretrained import load_pretrained
-from lightning_fsdp2.parallel.tensor_parallel import apply_tensor_parallel
-from lightning_fsdp2.parallel.tp_matching import match_plan
-from lightning_fsdp2.parallel.tp_plans import PlanOption, get_plan, get_style, to_torch_style
-from lightning_fsdp2.parallel.units import check_shardable
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
+from lightning_fsdp2.parallel.tensor.fusion import build_collective_fusion
+from lightning_fsdp2.parallel.tensor.matching import match_plan
+from lightning_fsdp2.parallel.tensor.plans import PlanOption, get_plan, get_style, to_torch_style
+from lightning_fsdp2.weights.adapters import check_peft
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ def fsdp2_strategy_parallelize(
     """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
 
     A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.parallel.pretrained.set_pretrained`. A model with weights is made equal on all
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights is made equal on all
     ranks first (rank 0's count).
 
     Args:
@@ -107,7 +112,7 @@ def fsdp2_strategy_parallelize(
         cpu_offload: Short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
         tp_shard_plan: Patterns of module names and the styles of the modules, a function of the model that returns
             such a dict, or the import path of either; ``"hf"`` for the model's own plan. None chooses: see
-            :func:`~lightning_fsdp2.parallel.tp_plans.get_plan`.
+            :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
         dp_mesh_name: Axis to shard over, or two axes (replicate, shard).
         tp_mesh_name: Tensor parallel axis; a mesh without it has no tensor parallelism.
         dp_cp_mesh_name: Axis that is sharded over instead of ``dp_mesh_name`` where the mesh has it.
@@ -544,7 +549,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in plans of transformers.
 
-    Those that torch lacks are of :mod:`lightning_fsdp2.parallel.tp_styles`.
+    Those that torch lacks are of :mod:`lightning_fsdp2.parallel.tensor.styles`.
 
     Raises:
         ValueError: When the style is unknown or refused.

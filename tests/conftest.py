@@ -15,7 +15,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch._dynamo.utils import counters
 
 import lightning_fsdp2  # noqa: F401
-from lightning_fsdp2.parallel.compile import apply_compile
+from lightning_fsdp2.parallel.layers.compile import apply_compile
 
 torch.set_num_threads(1)
 

@@ -9,16 +9,16 @@ import lightning_fsdp2
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_refusals", "_torch_compat", "_torch_simulation", "_lightning_compat", "_attention_kernels"}
-    | {"config", "data", "schedulers"},
+    {"_refusals", "compat", "config", "data", "schedulers"},
     {"mesh", "_cli_types"},
+    {"modules", "ranks"},
+    {"weights"},
     {"parallel"},
     {"parallelizer", "checkpoint"},
+    {"export"},
     {"managers", "callbacks"},
     {"models", "loggers"},
     {"strategies"},
-    {"describe"},
-    {"describe_table"},
     {"plan"},
     {"cli"},
     {"__main__"},

@@ -175,7 +175,7 @@ def test_rooms_reach_what_is_below_them() -> None:
         return {path.parts[1] for path in paths if path.parts[0] == "lightning_fsdp2"}
 
     reach.forget()
-    assert "strategies" not in rooms("tests/parallel/test_tensor_parallel.py") | rooms("tests/managers/test_fsdp2.py")
+    assert "strategies" not in rooms("tests/parallel/tensor/test_apply.py") | rooms("tests/managers/test_fsdp2.py")
     assert {"strategies", "parallel", "managers"} <= rooms("tests/strategies/test_fsdp2.py")
     assert {"plan", "cli", "callbacks", "data"} <= rooms("tests/cli/test_cli.py")
     assert ROOT / "configs/quickstart.yaml" in find_reach(ROOT / "tests/test_configs.py")

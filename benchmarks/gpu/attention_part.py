@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from benchmarks.gpu.parts import TOY, Table, get_device_type, part
-from lightning_fsdp2._attention_kernels import attend, attend_backward
-from lightning_fsdp2.parallel.attention_blocks import (
+from lightning_fsdp2.compat.attention_kernels import attend, attend_backward
+from lightning_fsdp2.parallel.context.attention_blocks import (
     Chunk,
     Pattern,
     find_documents,
     get_blocks,
     get_head_tail_chunks,
 )
-from lightning_fsdp2.parallel.block_attention import block_attention
+from lightning_fsdp2.parallel.context.block_attention import block_attention
 
 MOST = 1.25
 """Times the distance of one softmax in bfloat16: as much as tests allow the gradients of a mesh."""

@@ -30,7 +30,7 @@ def compare_kernels(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Which kernel context parallelism should call: it takes flash, where torch alone prefers cuDNN on some GPUs.
 
     Causal attention in bfloat16, of 32 heads and 32,768 tokens in sequences of each length. What cuDNN is faster by is
-    what `_attention_kernels.py` loses; the rates of flash are those that `plan/rates.py` should have.
+    what `attention_kernels.py` loses; the rates of flash are those that `plan/timing/rates.py` should have.
     """
     sizes, lengths, tokens = ((16,), (64, 128), 128) if args.scale == TOY else ((64, 128), (2048, 8192, 32768), TOKENS)
     names = [backend.name.removesuffix("_ATTENTION").lower() for backend in BACKENDS]

@@ -27,7 +27,7 @@ from lightning_fsdp2 import (
     clip_grad_norm_,
     create_device_mesh,
 )
-from lightning_fsdp2.parallel.uneven_shards import gather
+from lightning_fsdp2.ranks.whole_tensors import gather
 
 LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-5
 """Absolute of the loss; of a gradient, relative to its largest value, and with the next to that of any."""

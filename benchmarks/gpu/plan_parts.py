@@ -14,13 +14,13 @@ from benchmarks.gpu.shapes import LLAMA_3_70B, TINY
 from benchmarks.memory import FULL, LLAMA_3_8B, Run, Variant, build_step, make_batch, make_module, run_forked
 from benchmarks.memory import make_trainer as make_planned_trainer
 from benchmarks.trainings import synchronize
-from lightning_fsdp2._torch_simulation import simulate_world
-from lightning_fsdp2.plan.devices import DEVICES, Device, get_device
+from lightning_fsdp2.compat.torch_simulation import simulate_world
 from lightning_fsdp2.plan.rank import get_overlapped_axes
-from lightning_fsdp2.plan.recorder import StepRecorder
-from lightning_fsdp2.plan.reserved import play_through
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
-from lightning_fsdp2.plan.simulate import simulate
+from lightning_fsdp2.plan.simulation.recorder import StepRecorder
+from lightning_fsdp2.plan.simulation.reserved import play_through
+from lightning_fsdp2.plan.simulation.step import simulate
+from lightning_fsdp2.plan.timing.devices import DEVICES, Device, get_device
 
 SELECTIVE = {"activation_checkpointing": "selective"}
 STEPS = 3
@@ -51,8 +51,9 @@ def compare_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     """Whether a plan may be believed: 8B on 8 data parallel ranks, 2 x 8,192 tokens each, selective checkpointing.
 
     What is allocated must be the plan's to some percent, and what is reserved no more than it says, or the rules of the
-    allocator in `plan/reserved.py` are to be mended. What the process holds has no NCCL here, which the plan counts.
-    The step's seconds, without collectives, must be above the bound, and tell what `plan/rates.py` should say.
+    allocator in `plan/simulation/reserved.py` are to be mended. What the process holds has no NCCL here, which the plan
+    counts.
+    The step's seconds, without collectives, must be above the bound, and tell what `plan/timing/rates.py` should say.
     """
     run = Run(TINY, 2, 1, 64) if args.scale == TOY else Run(LLAMA_3_8B, 8, 1, 8192, batch_size=2)
     yield from compare(run, Variant(SELECTIVE))

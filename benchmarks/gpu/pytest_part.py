@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from benchmarks.gpu.parts import TOY, Table, part
 
 ROOT = Path(__file__).parent.parent.parent
-TOY_TESTS = ("tests/parallel/test_block_attention.py", "tests/strategies/test_offload.py")
+TOY_TESTS = ("tests/parallel/context/test_block_attention.py", "tests/strategies/test_offload.py")
 """Enough to see that tests are found and counted."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.checkpoint.state import shard_like
-from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.ranks.failures import list_names
 
 _WEIGHTS = "weights"
 _UPDATES = "updates"

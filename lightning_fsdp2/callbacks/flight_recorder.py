@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_fsdp2._torch_compat import read_flight_record
+from lightning_fsdp2.compat.torch import read_flight_record
 
 _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 

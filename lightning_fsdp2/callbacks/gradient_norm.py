@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
-from lightning_fsdp2.parallel.gradients import get_total_norm
+from lightning_fsdp2.parallel.data.gradients import get_total_norm
 
 
 class GradientNorm(Callback):

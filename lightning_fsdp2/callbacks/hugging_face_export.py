@@ -7,14 +7,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
-from lightning_fsdp2.checkpoint.coordination import on_first_rank
-from lightning_fsdp2.checkpoint.hugging_face import (
+from lightning_fsdp2.export.hugging_face import (
     ExportDtype,
     check_exportable,
     check_free,
     export_hf,
     start_draft,
 )
+from lightning_fsdp2.ranks.coordination import on_first_rank
 
 
 class HuggingFaceExport(Callback):

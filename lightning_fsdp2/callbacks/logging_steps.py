@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_fsdp2._lightning_compat import get_logged_step, is_accumulating, logs_current_step
+from lightning_fsdp2.compat.lightning import get_logged_step, is_accumulating, logs_current_step
 
 
 def is_logging_step(trainer: Trainer) -> bool:

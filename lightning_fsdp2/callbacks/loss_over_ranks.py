@@ -12,7 +12,7 @@ from lightning_fsdp2.callbacks.logging_steps import (
     is_of_logging_step,
     log_metrics,
 )
-from lightning_fsdp2.parallel.loss import TokenMean
+from lightning_fsdp2.parallel.loss.token_mean import TokenMean
 
 
 class LossOverRanks(Callback):

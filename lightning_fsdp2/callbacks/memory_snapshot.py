@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_fsdp2._lightning_compat import is_accumulating
-from lightning_fsdp2._torch_compat import dump_memory_snapshot, record_memory_history
+from lightning_fsdp2.compat.lightning import is_accumulating
+from lightning_fsdp2.compat.torch import dump_memory_snapshot, record_memory_history
 
 
 class MemorySnapshot(Callback):

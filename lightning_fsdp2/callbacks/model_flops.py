@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fsdp2.parallel.structure import get_embedding_and_head, get_hf_models
+from lightning_fsdp2.modules.structure import get_embedding_and_head, get_hf_models
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),

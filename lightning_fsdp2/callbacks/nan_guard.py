@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2._torch_compat import assert_async
 from lightning_fsdp2.callbacks.gradient_norm import (
     GradientNorm,
     ignore_clipping,
@@ -16,6 +15,7 @@ from lightning_fsdp2.callbacks.gradient_norm import (
     observe_clipping,
     reports_norm,
 )
+from lightning_fsdp2.compat.torch import assert_async
 
 _REMEDY = (
     "No weight was changed. Resume from the last checkpoint with a lower learning rate, without the data of this step,"

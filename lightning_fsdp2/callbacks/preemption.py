@@ -14,7 +14,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-from lightning_fsdp2._lightning_compat import (
+from lightning_fsdp2.checkpoint.files.drafts import get_path, is_local
+from lightning_fsdp2.compat.lightning import (
     StepBoundary,
     die_of,
     get_optional_model_checkpoint,
@@ -24,7 +25,6 @@ from lightning_fsdp2._lightning_compat import (
     save_last,
     take_signals,
 )
-from lightning_fsdp2.checkpoint.folder import get_path, is_local
 
 _BEFORE_SIGTERM = 128
 """Is added to other signals, so that they count where a SIGTERM comes, too: SLURM queues a job again for them alone."""

@@ -7,10 +7,10 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import count_batches_of_resumed_epoch
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.throughput import Throughput
+from lightning_fsdp2.compat.lightning import count_batches_of_resumed_epoch
 
 _BAR_WIDTH = 6
 

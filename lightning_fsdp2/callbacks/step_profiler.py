@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from lightning_fsdp2._lightning_compat import is_accumulating
+from lightning_fsdp2.compat.lightning import is_accumulating
 
 
 class StepProfiler(Callback):

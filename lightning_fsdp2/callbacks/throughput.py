@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_fsdp2._lightning_compat import ignore_fetches, is_accumulating, watch_fetches
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
+from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, watch_fetches
 
 
 class Throughput(Callback):

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp2._torch_compat import StateDictStager
-from lightning_fsdp2.checkpoint.coordination import on_every_rank
 from lightning_fsdp2.checkpoint.nested import map_tensors
+from lightning_fsdp2.compat.torch import StateDictStager
+from lightning_fsdp2.ranks.coordination import on_every_rank
 
 log = logging.getLogger(__name__)
 

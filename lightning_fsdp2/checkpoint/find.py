@@ -5,15 +5,15 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp2.checkpoint.chunks import (
+from lightning_fsdp2.checkpoint.directory import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
+from lightning_fsdp2.checkpoint.files.chunks import (
     CHECKSUM,
     CHECKSUMS_FILE,
     describe_file,
     raise_damaged,
 )
-from lightning_fsdp2.checkpoint.distributed import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
-from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
-from lightning_fsdp2.checkpoint.storage import (
+from lightning_fsdp2.checkpoint.files.drafts import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
+from lightning_fsdp2.checkpoint.files.storage import (
     CheckpointReader,
     RefusedError,
     make_damage_error,

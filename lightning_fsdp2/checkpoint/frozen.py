@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp2.checkpoint.coordination import on_first_rank
-from lightning_fsdp2.parallel.pretrained import Frozen, list_frozen
+from lightning_fsdp2.ranks.coordination import on_first_rank
+from lightning_fsdp2.weights.pretrained import Frozen, list_frozen
 
 LEFT_OUT_KEY = "lightning_fsdp2.left_out"
 """Where a checkpoint says which weights it leaves to which pretrained model; see :func:`describe_left_out`."""

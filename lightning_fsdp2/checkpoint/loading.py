@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fsdp2._torch_compat import has_own_loading, is_of_torch
-from lightning_fsdp2.checkpoint.coordination import get_rank, on_every_rank, on_first_rank
-from lightning_fsdp2.checkpoint.distributed import read_directory
+from lightning_fsdp2.checkpoint.directory import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
 from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
-from lightning_fsdp2.parallel.failures import list_names
-from lightning_fsdp2.parallel.structure import get_class_name, get_modules
+from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch
+from lightning_fsdp2.modules.structure import get_class_name, get_modules
+from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
+from lightning_fsdp2.ranks.failures import list_names
 
 
 def read_checkpoint(

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2._torch_compat import tree_map_only, tree_map_with_path
+from lightning_fsdp2.compat.torch import tree_map_only, tree_map_with_path
 
 _MARK = "lightning_fsdp2:sharded:"
 

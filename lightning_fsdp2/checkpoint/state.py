@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2._torch_compat import tree_leaves, tree_map_only
-from lightning_fsdp2._torch_simulation import FakeTensor
-from lightning_fsdp2.checkpoint.conversion import convert_back, get_stored_layout, is_converted
-from lightning_fsdp2.parallel.failures import list_names
+from lightning_fsdp2.checkpoint.stored_shards import convert_back, get_stored_layout, is_converted
+from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
+from lightning_fsdp2.compat.torch_simulation import FakeTensor
+from lightning_fsdp2.ranks.failures import list_names
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""

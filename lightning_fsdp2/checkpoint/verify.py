@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lightning_fsdp2.checkpoint.chunks import CHECKSUM, raise_damaged, read_checksums
-from lightning_fsdp2.checkpoint.coordination import all_gather, get_rank, on_every_rank
+from lightning_fsdp2.checkpoint.files.chunks import CHECKSUM, raise_damaged, read_checksums
+from lightning_fsdp2.checkpoint.files.drafts import AnyPath
+from lightning_fsdp2.checkpoint.files.storage import CheckpointReader
 from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, resolve_checkpoint
-from lightning_fsdp2.checkpoint.folder import AnyPath
-from lightning_fsdp2.checkpoint.storage import CheckpointReader
+from lightning_fsdp2.ranks.coordination import all_gather, get_rank, on_every_rank
 
 _BLOCK_SIZE = 1 << 20
 

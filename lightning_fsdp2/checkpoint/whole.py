@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightning_fsdp2.checkpoint.distributed import METADATA_FILE, LoadPlanner, call_dcp
-from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, AnyPath, get_path
+from lightning_fsdp2.checkpoint.directory import METADATA_FILE, LoadPlanner, call_dcp
+from lightning_fsdp2.checkpoint.files.drafts import SUMMARY_FILE, AnyPath, get_path
+from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, load_pickled
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut
-from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, Description
 from lightning_fsdp2.checkpoint.single_file import read_file
-from lightning_fsdp2.checkpoint.storage import CheckpointReader, load_pickled
+from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, Description
 
 _STATE_DICT = "state_dict"
 

@@ -66,7 +66,7 @@ def export(
         verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
-    from lightning_fsdp2.checkpoint.hugging_face import export_hf
+    from lightning_fsdp2.export.hugging_face import export_hf
 
     export_hf(
         path,

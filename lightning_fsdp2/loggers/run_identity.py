@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.parallel.structure import get_class, get_class_name, get_hf_models
+from lightning_fsdp2.modules.structure import get_class, get_class_name, get_hf_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import get_last_saved
-from lightning_fsdp2.checkpoint.folder import SUMMARY_FILE, get_path, is_local
+from lightning_fsdp2.checkpoint.files.drafts import SUMMARY_FILE, get_path, is_local
+from lightning_fsdp2.compat.lightning import get_last_saved
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 
 if TYPE_CHECKING:

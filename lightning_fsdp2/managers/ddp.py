@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fsdp2._torch_compat import replicate
+from lightning_fsdp2.compat.torch import replicate
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh
-from lightning_fsdp2.parallel.replicate import reduce_in_float32
+from lightning_fsdp2.parallel.data.ddp import reduce_in_float32
 from lightning_fsdp2.parallelizer import ddp_strategy_parallelize
 
 

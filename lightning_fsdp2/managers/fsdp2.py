@@ -8,8 +8,8 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
-from lightning_fsdp2.parallel.async_tensor_parallel import build_collective_fusion
-from lightning_fsdp2.parallel.compile import apply_compile, is_compiled
+from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
+from lightning_fsdp2.parallel.tensor.fusion import build_collective_fusion
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
 
 

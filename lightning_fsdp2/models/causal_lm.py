@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2._torch_compat import has_fused_optimizers, leave_unscaling_to_scaler
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
+from lightning_fsdp2.compat.torch import has_fused_optimizers, leave_unscaling_to_scaler
 from lightning_fsdp2.models.hugging_face import (
     build_config,
     build_model,
@@ -25,10 +25,12 @@ from lightning_fsdp2.models.hugging_face import (
 )
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
-from lightning_fsdp2.parallel.chunked_loss import LogitsTail, compute_chunked_token_losses, trace_logits_tail
-from lightning_fsdp2.parallel.context_parallel import get_optional_sharding, shard_sequence, sum_over_positions
-from lightning_fsdp2.parallel.gradients import get_total_norm
-from lightning_fsdp2.parallel.loss import (
+from lightning_fsdp2.modules.structure import get_hf_models
+from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
+from lightning_fsdp2.parallel.data.gradients import get_total_norm
+from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences, require_separate_documents
+from lightning_fsdp2.parallel.loss.chunked import LogitsTail, compute_chunked_token_losses, trace_logits_tail
+from lightning_fsdp2.parallel.loss.token_mean import (
     IGNORE_INDEX,
     TokenMean,
     apply_token_mean_,
@@ -36,8 +38,6 @@ from lightning_fsdp2.parallel.loss import (
     shift_left,
     token_cross_entropy,
 )
-from lightning_fsdp2.parallel.packed_sequences import assume_unpacked_sequences, require_separate_documents
-from lightning_fsdp2.parallel.structure import get_hf_models
 from lightning_fsdp2.schedulers import WarmupCosine
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class CausalLM(LightningModule):
         """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary].
 
         With context parallelism they are of this rank's positions:
-        :func:`~lightning_fsdp2.parallel.context_parallel.gather_sequence`.
+        :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence`.
         """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 

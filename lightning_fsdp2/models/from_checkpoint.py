@@ -11,14 +11,14 @@ from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
-from lightning_fsdp2.checkpoint.distributed import METADATA_FILE
+from lightning_fsdp2.checkpoint.directory import METADATA_FILE
+from lightning_fsdp2.checkpoint.files.storage import load_pickled
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, put_back_frozen
-from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, restore_generation_configs
-from lightning_fsdp2.checkpoint.storage import load_pickled
 from lightning_fsdp2.checkpoint.whole import read_descriptions
-from lightning_fsdp2.parallel.materialize import is_meta, materialize
-from lightning_fsdp2.parallel.pretrained import load_pretrained
+from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, restore_generation_configs
+from lightning_fsdp2.weights.materialize import is_meta, materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
 
 T = TypeVar("T", LightningModule, LightningDataModule)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fsdp2.parallel.pretrained import get_weight_files, load_pretrained, set_pretrained
-from lightning_fsdp2.parallel.structure import get_float32_buffers
+from lightning_fsdp2.modules.structure import get_float32_buffers
+from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

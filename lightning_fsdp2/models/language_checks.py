@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fsdp2.models.trial import try_config
-from lightning_fsdp2.parallel.structure import get_class, get_class_name
+from lightning_fsdp2.modules.structure import get_class, get_class_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fsdp2.parallel.adapters import INSTALL
-from lightning_fsdp2.parallel.pretrained import get_fingerprint
-from lightning_fsdp2.parallel.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
-from lightning_fsdp2.parallel.structure import get_class_name
+from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.weights.adapters import INSTALL
+from lightning_fsdp2.weights.pretrained import get_fingerprint
+from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -1,11 +1,11 @@
 """Memory, traffic and time of a run on any number of devices, computed on one without any."""
 
-from lightning_fsdp2.plan.devices import DEVICES, Device, get_device
 from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, Traffic
-from lightning_fsdp2.plan.roofline import StepTime
 from lightning_fsdp2.plan.run import SearchResult, plan_run, search_run
 from lightning_fsdp2.plan.search import Candidate, Search
 from lightning_fsdp2.plan.table import describe
+from lightning_fsdp2.plan.timing.devices import DEVICES, Device, get_device
+from lightning_fsdp2.plan.timing.roofline import StepTime
 
 __all__ = [
     "DEVICES",

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fsdp2.plan.blocks import Summary
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run
-from lightning_fsdp2.plan.simulate import is_packed
+from lightning_fsdp2.plan.simulation.blocks import Summary
+from lightning_fsdp2.plan.simulation.step import is_packed
 
 
 class Cache:

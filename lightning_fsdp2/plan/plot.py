@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from lightning_fsdp2.plan.recorder import CATEGORIES
 from lightning_fsdp2.plan.result import Plan, RankPlan
+from lightning_fsdp2.plan.simulation.recorder import CATEGORIES
 
 _GIB = 2**30
 

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
-from lightning_fsdp2.plan.devices import Device
-from lightning_fsdp2.plan.recorder import (
+from lightning_fsdp2.plan.simulation.recorder import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER_STATES,
@@ -17,8 +16,9 @@ from lightning_fsdp2.plan.recorder import (
     Operation,
     Recording,
 )
-from lightning_fsdp2.plan.reserved import Reserved, estimate_reserved
-from lightning_fsdp2.plan.roofline import StepTime, get_seconds, get_step_time
+from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
+from lightning_fsdp2.plan.timing.devices import Device
+from lightning_fsdp2.plan.timing.roofline import StepTime, get_seconds, get_step_time
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -235,7 +235,7 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         rank: Its number.
         recording: Of its step.
         device: What it is.
-        overlapped_axes: As for :func:`~lightning_fsdp2.plan.roofline.get_step_time`.
+        overlapped_axes: As for :func:`~lightning_fsdp2.plan.timing.roofline.get_step_time`.
     """
     peak, moment = _find_peak(recording)
     seconds = (get_seconds(operation, device, as_reached=True) for operation in recording.operations)

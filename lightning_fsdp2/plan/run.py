@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_fsdp2._torch_compat import tree_map_with_path
+from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.cache import Cache, get_fingerprint
-from lightning_fsdp2.plan.devices import Device, get_device
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Plan
 from lightning_fsdp2.plan.search import Search, search
-from lightning_fsdp2.plan.simulate import check_strategy
+from lightning_fsdp2.plan.simulation.step import check_strategy
+from lightning_fsdp2.plan.timing.devices import Device, get_device
 from lightning_fsdp2.plan.workers import run_in_processes
 from lightning_fsdp2.strategies import FSDP2Strategy
 
@@ -97,8 +97,8 @@ def plan_run(
         datamodule: Of the run. One of this package is asked for the shapes of its batches and reads nothing; of any
             other one, the first batch is read.
         world_size: Number of ranks.
-        device: What each rank is: a name of :data:`~lightning_fsdp2.plan.devices.DEVICES`, or a
-            :class:`~lightning_fsdp2.plan.devices.Device`.
+        device: What each rank is: a name of :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
+            :class:`~lightning_fsdp2.plan.timing.devices.Device`.
         ranks: Which of them to plan. None for the first and the last, or for the first alone if all hold as much.
         suggest: Whether to look for what would help if the run does not fit: each is planned, too.
         processes: How many plans are computed at once; None for as many as there are CPUs.

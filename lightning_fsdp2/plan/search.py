@@ -1,6 +1,6 @@
 """Search the layout of a run: plan those that obey the rules, and rank those that fit by the time of a step.
 
-Each is planned by a few of its layers (:mod:`~lightning_fsdp2.plan.blocks`), the winner whole.
+Each is planned by a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`), the winner whole.
 """
 
 import itertools
@@ -12,14 +12,14 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from lightning_fsdp2.plan.blocks import Summary, extrapolate
 from lightning_fsdp2.plan.cache import Cache
-from lightning_fsdp2.plan.devices import Device
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
-from lightning_fsdp2.plan.reserved import Reserved
 from lightning_fsdp2.plan.result import Verdict, get_verdict
-from lightning_fsdp2.plan.roofline import get_seconds, get_step_time
+from lightning_fsdp2.plan.simulation.blocks import Summary, extrapolate
+from lightning_fsdp2.plan.simulation.reserved import Reserved
+from lightning_fsdp2.plan.timing.devices import Device
+from lightning_fsdp2.plan.timing.roofline import get_seconds, get_step_time
 from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16

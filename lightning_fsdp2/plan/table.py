@@ -13,11 +13,11 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from lightning_fsdp2.describe_table import TIMES, build_table, format_bytes, format_count, make_console
 from lightning_fsdp2.plan.knobs import Knobs
-from lightning_fsdp2.plan.reserved import Reserved
 from lightning_fsdp2.plan.result import Plan, RankPlan
 from lightning_fsdp2.plan.run import SearchResult
+from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, make_console
+from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 
 def describe(plan: Plan) -> str:

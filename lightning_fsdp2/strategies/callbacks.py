@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fsdp2._lightning_compat import end_by_sigterm, give_signals_back, logs_graph
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
+from lightning_fsdp2.compat.lightning import end_by_sigterm, give_signals_back, logs_graph
 
 
 class OwnCallbacks:

@@ -20,7 +20,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import (
+from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
+from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
+from lightning_fsdp2.checkpoint.single_file import gather_state
+from lightning_fsdp2.checkpoint.state import get_optimizer_state
+from lightning_fsdp2.compat.lightning import (
     get_last_saved,
     is_accumulating,
     is_epoch_cut_short,
@@ -29,19 +33,15 @@ from lightning_fsdp2._lightning_compat import (
     reopen_epoch,
     save_last,
 )
-from lightning_fsdp2.checkpoint.coordination import get_group, wait_for_all_ranks
-from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
-from lightning_fsdp2.checkpoint.hf_description import DESCRIPTIONS_KEY, describe_hf_models
-from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
-from lightning_fsdp2.checkpoint.single_file import gather_state
-from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig
-from lightning_fsdp2.parallel.fully_shard import reshard
-from lightning_fsdp2.parallel.random_state import get_random_state, set_random_state
-from lightning_fsdp2.strategies.agreement import check_shared_folders
+from lightning_fsdp2.parallel.data.fully_shard import reshard
+from lightning_fsdp2.ranks.coordination import get_group, wait_for_all_ranks
+from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
+from lightning_fsdp2.strategies.launch.agreement import check_shared_folders
 from lightning_fsdp2.strategies.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
+from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, describe_hf_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

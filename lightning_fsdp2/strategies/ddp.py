@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2.checkpoint.coordination import wait_for_all_ranks
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.mesh import get_mesh_sizes
-from lightning_fsdp2.parallel.replicate import Replica
+from lightning_fsdp2.parallel.data.ddp import Replica
+from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 from lightning_fsdp2.strategies.mesh_strategy import OUTSIDE_CALL_TIMEOUT, MeshStrategy
 from lightning_fsdp2.strategies.precision import choose_autocast
 

@@ -16,10 +16,10 @@ from typing_extensions import override
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.mesh import check_tp_size_of_megatron, get_mesh_sizes
-from lightning_fsdp2.parallel.context_parallel import activate_context_parallel, deactivate_context_parallel
-from lightning_fsdp2.parallel.failures import list_names
-from lightning_fsdp2.parallel.megatron_fsdp import import_megatron_fsdp
-from lightning_fsdp2.parallel.megatron_fsdp_driver import Driver, get_driver
+from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
+from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
+from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
+from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
 from lightning_fsdp2.strategies.precision import choose_autocast
 from lightning_fsdp2.strategies.step_region import StepRegion

@@ -31,28 +31,28 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_fsdp2._lightning_compat import (
+from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
+from lightning_fsdp2.compat.lightning import (
     begin_epoch_after_complete_one,
     end_signal_handling,
     set_sampler_epoch,
 )
-from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import MeshSizes
-from lightning_fsdp2.parallel.branches import check_branches, check_end
-from lightning_fsdp2.parallel.loss import TokenMean, apply_token_mean_, drop_token_windows
-from lightning_fsdp2.parallel.random_state import share_random_state
-from lightning_fsdp2.parallel.structure import get_modules, is_metric
-from lightning_fsdp2.parallel.uneven_shards import gather
-from lightning_fsdp2.strategies import distributed
-from lightning_fsdp2.strategies.agreement import check_same_run
+from lightning_fsdp2.modules.structure import get_modules, is_metric
+from lightning_fsdp2.parallel.data.branches import check_branches, check_end
+from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, drop_token_windows
+from lightning_fsdp2.ranks.random_state import share_random_state
+from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
-from lightning_fsdp2.strategies.launcher import RankLauncher
+from lightning_fsdp2.strategies.launch import process_groups as distributed
+from lightning_fsdp2.strategies.launch.agreement import check_same_run
+from lightning_fsdp2.strategies.launch.launcher import RankLauncher
+from lightning_fsdp2.strategies.launch.remedies import get_optional_remedy, is_raised_in
 from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
 from lightning_fsdp2.strategies.precision import ShardedPrecision, check_clipping
-from lightning_fsdp2.strategies.remedies import get_optional_remedy, is_raised_in
 from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:

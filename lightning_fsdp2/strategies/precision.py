@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.config import DDPConfig, MegatronFSDPConfig
-from lightning_fsdp2.parallel.gradients import clip_grad_norm_, clip_grad_value_
-from lightning_fsdp2.parallel.structure import get_float32_buffers, get_hf_models
+from lightning_fsdp2.modules.structure import get_float32_buffers, get_hf_models
+from lightning_fsdp2.parallel.data.gradients import clip_grad_norm_, clip_grad_value_
 
 ConfigT = TypeVar("ConfigT", DDPConfig, MegatronFSDPConfig)
 

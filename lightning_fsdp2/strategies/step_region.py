@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fsdp2.checkpoint.coordination import wait_for_all_ranks
-from lightning_fsdp2.parallel.fully_shard import is_unsharded_by_user, reshard
-from lightning_fsdp2.parallel.structure import get_layer_lists
+from lightning_fsdp2.modules.structure import get_layer_lists
+from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, reshard
+from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_fsdp2._torch_compat import set_group_timeout
-from lightning_fsdp2.checkpoint.coordination import all_gather, get_group
+from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -29,9 +28,10 @@ from lightning_fsdp2.mesh import (
     MeshSizes,
     get_mesh,
 )
-from lightning_fsdp2.strategies import distributed
-from lightning_fsdp2.strategies.end_with_parent import end_with_parent
-from lightning_fsdp2.strategies.launcher import RankLauncher, is_of_launcher
+from lightning_fsdp2.ranks.coordination import all_gather, get_group
+from lightning_fsdp2.strategies.launch import process_groups as distributed
+from lightning_fsdp2.strategies.launch.end_with_parent import end_with_parent
+from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launcher
 
 T = TypeVar("T")
 

@@ -8,7 +8,13 @@ import pytest
 from benchmarks import memory
 from benchmarks.memory import VARIANTS, Run
 from lightning_fsdp2.plan import RankPlan
-from lightning_fsdp2.plan.recorder import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, UNSHARDED_WEIGHTS, WEIGHTS
+from lightning_fsdp2.plan.simulation.recorder import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATES,
+    UNSHARDED_WEIGHTS,
+    WEIGHTS,
+)
 
 VOCABULARY, WIDTH, KEY_VALUE_WIDTH, MLP_WIDTH, LAYERS = 4096, 64, 32, 128, 2
 TINY = {

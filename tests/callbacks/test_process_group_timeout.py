@@ -15,9 +15,9 @@ from helpers.user_modules import Regressor, make_batches, make_loader, make_trai
 from torch import Tensor
 
 from lightning_fsdp2 import CheckpointConfig
-from lightning_fsdp2._torch_compat import get_group_timeout
 from lightning_fsdp2.callbacks import ProcessGroupTimeout
-from lightning_fsdp2.checkpoint import coordination
+from lightning_fsdp2.compat.torch import get_group_timeout
+from lightning_fsdp2.ranks import coordination
 
 SHORT, LONG = timedelta(seconds=7), timedelta(seconds=60)
 

@@ -32,8 +32,8 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.models.lora import add_lora
-from lightning_fsdp2.parallel import pretrained
-from lightning_fsdp2.parallel.pretrained import get_fingerprint
+from lightning_fsdp2.weights import pretrained
+from lightning_fsdp2.weights.pretrained import get_fingerprint
 
 SMALL = CheckpointConfig(frozen_parameters=False)
 STEPS = 4

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.checkpoint import distributed
+from lightning_fsdp2.checkpoint import directory as distributed
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
 
 STEPS = 8

@@ -26,9 +26,9 @@ from lightning_fsdp2 import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_fsdp2.checkpoint import storage
 from lightning_fsdp2.checkpoint import verify as verify_module
-from lightning_fsdp2.checkpoint.chunks import Chunk
+from lightning_fsdp2.checkpoint.files import storage
+from lightning_fsdp2.checkpoint.files.chunks import Chunk
 
 DATA = "__0_0.distcp"
 

@@ -11,7 +11,7 @@ import yaml
 from helpers.planning import LENGTH, LLAMA
 
 from lightning_fsdp2.cli import FSDP2CLI
-from lightning_fsdp2.describe_table import TIMES
+from lightning_fsdp2.plan.sharding_table import TIMES
 
 
 def write_yaml(folder: Path, **data: Any) -> str:

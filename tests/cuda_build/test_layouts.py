@@ -174,7 +174,7 @@ def test_offloaded_shards_travel_and_compute_on_the_host() -> None:
     offloaded = Layout(strategy=shard(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     step = run_step(offloaded)
     assert step.mixed == step.host_reads == step.waits == {}
-    factors = [line for line in step.copies_to_host if "parallel/gradients.py" in line]
+    factors = [line for line in step.copies_to_host if "parallel/data/gradients.py" in line]
     assert sum(step.copies_to_host[line] for line in factors) == 1  # by which gradients are scaled
     assert step.copies_to_host.total() - 1 == TENSORS  # gradients, once a step
     assert step.copies_to_device.total() >= MICRO_BATCHES * TENSORS

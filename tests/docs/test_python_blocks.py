@@ -39,7 +39,7 @@ from lightning_fsdp2 import (
     save_checkpoint,
 )
 from lightning_fsdp2.models import from_pretrained
-from lightning_fsdp2.parallel.tp_plans import is_registered
+from lightning_fsdp2.parallel.tensor.plans import is_registered
 
 Names = dict[str, Any]
 

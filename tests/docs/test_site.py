@@ -59,7 +59,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         "lightning_fsdp2.models.from_pretrained",
         "lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize",
         "lightning_fsdp2.parallelizer.unshard_fsdp2_model",
-        "lightning_fsdp2.parallel.tp_plans.register_tp_plan",
+        "lightning_fsdp2.parallel.tensor.plans.register_tp_plan",
     }
     assert public - documented == set()
 

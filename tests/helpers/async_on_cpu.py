@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.torch_version import TorchVersion
 
-from lightning_fsdp2.parallel import async_tensor_parallel
-from lightning_fsdp2.parallel.async_tensor_parallel import CollectiveFusion
+from lightning_fsdp2.parallel.tensor import fusion
+from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion
 
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
@@ -22,7 +22,7 @@ def fuse_on_cpu() -> Iterator[list[Counter[str]]]:
     for name in FUSED:
         library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
     dist.is_nccl_available = lambda: True
-    async_tensor_parallel.has_symmetric_memory = lambda device_type: True
+    fusion.has_symmetric_memory = lambda device_type: True
     graphs = []
     count = CollectiveFusion.count
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp2.parallel import megatron_fsdp
+from lightning_fsdp2.parallel.megatron import wrap as megatron_fsdp
 
 
 class _Event:

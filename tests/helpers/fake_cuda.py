@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp2 import describe
-from lightning_fsdp2.plan import fake_managers, simulate
+from lightning_fsdp2.plan.simulation import fake_managers, sharding
+from lightning_fsdp2.plan.simulation import step as planned
 
 CUDA = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -59,7 +59,7 @@ class Step:
 
 
 def simulate_on_cuda(trainer: Trainer, module: LightningModule, batch: dict[str, Tensor], *, world_size: int) -> Step:
-    """Run the step that :func:`~lightning_fsdp2.plan.simulate.simulate` plans, with device 0 in place of the CPU.
+    """Run the step that :func:`~lightning_fsdp2.plan.simulation.step.simulate` plans, on device 0 in place of the CPU.
 
     Args:
         trainer: As for ``simulate``.
@@ -80,13 +80,13 @@ def simulate_on_cuda(trainer: Trainer, module: LightningModule, batch: dict[str,
             batch = module.transfer_batch_to_device(batch, CUDA, 0)
             planned_step(trainer, batch, recorder=recorder, **options)
 
-    planned_step = simulate._run_step
+    planned_step = planned._run_step
     with ExitStack() as stack:
         stack.enter_context(_fake_torch_cuda(step))
         stack.enter_context(_place_models(HOST if is_offloaded else CUDA))
         stack.enter_context(_run_transformers_checks())
-        stack.enter_context(patch.object(simulate, "_run_step", run_step))
-        simulate.simulate(trainer, module, batch, world_size=world_size)
+        stack.enter_context(patch.object(planned, "_run_step", run_step))
+        planned.simulate(trainer, module, batch, world_size=world_size)
     return step
 
 
@@ -242,7 +242,7 @@ def _attend(
 @contextmanager
 def _place_models(weights: torch.device) -> Iterator[None]:
     """Let plans put meshes on CUDA inside the block, and models on ``weights``."""
-    create_device_mesh, allocate = describe.create_device_mesh, fake_managers.allocate
+    create_device_mesh, allocate = sharding.create_device_mesh, fake_managers.allocate
 
     def create_cuda_mesh(config: Any, **options: Any) -> Any:
         return create_device_mesh(config, **{**options, "device_type": "cuda"})
@@ -251,7 +251,7 @@ def _place_models(weights: torch.device) -> Iterator[None]:
         return allocate(model, weights)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(describe, "create_device_mesh", create_cuda_mesh))
+        stack.enter_context(patch.object(sharding, "create_device_mesh", create_cuda_mesh))
         stack.enter_context(patch.object(fake_managers, "allocate", allocate_there))
         # DDP sorts its buckets anew after the first step, by numbers that it reads back from the device
         stack.enter_context(patch.object(fake_managers._Reducer, "_rebuild_buckets", lambda reducer: False))
@@ -286,6 +286,6 @@ class _FakeBuffers(TorchFunctionMode):
 def _run_transformers_checks() -> Iterator[None]:
     """Let transformers look for packed sequences and padding as it does in a run, and not as it does for a plan."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(simulate, "assume_unpacked_sequences", nullcontext))
+        stack.enter_context(patch.object(planned, "assume_unpacked_sequences", nullcontext))
         stack.enter_context(patch.object(transformers.utils.import_utils, "is_fake_tensor", lambda tensor: False))
         yield

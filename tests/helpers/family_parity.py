@@ -16,8 +16,8 @@ from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradient
 from helpers.ranks import RankError, run_ranks
 from helpers.tensor_parallel import to_whole
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel import tp_plans
-from lightning_fsdp2.parallel.tp_plans import NoPlanError
+from lightning_fsdp2.parallel.tensor import plans as tp_plans
+from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
 STEPS = 3
 SEQUENCES = 4

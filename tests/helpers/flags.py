@@ -25,9 +25,9 @@ from helpers.collectives import StepCounter
 from helpers.dispatch import LiveBytes, Products
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel.chunked_loss import compute_chunked_token_losses, trace_logits_tail
-from lightning_fsdp2.parallel.context_parallel import shard_sequence
-from lightning_fsdp2.parallel.loss import shift_left, token_cross_entropy
+from lightning_fsdp2.parallel.context.apply import shard_sequence
+from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses, trace_logits_tail
+from lightning_fsdp2.parallel.loss.token_mean import shift_left, token_cross_entropy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 
@@ -47,7 +47,7 @@ HEADER = """# What the flags of FSDP2 do
 
 Each row was measured: the figures are those of one training step of a Llama of three layers on two CPU ranks (2
 sequences of 12 tokens each), and `tests/test_flags.py` asserts every one of them (but for asynchronous tensor
-parallelism, which has `tests/parallel/test_async_tensor_parallel.py`). From the same data this page is written:
+parallelism, which has `tests/parallel/tensor/test_fusion.py`). From the same data this page is written:
 `PYTHONPATH=tests python tests/helpers/flags.py`.
 """
 

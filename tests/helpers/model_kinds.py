@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.models import GPT2, LLAMA, VOCABULARY, Block, PlainTransformer, add_adapters, make_causal_lm
 from lightning_fsdp2 import create_device_mesh
-from lightning_fsdp2.parallel.fully_shard import reshard
+from lightning_fsdp2.parallel.data.fully_shard import reshard
 from lightning_fsdp2.parallelizer import (
     fsdp2_strategy_parallelize,
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from lightning_fsdp2.parallel.uneven_shards import gather
+from lightning_fsdp2.ranks.whole_tensors import gather
 
 LEARNING_RATE = 1e-3
 

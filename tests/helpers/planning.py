@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from helpers.collectives import COLLECTIVE_KINDS
 from helpers.ranks import run_ranks
 from lightning_fsdp2 import CausalLM
-from lightning_fsdp2._torch_simulation import get_process_group
+from lightning_fsdp2.compat.torch_simulation import get_process_group
 
 VOCABULARY, WIDTH, KEY_VALUE_WIDTH, MLP_WIDTH, LAYERS = 4096, 64, 32, 128, 2
 LLAMA: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from helpers.models import GPT2, make_causal_lm
-from lightning_fsdp2._torch_compat import has_packed_shards
+from lightning_fsdp2.compat.torch import has_packed_shards
 
 COUNTED_GPT2 = pytest.param(
     GPT2, marks=pytest.mark.skipif(not has_packed_shards(), reason="this torch gathers packed weights at use")

@@ -22,8 +22,8 @@ from helpers.vision import (
 )
 from helpers.vision_families import FAMILIES
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel import tp_plans
-from lightning_fsdp2.parallel.tp_plans import NoPlanError
+from lightning_fsdp2.parallel.tensor import plans as tp_plans
+from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

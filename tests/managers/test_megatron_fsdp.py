@@ -26,7 +26,7 @@ from lightning_fsdp2 import (
     load_checkpoint,
     save_checkpoint,
 )
-from lightning_fsdp2.parallel import megatron_fsdp
+from lightning_fsdp2.parallel.megatron import wrap as megatron_fsdp
 from lightning_fsdp2.parallelizer import (
     HAVE_MEGATRON_FSDP,
     HAVE_NVFSDP,

@@ -28,10 +28,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import lightning_fsdp2
-from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy, _torch_compat
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
+from lightning_fsdp2.compat import torch as torch_compat
 from lightning_fsdp2.models import causal_lm
-from lightning_fsdp2.parallel import chunked_loss
-from lightning_fsdp2.parallel.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.loss import chunked as chunked_loss
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -258,7 +259,7 @@ def test_the_default_optimizer_is_fused(name: str) -> None:
 def test_where_torch_has_no_fused_kernel_the_optimizer_steps_without(
     is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_compat, "_get_fused_kernels_supported_devices", lambda: ["cuda"])
+    monkeypatch.setattr(torch_compat, "_get_fused_kernels_supported_devices", lambda: ["cuda"])
 
     def run() -> None:
         options = {"optimizer": partial(torch.optim.AdamW, fused=True)} if is_asked else {}

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy, load_checkpoint
-from lightning_fsdp2.checkpoint import asynchronous, folder, verify_checkpoint
+from lightning_fsdp2.checkpoint import asynchronous, verify_checkpoint
+from lightning_fsdp2.checkpoint.files import drafts as folder
 from lightning_fsdp2.strategies import checkpoint_io
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 

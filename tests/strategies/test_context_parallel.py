@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AttentionInterface
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
-from lightning_fsdp2.parallel.context_parallel import gather_sequence
+from lightning_fsdp2.parallel.context.apply import gather_sequence
 
 LENGTH = 16
 FAMILIES = ("llama", "gemma3_text", "qwen3", "mixtral", "gpt_oss")

@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, DDPConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
-from lightning_fsdp2.strategies import peers
+from lightning_fsdp2.strategies.launch import rendezvous as peers
 
 REGRESSOR_UNITS = 5
 """Three blocks, the head, and what the LightningModule holds itself."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from lightning_fsdp2.strategies import end_with_parent, launcher
+from lightning_fsdp2.strategies.launch import end_with_parent, launcher
 
 WORLD = 2
 TIMEOUT_SECONDS = 240.0

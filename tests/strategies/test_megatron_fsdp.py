@@ -35,7 +35,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
-from lightning_fsdp2.parallel import megatron_fsdp
+from lightning_fsdp2.parallel.megatron import wrap as megatron_fsdp
 
 KIND = STRATEGIES["megatron_fsdp"]
 ALL_STRATEGIES = (0, 1, 2, 3)

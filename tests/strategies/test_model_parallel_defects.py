@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
-from lightning_fsdp2.strategies.distributed import get_default_backend
+from lightning_fsdp2.strategies.launch.process_groups import get_default_backend
 
 WIDTH = 8
 WORLD = 2

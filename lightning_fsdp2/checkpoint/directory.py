@@ -1,0 +1,438 @@
+"""Checkpoint directories in the format of ``torch.distributed.checkpoint`` (DCP), written and read by all ranks.
+
+::
+
+    step=100.ckpt/
+      .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key>, and DTensors that
+                                     hooks and callbacks save: metadata.<key> (DCP)
+      meta.pt                        everything else, as Lightning's ``ModelParallelStrategy`` names it
+      checksums.json                 a checksum for each stored part of a tensor
+      meta.json                      format version, mesh, versions, sizes of all files and checksums of these small
+                                     ones; written last
+"""
+
+import errno
+import io
+import json
+import re
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import empty as distributed_empty
+
+from lightning_fsdp2.checkpoint.files.chunks import CHECKSUMS_FILE, compute_checksum, describe_bytes, describe_file
+from lightning_fsdp2.checkpoint.files.drafts import (
+    SUMMARY_FILE,
+    AnyPath,
+    Draft,
+    StoreDraft,
+    check_free_space,
+    start_draft,
+)
+from lightning_fsdp2.checkpoint.files.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    DurableFile,
+    get_reason,
+    load_archive,
+    load_pickled,
+    save_plain,
+    warn_of_objects,
+)
+from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
+from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, get_stored_layout, is_converted
+from lightning_fsdp2.ranks.coordination import all_gather, on_every_rank, on_first_rank
+
+FORMAT_VERSION = 3
+"""Version of what is written: 1 had no checksums, 2 had one for each whole file. A higher one is not read."""
+
+METADATA_FILE = "meta.pt"
+
+SHARDED_KEY = "metadata"
+"""Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
+
+EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
+"""Where ``meta.pt`` keeps dicts and lists in the state dict, and what ``Module.get_extra_state`` returned, by name."""
+
+PLAIN_KEY = "lightning_fsdp2.plain_tensors"
+"""Where ``meta.pt`` keeps the names of the tensors in the state dict that were no DTensors."""
+
+CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
+"""Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
+
+ADDED_KEY = "lightning_fsdp2.optimizer_added"
+"""Where ``meta.pt`` keeps what optimizers save beside states and parameter groups, by optimizer and key."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold, as it was when the save began."""
+
+    tensors: dict[str, Any]
+    """Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks."""
+
+    metadata: bytes
+    """``meta.pt``; on rank 0 only."""
+
+    summary: dict[str, Any]
+    """For ``meta.json``, where people look."""
+
+    def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
+        """The same with copies of the tensors."""
+        return replace(self, tensors=tensors)
+
+
+def take_snapshot(
+    tensors: dict[str, Any],
+    metadata: dict[str, Any],
+    summary: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    trust: bool = False,
+) -> Snapshot:
+    """Prepare what a directory will hold, without copying the tensors; every rank must call it.
+
+    Args:
+        tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
+        metadata: The rest; rank 0's is saved, but of the DTensors in its containers every rank's part.
+        summary: For ``meta.json``.
+        group: For coordination; a CPU group spares the accelerator.
+        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
+
+    Raises:
+        ValueError: When an optimizer's state differs by rank and no DTensor says how.
+        Exception: On every rank, what ``torch.save`` raises for a ``metadata`` that cannot be pickled.
+    """
+    # what `Module.get_extra_state` returned, and dicts and lists in state dicts (a metric's values) and optimizer
+    # states, may be anything; DCP would take them apart and lose number keys and what is empty
+    weights, extra = _partition(tensors["state_dict"], _is_extra_state)
+    plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
+    optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
+    containers: dict[str, Any] = {}
+    added: dict[str, Any] = {}
+    for name, state in optimizers.items():
+        _check_same_on_all_ranks(name, state, group)
+        optimizers[name], containers[name], added[name] = _part_optimizer(state)
+    others = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers, ADDED_KEY: added}
+    rest, sharded = pop_sharded({**metadata, **others})
+    tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
+    buffer = io.BytesIO()
+
+    def save_rest() -> None:
+        save_plain(rest, buffer)
+        if not trust:
+            warn_of_objects((tensors, rest))
+
+    on_first_rank(save_rest, group)
+    return Snapshot(convert_all(tensors), buffer.getvalue(), summary or {})
+
+
+def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint directory so that it is complete or absent; every rank must call it.
+
+    Args:
+        path: The directory; one of that name is replaced once the new one is complete.
+        snapshot: Of :func:`take_snapshot`.
+        group: For coordination; nothing else may communicate on it meanwhile.
+
+    Raises:
+        Exception: On every rank, when any rank could not write. What stood at ``path`` before still does.
+    """
+    sizes = all_gather(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
+    drafts: list[Draft | StoreDraft] = []  # on rank 0
+
+    def start() -> AnyPath:
+        drafts.append(start_draft(path))  # which makes room by removing the drafts of the dead
+        check_free_space(path, sum(sizes))
+        return drafts[0].path
+
+    try:
+        writer = CheckpointWriter(on_first_rank(start, group))
+        call_dcp(lambda: save(snapshot.tensors, storage_writer=writer, process_group=group), path)
+        sizes_by_file = {name: size for sizes in all_gather(writer.sizes, group) for name, size in sizes.items()}
+        on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
+    except BaseException:
+        for draft in drafts:
+            draft.discard()
+        raise
+
+
+def read_directory(
+    path: AnyPath,
+    model: nn.Module | None = None,
+    *,
+    with_optimizers: bool = True,
+    in_place: bool = False,
+    verify: bool = True,
+    trust: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint directory: the shards that this rank needs, or whole tensors in one process.
+
+    Args:
+        path: The directory.
+        model: Tensors are sharded like its tensors of the same name and shape, and every rank must call this. None
+            reads whole tensors to the host, on this rank alone.
+        with_optimizers: Whether to read optimizer states.
+        in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
+        verify: Whether what is read is compared with its checksums, where it has some.
+        trust: Whether it may hold any object, which can run code when it is loaded.
+        group: For coordination.
+
+    Returns:
+        The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
+
+    Raises:
+        ValueError: When it is damaged, or holds more than tensors and plain types and is not trusted.
+    """
+    reader = CheckpointReader(path, trust=trust, verify=verify)
+
+    def read_plain() -> tuple[Metadata, dict[str, Any]]:
+        return reader.read_metadata(), load_pickled(path / METADATA_FILE, trust=trust)
+
+    metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
+    own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
+    plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
+    flat = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
+    options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
+    call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
+    flat_values = {
+        _path_of(metadata, key): _finish_target(
+            value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key)
+        )
+        for key, value in flat.items()
+    }
+    loaded = unflatten(flat_values)
+    checkpoint = put_sharded(checkpoint, loaded.pop(SHARDED_KEY, {}))
+    checkpoint["state_dict"] = {**loaded.pop("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
+    for name, states in checkpoint.pop(CONTAINERS_KEY, {}).items():
+        for key, moved in states.items() if with_optimizers else ():
+            values = loaded[name].setdefault("state", {})
+            values[key] = {**values.get(key, {}), **moved} if isinstance(moved, dict) else moved
+    for name, values in checkpoint.pop(ADDED_KEY, {}).items():
+        loaded.get(name, {}).update(values)
+    if states := get_optimizer_states(loaded):
+        checkpoint["optimizer_states"] = states
+    return checkpoint
+
+
+def get_optimizer_states(nested: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values of ``optimizer_0``, ``optimizer_1``, ... in the order of their numbers."""
+    return [nested[name] for name in get_optimizer_keys(nested)]
+
+
+def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
+    """Those of the keys that are ``optimizer_`` and a number, in the order of the numbers."""
+    numbers = sorted(int(match[1]) for name in nested if (match := re.fullmatch(r"optimizer_(\d+)", str(name))))
+    return [f"optimizer_{number}" for number in numbers]
+
+
+def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
+    """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
+    try:
+        with _without_warning():
+            action()
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
+        for cause in causes:
+            if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
+                raise cause from error  # says all there is to say
+        reasons = "; ".join(map(get_reason, causes)) or error
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
+            f" `lightning-fsdp2 verify {path}` names the damaged files."
+        ) from error
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """One process without a process group is as good a use as any.
+
+    The filters are the process's, and a thread that writes beside training would change them under whoever else does.
+    It has a process group, with which DCP does not warn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads flat keys as they are, and unpickles small objects only as far as they are trusted."""
+
+    def __init__(self, path: AnyPath, trust: bool) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._path = path
+        self._trust = trust
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        def open_archive() -> Any:
+            value.seek(0)
+            return value
+
+        loaded = load_archive(open_archive, self._path, trust=self._trust)
+        self.original_state_dict[read_item.dest_index.fqn] = loaded
+
+
+def _finish(
+    draft: Draft | StoreDraft, snapshot: Snapshot, sizes: dict[str, int], checksums: dict[str, dict[int, str]]
+) -> None:
+    unseen = [name for name in sizes if not (draft.path / name).exists()]
+    if unseen:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{', '.join(unseen)} was written by another rank, but rank 0 does not see it: the folder of a checkpoint"
+            " must be on a file system that all nodes share",
+            str(draft.path),
+        )
+    files: dict[str, Any] = {name: {"bytes": size} for name, size in sizes.items()}
+    files[METADATA_FILE] = _write(draft.path / METADATA_FILE, snapshot.metadata)
+    files[CHECKSUMS_FILE] = _write(draft.path / CHECKSUMS_FILE, json.dumps(checksums).encode())
+    files[".metadata"] = describe_file(draft.path / ".metadata")
+    summary = {"format_version": FORMAT_VERSION, "torch": torch.__version__, **snapshot.summary, "files": files}
+    _write(draft.path / SUMMARY_FILE, json.dumps(summary, indent=2).encode())
+    draft.publish()
+
+
+def _write(path: AnyPath, data: bytes) -> dict[str, Any]:
+    """Put a small file on the disk; return its size and checksum."""
+    with DurableFile(path) as file:
+        file.write(data)
+    return describe_bytes(data)
+
+
+def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    second = {key: value for key, value in values.items() if is_second(key, value)}
+    return {key: value for key, value in values.items() if key not in second}, second
+
+
+def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Part what DCP keeps of an optimizer from what may be anything: in its states, and beside them."""
+    state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
+    # what is not the state of a parameter need not be a dict
+    values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
+    parted = {key: _partition(value, _is_container) for key, value in values.items()}
+    kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
+    return kept, {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}, added
+
+
+def _is_extra_state(name: str, value: Any) -> bool:
+    return name.rpartition(".")[2] == "_extra_state" or _is_container(name, value)
+
+
+def _is_container(key: Any, value: Any) -> bool:
+    # numbers for keys would come back as text too
+    return isinstance(value, dict | list | tuple) or not isinstance(key, str)
+
+
+def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Plain tensors are written once: what each rank has made of its own shard would be lost without a word."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    digests: dict[str, str] = {}
+    for parameter, values in state["state"].items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                digests[f"{parameter}.{key}"] = compute_checksum(value)
+    first, *others = all_gather(digests, group)
+    different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
+    if different:
+        raise ValueError(
+            f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}): its step works"
+            " on local shards, and a checkpoint could keep one rank's only. Let the optimizer keep DTensors, made by"
+            " operations on its DTensor parameters."
+        )
+
+
+def _get_size(tensors: dict[str, Any]) -> int:
+    """Bytes that this rank will write, at most: of what several ranks hold, one of them writes it."""
+    size = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal size
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        replicas = 1
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for axis, placement in enumerate(tensor.placements):
+                replicas *= mesh.size(axis) if placement.is_replicate() else 1
+        elif dist.is_initialized():
+            replicas = dist.get_world_size()
+        size += local.nbytes // replicas
+        return tensor
+
+    map_tensors(add, tensors)
+    return size
+
+
+def _path_of(metadata: Metadata, key: str) -> tuple[Any, ...]:
+    path: tuple[Any, ...] = metadata.planner_data[key]
+    return path
+
+
+def _is_weight(metadata: Metadata, key: str) -> bool:
+    return _path_of(metadata, key)[0] == "state_dict"
+
+
+def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
+    return str(_path_of(metadata, key)[0]).startswith("optimizer_")
+
+
+def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
+    """The model's tensor that a stored tensor is, is a state of, or bears the name of, if it has the same shape."""
+    entry = metadata.state_dict_metadata[key]
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    like = own.get(_path_of(metadata, key)[2 if _is_of_optimizer(metadata, key) else -1])
+    return like if like is not None and like.shape == entry.size else None
+
+
+def _make_target(
+    metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
+) -> Any:
+    """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
+    entry = metadata.state_dict_metadata[key]
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    like = _get_optional_like(metadata, key, own)
+    dtype = entry.properties.dtype
+    if is_converted(like):
+        stored_mesh, placements = get_stored_layout(like)
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=stored_mesh, placements=placements)
+    if like is not None:
+        if in_place and _is_weight(metadata, key):
+            return like
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
+    is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
+    if not is_plain and mesh is not None and len(entry.size) > 0:
+        # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
+        return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
+    """From what DCP has filled to what the model or the optimizer takes."""
+    if not is_converted(like):
+        return value
+    converted = convert_back(value, like)
+    if not in_place:
+        return converted
+    with torch.no_grad():
+        return like.copy_(converted)

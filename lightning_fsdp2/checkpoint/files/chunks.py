@@ -1,0 +1,110 @@
+"""Chunks of checkpoint files: what a rank stored of one tensor, with a checksum that is compared when it is read.
+
+``checksums.json`` has the checksums by file and by the chunk's offset in bytes::
+
+    {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
+
+They are of what a chunk holds, so that a rank compares what it has read, without reading it once more; a file as a
+whole has none, since a rank reads some of its chunks only.
+"""
+
+import io
+import json
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fsdp2.checkpoint.files.drafts import AnyPath
+
+CHECKSUMS_FILE = "checksums.json"
+
+CHECKSUM = "xxh3_128"
+"""The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal, as those of chunks."""
+
+_BLOCK_SIZE = 1 << 20
+
+
+class Chunk(io.RawIOBase):
+    """A part of a file, as a file of its own.
+
+    Args:
+        file: Opened for reading.
+        offset: Where the part begins, in bytes.
+        length: How many bytes it has.
+    """
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._position = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._file.seek(self._offset + self._position)
+        count: int = self._file.readinto(view)
+        self._position += count
+        return count
+
+
+def compute_checksum(value: Tensor | io.BytesIO) -> str:
+    """Return a checksum of a tensor's dtype, shape and elements, or of bytes."""
+    digest = xxhash.xxh3_128()
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(cast(Any, value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    else:
+        digest.update(value.getbuffer())
+    return digest.hexdigest()
+
+
+def describe_bytes(data: bytes) -> dict[str, Any]:
+    """Return size and checksum of what a small file holds, for ``meta.json``."""
+    return {"bytes": len(data), CHECKSUM: xxhash.xxh3_128(data).hexdigest()}
+
+
+def describe_file(path: AnyPath) -> dict[str, Any]:
+    """Return the same of a file of any size, read block by block."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_SIZE):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, CHECKSUM: digest.hexdigest()}
+
+
+def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
+    """Return the checksums of a directory's chunks by file and offset; none if an older version wrote it."""
+    file = path / CHECKSUMS_FILE
+    if not file.exists():
+        return {}
+    stored: dict[str, dict[str, str]] = json.loads(file.read_bytes())
+    return {name: {int(offset): checksum for offset, checksum in sums.items()} for name, sums in stored.items()}
+
+
+def raise_damaged(path: AnyPath, names: list[str]) -> None:
+    """Raise if there are names of damaged files.
+
+    Raises:
+        ValueError: With them.
+    """
+    if names:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
+        )

@@ -1,0 +1,133 @@
+"""Export of LoRA: as a directory of peft, or merged into the model, layer by layer, with peft's own arithmetic."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp2.export.files import Layout
+from lightning_fsdp2.export.sources import Wanted, Weights
+from lightning_fsdp2.ranks.coordination import get_rank
+from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names
+from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE
+
+_PREFIX = "base_model.model."
+"""peft's, of the names of the model inside it."""
+
+_BASE = ".base_layer."
+
+
+def build_adapter_layout(weights: Weights, dtype: torch.dtype | None) -> Layout:
+    """Find out how ``save_pretrained`` of peft would store the adapter, which is one file."""
+    (adapter,) = weights.description["adapters"]
+    keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
+    specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}
+
+    def convert(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        return {key: tensors[keys[key]].contiguous() for key in names}
+
+    return Layout(
+        dtype=next(iter(specs.values())).dtype,
+        specs=specs,
+        files={WEIGHTS_FILE: list(keys)},
+        sources={key: frozenset({name}) for key, name in keys.items()},
+        total_size=sum(spec.nbytes for spec in specs.values()),
+        convert=convert,
+    )
+
+
+def write_adapter_config(folder: Path, weights: Weights) -> None:
+    """Write what peft needs besides the weights."""
+    (config,) = weights.description["adapters"].values()
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
+
+
+def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
+    """Return the weights of the model alone, with what the adapter adds to them.
+
+    Args:
+        weights: With one adapter.
+        skeleton: The model without it, and without weights.
+
+    Raises:
+        ValueError: When the adapter changes a tied weight, which would be two, or parameters other than a module's
+            whole weight.
+    """
+    merge = _Merge(weights)
+    merge.check()
+    specs = {name: weights.specs[merge.get_source(name)] for name in skeleton.state_dict()}
+    return Weights(
+        skeleton=skeleton,
+        description={**weights.description, "has_adapters": False, "adapters": {}},
+        specs=specs,
+        read=merge,
+        adapted=None,
+    )
+
+
+class _Merge:
+    """Reads whole merged tensors; of an adapted layer all tensors are read together."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        (self._adapter,) = weights.description["adapters"]
+        model: Any = weights.skeleton
+        self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
+        # peft's module around the one that has a tensor
+        paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
+        self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
+        self._paths = paths
+
+    def get_source(self, name: str) -> str:
+        """The name with the adapter of the tensor that ``name`` is without it."""
+        return self._sources[name]
+
+    def check(self) -> None:
+        """Refuse what cannot be merged."""
+        ties: dict[str, str] = self._weights.skeleton.all_tied_weights_keys
+        for name in self._weights.description["tied"]:
+            if {name, ties[name]} & self._layers.keys():
+                raise ValueError(
+                    f"The adapter changes {name} or {ties[name]}, which are tied and would be two weights; export the"
+                    " adapter by itself (merge=False)."
+                )
+        for name, layer in self._layers.items():
+            if hasattr(layer, "parameter_name"):
+                raise ValueError(
+                    f"The adapter changes the parameter {name} of a module (target_parameters), which is not merged"
+                    " here; export the adapter by itself (merge=False)."
+                )
+
+    def __call__(self, wanted: Sequence[Wanted]) -> dict[str, Tensor]:
+        tensors = self._weights.read([self._get_needed(names) for names in wanted])
+        own = wanted[get_rank()] if get_rank() < len(wanted) else {}
+        for path in {self._paths[name] for name in own if self._paths[name]}:
+            parts = {key.removeprefix(f"{path}."): tensors.pop(key) for key in [*tensors] if key.startswith(f"{path}.")}
+            tensors |= {f"{path}{_BASE}{key}": tensor for key, tensor in self._merge(path, parts).items()}
+        # taken out one by one, so that of each one copy is held
+        return {name: tensors.pop(self._sources[name]).to(dtype) for name, dtype in own.items()}
+
+    @torch.no_grad()
+    def _merge(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # which has no weights
+        layer.load_state_dict(tensors, assign=True)
+        layer.merge(adapter_names=[self._adapter])
+        merged: dict[str, Tensor] = layer.get_base_layer().state_dict()
+        return merged
+
+    def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
+        """What the tensors ``names`` are made of, in the dtypes of the run, in which they are merged."""
+        specs = self._weights.specs
+        paths = {self._paths[name] for name in names} - {""}
+        # in the order of the model, the same on every rank
+        parts = {key for path in paths for key in specs if key.startswith(f"{path}.")}
+        needed = parts | {self._sources[name] for name in names}
+        return {key: specs[key].dtype for key in specs if key in needed}
+
+    def _get_trained(self, source: str) -> str:
+        """``source``, or the copy of it that is trained in its place."""
+        return source.replace(".original_module.", f".modules_to_save.{self._adapter}.")

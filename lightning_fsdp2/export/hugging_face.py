@@ -1,0 +1,381 @@
+"""Write models in the format of Hugging Face, from shards or from a checkpoint, never with a full copy in memory.
+
+The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Which tensors of
+the model a stored one is made of (a mixture's packed experts are stored one by one) is learned by converting a model
+without weights; then the files are written in parallel, one rank each, from what is gathered for them.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space
+from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.verify import verify_together
+from lightning_fsdp2.compat.torch import get_group_timeout
+from lightning_fsdp2.export.adapters import build_adapter_layout, merge_adapter, write_adapter_config
+from lightning_fsdp2.export.files import Layout, build_layout
+from lightning_fsdp2.export.sources import Weights, open_checkpoint, open_module
+from lightning_fsdp2.ranks.coordination import get_rank, on_first_rank, wait_for_all_ranks
+from lightning_fsdp2.ranks.failures import fail_together
+from lightning_fsdp2.weights.description import build_skeleton
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+
+
+def export_hf(
+    source: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    model: str | None = None,
+    tokenizer: Any = None,
+    dtype: ExportDtype | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    merge: bool = False,
+    pretrained: str | Path | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    trust_checkpoint: bool = False,
+) -> Path:
+    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
+
+    Of a model that LoRA is trained around the adapter is written, as peft does, for ``PeftModel.from_pretrained`` and
+    ``CausalLM(lora=...)``; with ``merge`` the model that it makes of its base.
+
+    In a process group every rank must call it, also for a checkpoint: each writes its share of the files, for which
+    tensor after tensor is gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint
+    one process, without a group, is enough::
+
+        export_hf("checkpoints/step=100.ckpt", "my-model")
+
+    Args:
+        source: A Hugging Face model, sharded or not, or any module around one, such as a LightningModule; or the path
+            of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
+        out: The directory. It is written in a hidden one beside it and renamed once it is complete.
+        model: Path in ``source`` of the model, such as ``"student"``, where it holds several.
+        tokenizer: A Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None for the one
+            that the run (of a checkpoint) or the model came with, if it can be found. Generation ends at its end token,
+            besides those that the model had: a base that was fine-tuned on chats has learned that of the chats.
+        dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
+        max_shard_size: Of a file, in bytes or such as ``"5GB"``; an adapter is one file.
+        merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
+        pretrained: The directory of the model that training began with, if it has moved since: for checkpoints that
+            leave frozen weights to it (``CheckpointConfig(frozen_parameters=False)``).
+        overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
+        verify: Whether what is read of a checkpoint is compared with its checksums.
+        trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
+
+    Returns:
+        ``out``, behind links.
+
+    Raises:
+        TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
+        ValueError: When it holds several and ``model`` names none of them, the model has adapters other than LoRA, or
+            none to ``merge``, or other weights than its config says, the checkpoint is incomplete or does not say what
+            model it holds, ``pretrained`` is another model, or ``out`` is remote, or is or holds the working directory
+            or the checkpoint.
+        FileExistsError: When ``out`` has something in it, and not ``overwrite``.
+        OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
+        FileNotFoundError: When there is no such checkpoint, or not the model to which it leaves its frozen weights.
+        RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
+            group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
+    """
+    _wait_for_all_ranks()
+    if "://" in str(out):
+        raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
+    out = Path(out).resolve()
+    on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
+    if verify and not isinstance(source, nn.Module):
+        verify_together(on_first_rank(lambda: find_checkpoint(source, trust=trust_checkpoint)))
+    with fail_together(_get_groups()):
+        if isinstance(source, nn.Module):
+            weights = open_module(source, model)
+        else:
+            options: dict[str, Any] = {
+                "pretrained": pretrained,
+                "needs_base": merge,
+                "verify": verify,
+                "trust": trust_checkpoint,
+            }
+            weights = open_checkpoint(source, model, **options)
+        if merge:
+            weights = _merge(weights)
+        layout = _build_layout(weights, dtype, max_shard_size)
+    drafts: list[Draft] = []  # on rank 0
+
+    def start() -> Path:
+        check_free_space(out, layout.total_size)
+        drafts.append(start_draft(out))
+        drafts[0].path.mkdir()
+        # first: nobody wants to learn of a wrong tokenizer when the weights are written
+        _write_descriptions(drafts[0].path, weights, layout, tokenizer)
+        return drafts[0].path
+
+    try:
+        _write_files(on_first_rank(start), weights, layout)
+        on_first_rank(lambda: _publish(drafts[0]))
+    except BaseException:
+        for draft in drafts:
+            draft.discard()
+        raise
+    return out
+
+
+def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
+    """Refuse to write to ``out`` what would replace something, unless that is wanted.
+
+    Args:
+        out: Absolute, behind links.
+        overwrite: Whether to replace a directory that is not empty.
+        source: Path of the checkpoint that is to be exported.
+
+    Raises:
+        FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
+        ValueError: When it is or holds the working directory, or ``source``, which are never replaced, or is inside of
+            ``source``.
+    """
+    if out.is_file():
+        raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
+    kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
+    for what, path in kept.items():
+        if path.resolve().is_relative_to(out):
+            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
+    if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
+        raise ValueError(f"out={str(out)!r} is inside of the checkpoint {str(source)!r}; name a directory beside it.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"
+            " is in it."
+        )
+
+
+def start_draft(out: Path) -> Draft:
+    """Make the draft of ``out``.
+
+    Raises:
+        OSError: When its folder cannot be made or written to.
+    """
+    try:
+        return Draft(out)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"out={str(out)!r} cannot be made ({reason}); name another directory") from error
+
+
+def check_exportable(
+    module: nn.Module,
+    *,
+    model: str | None,
+    tokenizer: Any,
+    dtype: ExportDtype | torch.dtype | None,
+    max_shard_size: int | str,
+    merge: bool,
+) -> None:
+    """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
+
+    Raises:
+        TypeError: As there.
+        ValueError: As there.
+        OSError: As there, when the tokenizer cannot be loaded.
+    """
+    weights = open_module(module, model)
+    if merge:
+        weights = _merge(weights)
+    _build_layout(weights, dtype, max_shard_size)
+    on_first_rank(lambda: bool(_load_tokenizer(tokenizer, weights.description["tokenizer"])))
+
+
+def _wait_for_all_ranks() -> None:
+    if dist.is_initialized():
+        wait_for_all_ranks(
+            "export a model",
+            # in any case before the collectives that other ranks are in give up
+            get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
+            "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
+            " also be exported by one process without a process group.",
+        )
+
+
+def _merge(weights: Weights) -> Weights:
+    if weights.adapted is None:
+        raise ValueError(
+            f"export_hf(merge=True): the {type(weights.skeleton).__name__} has no adapter; leave merge out."
+        )
+    model_class, config_class = type(weights.skeleton), type(weights.skeleton.config)
+    return merge_adapter(weights, build_skeleton(model_class, config_class, weights.description))
+
+
+def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> Layout:
+    if not _is_size(max_shard_size):
+        raise ValueError(
+            f"export_hf(max_shard_size={max_shard_size!r}) must be a number of bytes above 0, or such as '5GB'."
+        )
+    if weights.adapted is not None:
+        return build_adapter_layout(weights, _get_dtype(dtype))
+    return build_layout(
+        weights.skeleton,
+        weights.specs,
+        weights.description["tied"],
+        dtype=_get_dtype(dtype),
+        max_shard_size=max_shard_size,
+    )
+
+
+def _is_size(value: int | str) -> bool:
+    """Whether huggingface_hub takes it for the size of a file, and one is above 0."""
+    if isinstance(value, str):
+        number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
+        return number is not None and float(number[1]) > 0
+    return value > 0
+
+
+def _write_files(folder: Path, weights: Weights, layout: Layout) -> None:
+    """Write as many files at a time as there are ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    files = list(layout.files.items())
+    for start in range(0, len(files), ranks):
+        with fail_together(_get_groups()):
+            _write_round(folder, weights, layout, files[start : start + ranks])
+
+
+def _write_round(folder: Path, weights: Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
+    """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
+    own = weights.read([layout.get_sources(names) for _, names in files])
+    if own:
+        file, names = files[get_rank()]
+        _write_file(folder / file, layout.convert(own, names))
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        _sync(path)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"{path} could not be written: {error}") from error
+
+
+def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenizer: Any) -> None:
+    """Write all that is not weights."""
+    tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
+    if weights.adapted is not None:
+        write_adapter_config(folder, weights)
+    else:
+        _write_configs(folder, weights.skeleton, layout, tokenizer)
+    _save_tokenizer(folder, tokenizer)
+
+
+def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout, tokenizer: Any) -> None:
+    from transformers.dynamic_module_utils import custom_object_save
+
+    _set_dtype(skeleton.config, layout.dtype)
+    skeleton.config.architectures = [type(skeleton).__name__]
+    if skeleton.is_remote_code():
+        custom_object_save(skeleton, folder, config=skeleton.config)  # type: ignore[arg-type]
+    skeleton.config.save_pretrained(folder)
+    if skeleton.can_generate():
+        _stop_at_end_of(tokenizer, skeleton.generation_config)
+        # `save_pretrained` refuses what is published too, such as a temperature without sampling
+        skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    if len(layout.files) > 1:
+        index = {
+            "metadata": {"total_parameters": skeleton.num_parameters(), "total_size": layout.total_size},
+            "weight_map": {name: file for file, names in layout.files.items() for name in names},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _stop_at_end_of(tokenizer: Any, generation_config: Any) -> None:
+    """Let generation end at the tokenizer's end token too: a base fine-tuned on chats has learned that of the chats."""
+    ends = generation_config.eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is not None and end not in known:
+        generation_config.eos_token_id = [*known, end] if known else end
+
+
+def _publish(draft: Draft) -> None:
+    for path in draft.path.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    draft.publish()
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    config.dtype = dtype
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part.dtype is not None:
+            _set_dtype(part, dtype)
+
+
+def _load_tokenizer(tokenizer: Any, default: str) -> Any:
+    """``tokenizer``, or the one of a directory or name; else that of ``default``, or None if that has none."""
+    from transformers import AutoTokenizer
+
+    if isinstance(tokenizer, str | Path):
+        if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
+            raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory holds no tokenizer.")
+        return AutoTokenizer.from_pretrained(tokenizer)
+    if tokenizer is None and _has_tokenizer(default):
+        return AutoTokenizer.from_pretrained(default, local_files_only=True)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a tokenizer of transformers: it has no"
+            " `save_pretrained`. Pass one that has, its directory or its hub id, or save yours beside the model."
+        )
+    return tokenizer
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    if tokenizer is None:
+        logger.warning("The model is exported without a tokenizer; pass export_hf(tokenizer=...) to have it saved too.")
+    else:
+        tokenizer.save_pretrained(folder)
+
+
+def _has_tokenizer(name: str | Path) -> bool:
+    """Whether a directory, or the local copy of a hub repository, has one; transformers would make one up."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+    if Path(name).is_dir() and name:
+        return any((Path(name) / file).exists() for file in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
+    except HFValidationError:  # empty, or a path that is not there any more
+        return False
+
+
+def _get_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    known = {name: getattr(torch, name) for name in get_args(ExportDtype)}
+    if dtype is None or dtype in known.values():
+        return dtype  # type: ignore[return-value]
+    if dtype not in known:
+        raise ValueError(f"export_hf(dtype={dtype!r}) is unknown; use {', '.join(map(repr, known))} or None.")
+    return known[dtype]
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _get_groups() -> list[Any]:
+    return [dist.group.WORLD] if dist.is_initialized() else []

@@ -1,0 +1,266 @@
+"""Where the tensors of a Hugging Face model are, in shards, a checkpoint or files, and how to get some of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_left_out, read_whole_tensors
+from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.parallel.data.fully_shard import reshard
+from lightning_fsdp2.ranks.coordination import get_rank
+from lightning_fsdp2.ranks.failures import list_names
+from lightning_fsdp2.ranks.whole_tensors import gather
+from lightning_fsdp2.weights.adapters import get_plain_names
+from lightning_fsdp2.weights.description import (
+    Description,
+    add_described_adapters,
+    build_hf_skeleton,
+    build_skeleton,
+    describe_hf_models,
+    get_model_class,
+)
+from lightning_fsdp2.weights.pretrained import get_fingerprint, read_pretrained
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+Wanted = Mapping[str, torch.dtype]
+"""The names of tensors, and the dtypes to give them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Where the tensors of a model are, and how to get some of them."""
+
+    skeleton: "PreTrainedModel"
+    """The model without weights."""
+
+    description: Description
+
+    specs: dict[str, Tensor]
+    """Meta tensors, by their names in the model."""
+
+    read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
+    """What each rank wants -> whole tensors in host memory, this rank's; every rank must call it."""
+
+    adapted: "PeftModel | None"
+    """peft's model around ``skeleton``, whose tensors then have the names that they have in there."""
+
+
+def open_module(module: nn.Module, path: str | None) -> Weights:
+    """Open the Hugging Face model at ``path`` in ``module``, sharded or not.
+
+    Raises:
+        TypeError: When there is none.
+        ValueError: When there are several and ``path`` names none, or it is not the model that its config describes.
+    """
+    description = _choose(describe_hf_models(module), path, get_class_name(module))
+    model: Any = module.get_submodule(description["path"])
+    reshard(module)
+    skeleton = build_skeleton(get_model_class(model), type(model.config), description)
+    adapted = add_described_adapters(skeleton, description)
+    state = model.state_dict()
+    specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    _check_readable(specs, skeleton, description)
+    return Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state), adapted=adapted)
+
+
+def open_checkpoint(
+    path: str | Path,
+    model: str | None,
+    *,
+    pretrained: str | Path | None,
+    needs_base: bool,
+    verify: bool,
+    trust: bool,
+) -> Weights:
+    """Open the Hugging Face model at ``model`` in a checkpoint, and the files to which that leaves frozen weights.
+
+    Args:
+        path: The checkpoint.
+        model: Where the model was in the module that was saved; None for the only one.
+        pretrained: Where the files are now; None for where they were.
+        needs_base: Whether they are read although all that is trained are adapters.
+        verify: Whether what is read of a directory is compared with its checksums.
+        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+
+    Raises:
+        FileNotFoundError: When there is no checkpoint, or no such files.
+        ValueError: As for :func:`open_module`, or when the checkpoint does not say what it holds, or the files are not
+            those that training began with.
+    """
+    path = str(find_checkpoint(path, trust=trust))
+    descriptions = read_descriptions(path, trust=trust)
+    if not descriptions:
+        raise ValueError(
+            f"{str(path)!r} does not say what Hugging Face model it holds: it was not written by this package. Build"
+            " your module, load the checkpoint, and export the module."
+        )
+    description = _choose(descriptions, model, str(path))
+    prefix = f"{description['path']}." if description["path"] else ""
+    specs = {
+        name.removeprefix(prefix): torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in list_tensors(path, trust=trust).items()
+        if name.startswith(prefix)
+    }
+    skeleton = build_hf_skeleton(description)
+    adapted = add_described_adapters(skeleton, description)
+    base = _open_base(path, prefix, description, skeleton, pretrained, trust)
+    if base is not None:
+        specs |= base.specs(specs, skeleton)
+        if needs_base or adapted is None:
+            base.check(path)
+    _check_readable(specs, skeleton, description)
+
+    def read(wanted: Sequence[Wanted]) -> dict[str, Tensor]:
+        own = wanted[get_rank()] if get_rank() < len(wanted) else {}
+        tensors = {} if base is None else base.read(own)
+        stored = {name: prefix + name for name in own if name not in tensors}
+        whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
+        tensors |= {name: whole.pop(key) for name, key in stored.items()}
+        # taken out one by one, so that of each one copy is held
+        return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
+
+    return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    """The pretrained model to which a checkpoint leaves frozen weights."""
+
+    folder: Path
+
+    fingerprint: str
+    """Of the one that training began with."""
+
+    names: dict[str, str]
+    """Of the weights: in the model with its adapters -> in the model alone."""
+
+    description: Description
+
+    def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
+        """Meta tensors in the dtype of those that are stored: a run has one."""
+        own = skeleton.state_dict()
+        dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
+        return {name: own[name].to(dtype=dtype) for name in self.names}
+
+    def check(self, path: str) -> None:
+        what = f"The checkpoint {path!r} leaves {len(self.names)} frozen weights to the pretrained model"
+        if not self.folder.is_dir():
+            raise FileNotFoundError(
+                f"{what} {str(self.folder)!r}, which is not there; say where it is now: export_hf(pretrained=...),"
+                " --pretrained on the command line."
+            )
+        if get_fingerprint(self.folder) != self.fingerprint:
+            raise ValueError(
+                f"{what} that training began with, and {str(self.folder)!r} holds other tensors; give the directory of"
+                " that model: export_hf(pretrained=...), --pretrained on the command line."
+            )
+
+    def read(self, names: Wanted) -> dict[str, Tensor]:
+        wanted = {self.names[name]: name for name in names if name in self.names}
+        if not wanted:
+            return {}
+        # in what the files hold: the run's dtype comes after it
+        tensors = read_pretrained(build_hf_skeleton(self.description), self.folder, wanted, torch.float32)
+        return {wanted[name]: tensor for name, tensor in tensors.items()}
+
+
+class _Gather:
+    """Gathers the tensors of a state dict, one after the other, each for one rank."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def __call__(self, wanted: Sequence[Wanted]) -> dict[str, Tensor]:
+        gathered: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
+            tensor = self._state[name]
+            if isinstance(tensor, DTensor):
+                # offloaded shards are gathered where the mesh communicates
+                sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+                tensor = gather(sharded)
+            if rank == get_rank() and failure is None:
+                try:
+                    gathered[name] = _copy_to_host(tensor, wanted[rank][name])
+                except Exception as error:  # later: the others are waiting in the next gather
+                    gathered, failure = {}, error
+        if failure is not None:
+            raise failure
+        return gathered
+
+
+def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype)
+
+
+def _open_base(
+    path: str,
+    prefix: str,
+    description: Description,
+    skeleton: nn.Module,
+    pretrained: str | Path | None,
+    trust: bool,
+) -> _Base | None:
+    parts = [part for part in read_left_out(path, trust=trust) if part["names"][0].startswith(prefix)]
+    if not parts:
+        return None
+    plain = get_plain_names(skeleton)
+    names = [name.removeprefix(prefix) for name in parts[0]["names"]]
+    return _Base(
+        folder=Path(pretrained or parts[0]["folder"]),
+        fingerprint=parts[0]["fingerprint"],
+        names={name: plain[name] for name in names if name in plain},
+        description=description,
+    )
+
+
+def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
+    if not descriptions:
+        raise TypeError(
+            f"export_hf: there is no model of transformers in {source}. Pass a `PreTrainedModel`, or a module around"
+            " one that was built already (in `configure_model`)."
+        )
+    paths = [description["path"] for description in descriptions]
+    if path is None and len(paths) == 1:
+        return descriptions[0]
+    if path not in paths:
+        raise ValueError(
+            f"export_hf(model={path!r}): {source} holds the model(s) {', '.join(map(repr, paths))}; name one of them."
+        )
+    return descriptions[paths.index(path)]
+
+
+def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
+    """Refuse weights that nobody could read with the model's config."""
+    expected = skeleton.state_dict()
+    # checkpoints of earlier versions do not say
+    has_adapters = description.get("has_adapters") or any(".base_layer." in name for name in specs)
+    if has_adapters and len(description.get("adapters", ())) != 1:
+        raise ValueError(
+            f"The {type(skeleton).__name__} has adapters of peft other than one LoRA in a PeftModel, which are not"
+            " exported. Save them with their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning"
+            " lacks) on one process and export the result."
+        )
+    problems = {
+        "missing": expected.keys() - specs.keys(),
+        "unexpected": specs.keys() - expected.keys(),
+        "of another shape": {
+            name for name in expected.keys() & specs.keys() if expected[name].shape != specs[name].shape
+        },
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{problem}: {list_names(names)}" for problem, names in problems.items() if names)
+        raise ValueError(
+            f"The weights are not those of a {type(skeleton).__name__} with its config, and could not be read again:"
+            f" {found}. Change the config along with the model."
+        )

@@ -1,0 +1,1 @@
+"""What every pass stands on: the structure of a model, and methods wrapped in place."""

@@ -1,0 +1,1 @@
+"""Context parallelism; ``apply.py`` is the way in."""

@@ -1,0 +1,419 @@
+"""The attention of context parallel models: a function that transformers calls in place of its own.
+
+Sequences are split over the ranks of a group. Two ways lead to attention over the whole of them:
+
+- ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of the
+  others. Only key-value heads move; the traffic does not fall with the number of ranks.
+- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk, and exchanges it for the whole sequence of
+  its share of the heads, and back.
+
+A model asks for its mask once per forward, and gives it to each of its layers, whose attention hands it on to the
+function here. :class:`SequenceMask` takes the place of the tensor on that way: it says what is seen, in terms of the
+whole sequence, and which group holds it. Activation checkpointing keeps it for the layers that it computes again.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_fsdp2.compat.torch import all_to_all_tensor
+from lightning_fsdp2.compat.torch_simulation import with_values
+from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.parallel.context.attention_blocks import (
+    Block,
+    Chunk,
+    Documents,
+    Pattern,
+    get_blocks,
+    get_head_tail_chunks,
+)
+from lightning_fsdp2.parallel.context.block_attention import block_attention
+
+Method = Literal["allgather", "ulysses"]
+
+_PREFIX = "context_parallel_"
+
+_uses: Counter[int] = Counter()
+"""How many models have installed attention in a config, by its id."""
+
+_configs: Counter[str] = Counter()
+"""How many configs have each of the names that are registered."""
+
+
+@dataclass(frozen=True)
+class SequenceMask:
+    """What the queries of a sequence see, and how the ranks hold it; given to layers as their ``attention_mask``."""
+
+    blocks: tuple[Block, ...]
+    """Of the queries that this rank attends from."""
+
+    padding: Tensor | None
+    """[batch, those queries], bool: which of them see nothing; None for none."""
+
+    length: int
+    method: Method
+    group: dist.ProcessGroup
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
+        """Take all of it; Gemma 4 asks for the last ``logits_to_keep`` queries, and 0 are all.
+
+        Raises:
+            TypeError: When asked for a part.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TypeError(f"{type(self).__name__} has no part {index}")
+        return self
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward of a model that runs: the whole sequences of which it computes a part."""
+
+    model: str
+    length: int
+    batch_size: int
+    positions: Tensor
+    documents: Documents | None
+    padding: Tensor | None
+    method: Method
+    group: dist.ProcessGroup
+    attended: set[nn.Module] = field(default_factory=set)
+
+
+_running: ContextVar[_Forward | None] = ContextVar("_running", default=None)
+
+
+@contextmanager
+def run_sharded(
+    model: str,
+    positions: Tensor,
+    *,
+    batch_size: int,
+    documents: Documents | None,
+    padding: Tensor | None,
+    method: Method,
+    group: dist.ProcessGroup,
+) -> Iterator[set[nn.Module]]:
+    """Let masks that are made in the block be those of whole sequences.
+
+    Yields:
+        The modules that have called attention over the whole sequence in the block, but for those in compiled code.
+
+    Args:
+        model: Its name, for messages.
+        positions: [..., length], the position ids of the whole sequences.
+        batch_size: Number of sequences.
+        documents: Positions of different ones do not see each other. None for one document.
+        padding: [batch, length], those of them that see nothing. None for none.
+        method: How the sequences are split.
+        group: The ranks they are split over.
+    """
+    running = _Forward(model, positions.size(-1), batch_size, positions, documents, padding, method, group)
+    token = _running.set(running)
+    try:
+        yield running.attended
+    finally:
+        _running.reset(token)
+
+
+def is_running_sharded() -> bool:
+    """Whether the code runs in :func:`run_sharded`."""
+    return _running.get() is not None
+
+
+def get_optional_whole_positions() -> Tensor | None:
+    """The position ids that :func:`run_sharded` was given, None outside of it."""
+    running = _running.get()
+    return running.positions if running is not None else None
+
+
+def install_attention(config: Any) -> None:
+    """Let the modules of ``config`` call attention that is their own outside of :func:`run_sharded`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _uses[id(config)] += 1
+    original = config._attn_implementation
+    if isinstance(original, _AttentionName):
+        return  # several models have one config object
+    name = _AttentionName(original)
+    AttentionInterface.register(name, _Attention(original))
+    AttentionMaskInterface.register(name, _Mask(original))
+    _configs[name] += 1
+    config._attn_implementation_internal = name
+
+
+def uninstall_attention(config: Any) -> None:
+    """Undo one :func:`install_attention`; the last one leaves transformers as it was."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _uses[id(config)] -= 1
+    if _uses[id(config)]:
+        return
+    del _uses[id(config)]
+    name = config._attn_implementation
+    config._attn_implementation_internal = name.original
+    _configs[name] -= 1
+    if not _configs[name]:
+        del _configs[name]
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+class _AttentionName(str):
+    """The name under which attention is registered; a copy, in a file too, is that of the original.
+
+    Configs keep it, and hyper-parameters keep configs: whoever loads them has no such attention.
+    """
+
+    original: str
+
+    def __new__(cls, original: str) -> "_AttentionName":
+        # a name with "flash" in it would make models prepare what only that implementation takes
+        name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
+        name.original = original
+        return name
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.original,)
+
+
+class _Mask:
+    """Makes a :class:`SequenceMask` where transformers would make a tensor."""
+
+    def __init__(self, original: str) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
+        running = _running.get()
+        if running is None:
+            from transformers import AttentionMaskInterface
+
+            original = AttentionMaskInterface()[self.original]
+            return original(*args, mask_function=mask_function, **kwargs)
+        if kwargs.get("use_vmap"):
+            raise ValueError(
+                f"cp_size={running.group.size()}: {running.model} changes the causal mask by a function of its own,"
+                " which may read tensors that are split over the ranks. Use cp_size=1 for it."
+            )
+        with with_values():
+            window = _get_window(mask_function, running)
+        return _make_mask(Pattern(window, running.documents), running)
+
+
+def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
+    group, length, padding = running.group, running.length, running.padding
+    chunks: tuple[Chunk, ...] = (Chunk(0, length),)
+    if running.method == "allgather":
+        chunks = get_head_tail_chunks(length, group.rank(), group.size())
+    blocks = get_blocks(chunks, pattern, batch_size=running.batch_size, device=running.positions.device)
+    if padding is not None:
+        padding = torch.cat([padding[:, chunk.start : chunk.end] for chunk in chunks], 1)
+    return SequenceMask(blocks, padding, length, running.method, group)
+
+
+def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
+    """Return the sliding window of a mask, None for a causal one without."""
+    try:
+        key = _describe(mask_function)
+    except TypeError:
+        window = _find_window(mask_function, running.length)
+    else:
+        window = _find_window_once(_MaskFunction(key, mask_function), running.length)
+    if window is None:
+        raise ValueError(
+            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
+            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
+        )
+    return window if window < running.length else None
+
+
+def _describe(value: Any) -> Hashable:
+    """Say all that the results of a mask function depend on: its code and the constants that it was made with.
+
+    Models make a new function for each forward.
+
+    Raises:
+        TypeError: When it depends on more, such as a tensor, or is none of transformers' own.
+    """
+    from transformers import masking_utils
+
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_describe, value))
+    if isinstance(value, FunctionType) and value.__globals__ is vars(masking_utils) and not value.__defaults__:
+        return (value.__code__, *(_describe(cell.cell_contents) for cell in value.__closure__ or ()))
+    raise TypeError(f"{value!r} is no constant and no function of transformers")
+
+
+@dataclass(frozen=True)
+class _MaskFunction:
+    """A mask function that equals others of the same description."""
+
+    description: Hashable
+    compute: Callable[..., Any] = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _find_window_once(function: _MaskFunction, length: int) -> int | None:
+    return _find_window(function.compute, length)
+
+
+def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
+    """Find how many keys a query of a mask sees, by asking what some queries see; None for no causal window.
+
+    The window of a causal mask without one is the length.
+    """
+    last, keys = length - 1, torch.arange(length)
+
+    def is_seen(query: int) -> Tensor:
+        return mask_function(0, 0, torch.tensor(query), keys).expand(length)
+
+    try:
+        window = int(is_seen(last).sum())
+        queries = {0, 1, last // 3, last // 2, min(window, last), last}
+        is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
+    except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or of the device
+        return None
+    return window if is_window else None
+
+
+class _Attention:
+    """Computes attention over the whole sequence for the layers that were given a :class:`SequenceMask`."""
+
+    def __init__(self, original: str) -> None:
+        self.original = original
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, SequenceMask):
+            _check_not_sharded(module)
+            original = _get_function(module, self.original)
+            return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        _note(module)
+        sinks = kwargs.pop("s_aux", None)
+        _check_positions(module, query, key, attention_mask)
+        _check_arguments(module, attention_mask.group.size(), {"dropout": dropout or None, **kwargs})
+        scale = scaling if scaling is not None else query.size(-1) ** -0.5
+        attend = _attend_exchanged if attention_mask.method == "ulysses" else _attend_gathered
+        output = attend(query, key, value, sinks, scale, attention_mask)
+        return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_gathered(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, mask: SequenceMask
+) -> Tensor:
+    return block_attention(
+        query, key, value, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks, group=mask.group
+    )
+
+
+def _attend_exchanged(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, mask: SequenceMask
+) -> Tensor:
+    heads, sequence = 1, 2
+    whole = _Exchange.apply(heads, sequence, mask.group, query, key, value)
+    if sinks is not None:
+        sinks = sinks.chunk(mask.group.size())[mask.group.rank()]
+    output = block_attention(*whole, blocks=mask.blocks, scale=scale, padding=mask.padding, sinks=sinks)
+    return _Exchange.apply(sequence, heads, mask.group, output)[0]
+
+
+class _Exchange(torch.autograd.Function):
+    """Give each rank its shard of one dim of tensors, and take those of another dim from all of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, split_dim: int, join_dim: int, group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.split_dim, ctx.join_dim, ctx.group = split_dim, join_dim, group
+        return _exchange(split_dim, join_dim, group, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, None, *_exchange(ctx.join_dim, ctx.split_dim, ctx.group, gradients)
+
+
+def _exchange(
+    split_dim: int, join_dim: int, group: dist.ProcessGroup, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """One all-to-all for all tensors."""
+    shards = [torch.stack(tensor.chunk(group.size(), split_dim)) for tensor in tensors]
+    received = all_to_all_tensor(torch.cat([shard.flatten(1) for shard in shards], 1), group)
+    parts = received.split([shard[0].numel() for shard in shards], 1)
+    return tuple(
+        torch.cat(part.view(shard.shape).unbind(), join_dim) for part, shard in zip(parts, shards, strict=True)
+    )
+
+
+def _note(module: nn.Module) -> None:
+    if not torch.compiler.is_compiling() and (running := _running.get()) is not None:
+        running.attended.add(module)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    running = _running.get()
+    if running is not None:
+        raise ValueError(
+            f"cp_size={running.group.size()}: {get_class_name(module)} of {running.model} was given a mask that the"
+            " model does not make by transformers' mask functions, or none. Use cp_size=1 for it."
+        )
+
+
+def _check_positions(module: nn.Module, query: Tensor, key: Tensor, mask: SequenceMask) -> None:
+    ranks = mask.group.size()
+    if not query.size(2) == key.size(2) == mask.length // ranks:
+        raise ValueError(
+            f"cp_size={ranks}: {get_class_name(module)} attends from {query.size(2)} to {key.size(2)} positions, where"
+            f" this rank holds {mask.length // ranks}: it adds or leaves out some (a prefix, registers). Use cp_size=1."
+        )
+
+
+def _check_arguments(module: nn.Module, ranks: int, arguments: dict[str, Any]) -> None:
+    given = [
+        name
+        for name in ("dropout", "softcap", "position_bias", "head_mask", "indices", "block_indices", "sinks")
+        if arguments.get(name) is not None
+    ]
+    if given or arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        what = f"{', '.join(given)}={arguments[given[0]]!r}" if given else "is_causal=False"
+        raise ValueError(
+            f"cp_size={ranks}: {get_class_name(module)} asks its attention for {what}, which context parallel attention"
+            " does not have. Set it to zero or None in the model's config, or use cp_size=1."
+        )
+
+
+def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What transformers calls for an implementation: each of its files has an ``eager_attention_forward``."""
+    from transformers import AttentionInterface
+
+    own = (getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in type(module).__mro__)
+    function: Callable[..., Any] = AttentionInterface().get_interface(name, next(filter(None, own), _has_no_function))
+    return function
+
+
+def _has_no_function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        f"{get_class_name(module)} has no attention function of transformers; use attn_implementation='sdpa'."
+    )

@@ -1,0 +1,184 @@
+"""Attention of some queries of a sequence to all of its keys, computed block by block and merged exactly.
+
+A rank of a context parallel group holds a few *chunks* of each sequence. What a chunk's queries may see is cut into
+blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`), whose results add up to the result of one softmax
+over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). No block is computed that no query of it may
+see.
+
+A learned sink, a score in every softmax that no value belongs to, is one more block, without work.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_fsdp2.compat.torch import all_gather_tensor, all_to_all_tensor
+from lightning_fsdp2.parallel.context.attention_blocks import Block, DenseBlock, SegmentBlock
+from lightning_fsdp2.parallel.context.dense_attention import add_dense_gradients, attend_dense, merge
+from lightning_fsdp2.parallel.context.segment_attention import segment_attention, segment_attention_backward
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    blocks: tuple[Block, ...],
+    scale: float,
+    padding: Tensor | None = None,
+    sinks: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the attention of the queries of a rank's chunks.
+
+    For backward nothing of the whole sequence is kept: with a ``group`` keys and values are gathered again.
+
+    Args:
+        query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
+        key: [batch, key-value heads, positions, dim]; those of the chunks with a ``group``, else the whole sequence's.
+        value: [batch, key-value heads, positions, value dim].
+        blocks: What the queries see, of :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
+        scale: Of the scores.
+        padding: [batch, positions of the chunks], bool: queries whose result is zero. None for none.
+        sinks: [heads], a score in the softmax of every query of a head; None for none.
+        group: Of the ranks that hold the sequence's other chunks, in the order of
+            :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`.
+
+    Returns:
+        [batch, heads, positions of the chunks, value dim].
+    """
+    output = _BlockAttention.apply(query, key, value, sinks, blocks, scale, group)
+    return output if padding is None else output.masked_fill(padding[:, None, :, None], 0)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: tuple[Block, ...],
+        scale: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        keys, values = _gather(key, value, group)
+        # position by position in memory, as the model goes on with it: else it would keep a copy for its own backward
+        shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
+        output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
+        normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+        if sinks is not None:
+            normalizer[:] = sinks.float()[:, None]
+        for block in blocks:
+            merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
+        # a copy where the dtype is the same too: compiled by torch 2.11, what a forward has changed in place gets no
+        # gradient (https://github.com/pytorch/pytorch/issues/180642)
+        result = output.to(query.dtype, copy=True)
+        ctx.save_for_backward(query, key, value, sinks, result, normalizer)
+        ctx.blocks, ctx.scale, ctx.group = blocks, scale, group
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, sinks, output, normalizer = ctx.saved_tensors
+        keys, values = _gather(key, value, ctx.group)
+        saved = (gradient, query, keys, values, output, normalizer)
+        sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, keys, values))
+        for block in ctx.blocks:
+            if isinstance(block, DenseBlock):
+                add_dense_gradients(sums, *saved, block, ctx.scale)
+            else:
+                _add_segment_gradients(sums, *saved, block, ctx.scale)
+        sink_gradient = None
+        if sinks is not None:
+            share = (sinks.float()[:, None] - normalizer).exp_()
+            sink_gradient = -(share * (gradient * output).sum(-1, dtype=torch.float32)).sum((0, 2)).to(sinks.dtype)
+        scattered = _scatter(sums[1], sums[2], key.dtype, ctx.group)
+        return sums[0].to(query.dtype), *scattered, sink_gradient, None, None, None
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the result of one block, [batch, heads, rows, value dim], and its normalizer, [batch, heads, rows]."""
+    if isinstance(block, DenseBlock):
+        return attend_dense(query, keys, values, block, scale)
+    query = query[:, :, block.rows]
+    inputs = (_flatten(query), _take(keys, block), _take(values, block))
+    output, normalizer = segment_attention(*inputs, *_get_arguments(block, scale))
+    return _unflatten(output, query), normalizer.unflatten(1, (query.size(0), -1)).transpose(0, 1)
+
+
+def _add_segment_gradients(
+    sums: tuple[Tensor, ...],
+    gradient: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    block: SegmentBlock,
+    scale: float,
+) -> None:
+    """Add the block's summands of the gradients, as ``add_dense_gradients`` does for others."""
+    rows = block.rows
+    own = query[:, :, rows]
+    parts = segment_attention_backward(
+        _flatten(gradient[:, :, rows]),
+        _flatten(own),
+        _take(keys, block),
+        _take(values, block),
+        _flatten(output[:, :, rows]),
+        normalizer[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
+        *_get_arguments(block, scale),
+    )
+    sums[0][:, :, rows] += _unflatten(parts[0], own)
+    sums[1][:, :, : block.key_end] += parts[1].transpose(1, 2)
+    sums[2][:, :, : block.key_end] += parts[2].transpose(1, 2)
+
+
+def _get_arguments(block: SegmentBlock, scale: float) -> tuple[Any, ...]:
+    tensors = block.key_starts, block.query_ends, block.key_ends
+    return *tensors, block.most_queries, block.most_keys, block.window, scale, block.pairs
+
+
+def _flatten(tensor: Tensor) -> Tensor:
+    """Put [batch, heads, positions, dim] position by position: [batch * positions, heads, dim]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.unflatten(0, (like.size(0), like.size(2))).transpose(1, 2)
+
+
+def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
+    """Take what the block may need of [batch, heads, positions, dim]: [batch, positions, heads, dim]."""
+    return tensor[:, :, : block.key_end].transpose(1, 2)
+
+
+def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Put the chunks of all ranks in the sequence's order."""
+    if group is None:
+        return key, value
+    gathered = all_gather_tensor(torch.cat([key, value], -1).movedim(2, 0), 0, group)
+    chunks = gathered.chunk(2 * group.size())
+    ordered = torch.cat([*chunks[::2], *chunks[:0:-2]]).movedim(0, 2)
+    return ordered.split([key.size(-1), value.size(-1)], -1)
+
+
+def _scatter(key: Tensor, value: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of what :func:`_gather` returned over the ranks, and take those of this rank's chunks.
+
+    Each rank sends its summands, rounded once, and adds up what it receives in float32: a reduce-scatter of as many
+    bytes would round every sum of two, which shows from 16 ranks on.
+    """
+    if group is None:
+        return key.to(dtype), value.to(dtype)
+    ranks = group.size()
+    chunks = torch.cat([key, value], -1).to(dtype).movedim(2, 0).chunk(2 * ranks)
+    ordered = torch.stack([torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)])
+    own = all_to_all_tensor(ordered, group).sum(0, dtype=torch.float32).to(dtype).movedim(0, 2)
+    return own.split([key.size(-1), value.size(-1)], -1)

@@ -1,0 +1,75 @@
+"""What context parallelism asks of a Hugging Face model, checked before it is sharded."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from lightning_fsdp2.modules.structure import get_class_name, get_embedding_and_head
+from lightning_fsdp2.parallel.context.attention import Method
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_context_parallel(model: Any, ranks: int) -> None:
+    """Refuse models whose layers mix positions by other means than transformers' attention functions.
+
+    Raises:
+        ValueError: The message names the model and the reason.
+    """
+    reason = _get_optional_reason(model)
+    if reason is not None:
+        raise ValueError(
+            f"cp_size={ranks}: context parallelism is not possible for {get_class_name(model)}: {reason}. Use cp_size=1"
+            " for it."
+        )
+
+
+def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method:
+    """Choose how attention sees the whole sequence.
+
+    ``"auto"`` takes what moves less. Forward and backward together, Ulysses moves queries, keys, values and results
+    twice, each a ``1 / cp_size`` part; the all-gather moves keys and values three times.
+
+    Raises:
+        ValueError: When ``"ulysses"`` is asked for, but heads do not divide.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    divides = heads % (tp_size * cp_size) == 0 and key_heads % (tp_size * cp_size) == 0
+    if method == "ulysses" and not divides:
+        raise ValueError(
+            f"context_parallel_method='ulysses' with cp_size={cp_size} x tp_size={tp_size} needs numbers of heads that"
+            f" {cp_size * tp_size} divides, but {get_class_name(model)} has num_attention_heads={heads} and"
+            f" num_key_value_heads={key_heads}; use 'allgather' or 'auto', or other sizes."
+        )
+    if method == "auto":
+        moves_less = 2 * (heads + key_heads) < 3 * cp_size * key_heads
+        return "ulysses" if divides and moves_less else "allgather"
+    return "ulysses" if method == "ulysses" else "allgather"
+
+
+def _get_optional_reason(model: Any) -> str | None:
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder and a decoder, whose sequences differ"
+    if not model._supports_attention_backend:
+        return "it has attention of its own, not transformers' attention functions (`_supports_attention_backend`)"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal (`config.is_causal`)"
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if other:
+        return f"it has layers of the type {' and '.join(other)}, which are neither full nor sliding-window attention"
+    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
+        return "it has layers with a state that runs through the sequence"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no position_ids"
+    if get_embedding_and_head(model)[1] is None and model.base_model is not model:
+        return "it has no head that makes logits of each position, such as a language model's"
+    for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
+        if value := getattr(config, name, None):
+            return f"its config has {name}={value}, which context parallel attention does not have (0 or None would do)"
+    if getattr(config, "layerdrop", None):
+        return f"its config has layerdrop={config.layerdrop}, and ranks would leave out different layers (0 would do)"
+    return None

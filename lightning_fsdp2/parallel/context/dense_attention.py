@@ -1,0 +1,111 @@
+"""Dense blocks of attention, merged exactly.
+
+Each block is one call of the device's fused attention, which returns the log of its softmax's denominator too, so that
+the blocks' results add up to the result of one softmax over all keys; in backward each block is given the merged
+result, and returns its summand of the gradients (https://arxiv.org/abs/2310.01889, https://arxiv.org/abs/2205.14135).
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp2.compat.attention_kernels import attend, attend_backward
+from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock
+
+
+def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_normalizer: Tensor) -> None:
+    """Add what some queries see more, in place.
+
+    Args:
+        output: [batch, heads, queries, value dim], float32: the attention to what was seen before.
+        normalizer: [batch, heads, queries], float32: the logarithm of its softmax's denominator.
+        rows: The queries that see more.
+        part: [batch, heads, rows, value dim], the attention to that alone.
+        part_normalizer: [batch, heads, rows].
+    """
+    total = torch.logaddexp(normalizer[:, :, rows], part_normalizer)
+    output[:, :, rows] *= (normalizer[:, :, rows] - total).exp_().unsqueeze(-1)
+    output[:, :, rows] += part * (part_normalizer - total).exp_().unsqueeze(-1)
+    normalizer[:, :, rows] = total
+
+
+def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the result of one block, [batch, heads, rows, value dim], and its normalizer, [batch, heads, rows].
+
+    Args:
+        query: [batch, heads, queries, dim].
+        keys: [batch, key-value heads, positions, dim].
+        values: [batch, key-value heads, positions, value dim].
+        block: Some of the queries and of the keys.
+        scale: Of the scores.
+    """
+    query = query[:, :, block.rows]
+    inputs = _match_heads(query, keys, values, block)
+    mask = _make_mask(block, query)
+    output, normalizer = attend(*inputs, is_causal=block.is_causal, mask=mask, scale=scale)
+    return output.reshape(*query.shape[:-1], -1), normalizer.reshape(query.shape[:-1])
+
+
+def add_dense_gradients(
+    sums: tuple[Tensor, ...],
+    gradient: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    block: DenseBlock,
+    scale: float,
+) -> None:
+    """Add the block's summands of the gradients of queries, keys and values to ``sums``, which are float32.
+
+    Args:
+        sums: Changed in place; three, as large as ``query``, ``keys`` and ``values``.
+        gradient: Of ``output``.
+        query: As for :func:`attend_dense`.
+        keys: As for :func:`attend_dense`.
+        values: As for :func:`attend_dense`.
+        output: [batch, heads, queries, value dim], merged.
+        normalizer: [batch, heads, queries], merged.
+        block: Some of the queries and of the keys.
+        scale: Of the scores.
+    """
+    rows = block.rows
+    own = query[:, :, rows]
+    folded, key, value = _match_heads(own, keys, values, block)
+    shape = folded.shape[:-1]
+    parts = attend_backward(
+        gradient[:, :, rows].reshape(*shape, -1),
+        folded,
+        key,
+        value,
+        output[:, :, rows].reshape(*shape, -1),
+        normalizer[:, :, rows].reshape(shape),
+        is_causal=block.is_causal,
+        mask=_make_mask(block, own),
+        scale=scale,
+    )
+    heads = keys.size(1)
+    of_key, of_value = (part.unflatten(1, (heads, -1)).sum(2) if part.size(1) != heads else part for part in parts[1:])
+    sums[0][:, :, rows] += parts[0].reshape(own.shape)
+    sums[1][:, :, block.keys] += of_key
+    sums[2][:, :, block.keys] += of_value
+
+
+def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:
+    return None if block.mask is None else block.mask.make(query.size(2), block.keys, query.device)
+
+
+def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the block's keys and values, with as many heads as the queries have.
+
+    Where all queries see all keys, the queries of the heads that share a key are just more queries. Elsewhere the block
+    is small, and its keys are repeated.
+    """
+    key, value = keys[:, :, block.keys], values[:, :, block.keys]
+    heads = keys.size(1)
+    if query.size(1) == heads:
+        return query, key, value
+    if not block.is_causal and block.mask is None:
+        return query.reshape(query.size(0), heads, -1, query.size(-1)), key, value
+    shared = query.size(1) // heads
+    return query, key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)

@@ -1,0 +1,364 @@
+"""The forward of a context parallel model: whole sequences come in, this rank's positions go through."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fsdp2.compat.torch import all_reduce_tensor
+from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.parallel.context.attention import (
+    SequenceMask,
+    get_optional_whole_positions,
+    is_running_sharded,
+    run_sharded,
+)
+from lightning_fsdp2.parallel.context.attention_blocks import Documents, find_documents
+from lightning_fsdp2.parallel.context.sharding import SequenceSharding
+from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences
+from lightning_fsdp2.parallel.loss.token_mean import IGNORE_INDEX, shift_left
+from lightning_fsdp2.ranks.collectives import gather_for_ranks
+from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
+
+_REFUSED = {
+    "past_key_values": "keys from before this sequence (a prefix)",
+    "use_cache": "but computes this rank's positions, which are no cache (`generate` works)",
+    "output_attentions": "which are of the whole sequence and never made",
+    "start_positions": "which are places in the whole sequence",
+    "end_positions": "which are places in the whole sequence",
+}
+"""Arguments that are about whole sequences, and why they are refused."""
+
+_NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What flash attention is told of packed documents."""
+
+
+_known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
+"""The documents of every batch in a plan, whose tensors have no values."""
+
+
+@contextmanager
+def assume_documents(position_ids: Tensor) -> Iterator[None]:
+    """Let all batches in the block have the documents of these position ids, [batch, sequence], as a plan needs it."""
+    numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
+    token = _known_documents.set(find_documents(numbers, position_ids.device))
+    try:
+        yield
+    finally:
+        _known_documents.reset(token)
+
+
+class ShardedForward:
+    """Runs the forward of a model, or of its base model, on this rank's positions."""
+
+    def __init__(self, model: nn.Module, sharding: SequenceSharding) -> None:
+        self.model = model
+        self.sharding = sharding
+        self.name = get_class_name(model)
+        self._parameters = list(inspect.signature(model.forward).parameters)
+        # as OPT's positions do
+        self._counts_tokens = any(
+            isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+            for module in model.modules()
+        )
+        # as RoBERTa's do, from 2 on
+        self._makes_positions = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+        config: Any = model.config
+        self._has_image_positions = "mrope_section" in str(getattr(config.get_text_config(), "rope_parameters", ""))
+        self._draws_random_numbers = draws_random_numbers(model)
+        self._is_checked = False
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not self.sharding.is_active or _is_generating(given):
+            return forward(*args, **kwargs)
+        if is_running_sharded():  # the base model, in the model's own forward
+            return self._gather_router_logits(forward(*args, **kwargs))
+        inputs = given.get("input_ids", given.get("inputs_embeds"))
+        if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+            raise self._make_error("was called without input_ids [batch, sequence] or inputs_embeds")
+        self._check_given(given)
+        length = inputs.size(1)
+        self.sharding.get_chunks(length)
+        loss = self._take_loss(given)
+        documents, padding = self._take_documents(given, inputs)
+        local = {name: self._shard(name, value, length) for name, value in given.items()}
+        with ExitStack() as stack:
+            stack.enter_context(assume_unpacked_sequences())  # positions of two chunks do not count on
+            sequences = run_sharded(
+                self.name,
+                given["position_ids"],
+                batch_size=inputs.size(0),
+                documents=documents,
+                padding=padding,
+                method=self.sharding.method,
+                group=self.sharding.group,
+            )
+            attended = stack.enter_context(sequences)
+            stack.enter_context(self._draw_own_random_numbers(inputs.device))
+            if loss is not None:
+                stack.enter_context(loss.watch())
+            output = self._run(forward, {**local, "use_cache": False}, attended)
+        self._check_output(output, length)
+        return output if loss is None else loss.finish(output)
+
+    def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
+        """Run the model's own forward; the first time, see that every layer that runs attends to the other ranks."""
+        ran: set[nn.Module] = set()
+        lists = [] if self._is_checked else self._get_layer_lists()
+        hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
+        try:
+            output = forward(**local)
+        except (AttributeError, TypeError) as error:
+            if SequenceMask.__name__ not in str(error):
+                raise
+            raise self._make_error(f"works on its attention mask, which is no tensor here ({error})") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for layers in lists:
+            deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
+            # a list of which none attends may be one of projections, if there is another
+            if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
+                raise self._make_error(
+                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers: it"
+                    " would see this rank's part of the sequence alone"
+                )
+        self._is_checked = True
+        return output
+
+    def _get_layer_lists(self) -> list[list[nn.Module]]:
+        lists = get_layer_lists(self.model)
+        # what compiled code calls cannot be followed
+        return [] if any(layer._compiled_call_impl is not None for layers in lists for layer in layers) else lists
+
+    def _check_given(self, given: dict[str, Any]) -> None:
+        """Refuse what cannot be said of a part of a sequence."""
+        for name, reason in _REFUSED.items():
+            if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
+                raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
+        images = [name for name in given if name.startswith(_NOT_TEXT)]
+        if images:
+            raise self._make_error(
+                f"was given {images[0]}, which it would merge into a part of the sequence; merge it yourself, outside"
+                " of the model, and give inputs_embeds"
+            )
+        if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep"):
+            raise self._make_error(
+                "was given logits_to_keep, which counts positions of the whole sequence; leave it out"
+            )
+        packed = [name for name in _PACKED if name in given]
+        if packed and "position_ids" not in given:
+            raise self._make_error(
+                f"was given {packed[0]}, but attention here goes by position_ids; give those, restarting at each"
+                " document"
+            )
+        for name in packed:
+            del given[name]
+
+    def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
+        """Take the mask out of the arguments; find the documents, which do not see each other, and the padding.
+
+        As in one process, position ids that restart separate documents unless there is a mask. One synchronisation
+        with the device for either, as transformers has it.
+        """
+        batch, length = inputs.shape[:2]
+        mask, positions = given.pop("attention_mask", None), given.get("position_ids")
+        if positions is None:
+            given["position_ids"] = torch.arange(length, device=inputs.device)[None]
+            if self._makes_positions:
+                raise self._make_error("does not count positions from 0 by itself; give position_ids")
+        if mask is not None:
+            return self._number_padding(given, mask, batch, length, has_positions=positions is not None)
+        if positions is None or self.sharding.assumes_unpacked:
+            return None, None
+        if (known := _known_documents.get()) is not None:
+            return known, None
+        if positions.ndim == 3:  # [4, batch, sequence]: those of the text, and three for images
+            positions = positions[0] if positions.size(0) == 4 else None
+        if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():
+            return None, None
+        if given["position_ids"].ndim == 2 and self._has_image_positions:
+            raise self._make_error(
+                "separates documents by position_ids of shape [4, batch, sequence] only: the text's, and three as they"
+                " are for images"
+            )
+        return find_documents(restarts.cumsum(-1).expand(batch, length), inputs.device), None
+
+    def _number_padding(
+        self, given: dict[str, Any], mask: Any, batch: int, length: int, *, has_positions: bool
+    ) -> tuple[Documents | None, Tensor | None]:
+        if not isinstance(mask, Tensor) or mask.shape != (batch, length):
+            what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+            raise self._make_error(
+                f"was given an attention_mask {what}; context parallel attention takes those of padding, of shape"
+                f" {(batch, length)}, and position_ids that restart for packed documents"
+            )
+        is_token = mask.bool().cpu()
+        if is_token.all():
+            return None, None
+        if given.get("output_router_logits", getattr(self.model.config, "output_router_logits", False)):
+            raise self._make_error(
+                "was asked for the router's auxiliary loss (output_router_logits=True) of a padded batch, of which it"
+                " cannot leave out the padding; set it to False, or pack the sequences instead"
+            )
+        if (is_token[:, 1:] <= is_token[:, :-1]).all():
+            return None, None  # behind all tokens, where causal attention does not look
+        if self._counts_tokens and not has_positions:
+            raise self._make_error(
+                "counts positions by its attention_mask, which begins with padding; give position_ids"
+            )
+        # padding sees padding, as a document of its own: a query that sees no key has no softmax
+        return find_documents((~is_token).long(), mask.device), ~mask.bool()
+
+    def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
+        """Shift the labels and count them while they are whole."""
+        if "labels" not in given and "shift_labels" not in given:
+            return None
+        ignore_index = given.get("ignore_index", IGNORE_INDEX)
+        labels = given["shift_labels"] if "shift_labels" in given else shift_left(given["labels"], ignore_index)
+        tokens = given.get("num_items_in_batch", (labels != ignore_index).sum())
+        given.update(labels=labels, shift_labels=labels, num_items_in_batch=tokens / self.sharding.group.size())
+        return _ShardedLoss(self)
+
+    def _shard(self, name: str, value: Any, length: int) -> Any:
+        if not isinstance(value, Tensor) or (name not in self.sharding.inputs and value.ndim < 2):
+            return value
+        if name not in self.sharding.inputs:
+            raise self._make_error(
+                f"was given {name}, a tensor of shape {tuple(value.shape)}; say in FSDP2Config(context_parallel_inputs="
+                f"{{'{name}': ...}}) in which dim it has a value per position, or None to leave it whole"
+            )
+        dim = self.sharding.inputs[name]
+        if dim is None:
+            return value
+        if not -value.ndim <= dim < value.ndim or value.size(dim) != length:
+            raise self._make_error(
+                f"was given {name} of shape {tuple(value.shape)}, which has not the {length} positions of the sequence"
+                f" in dim {dim}"
+            )
+        return self.sharding.shard(value, dim)
+
+    def _gather_router_logits(self, output: Any) -> Any:
+        """The auxiliary loss of a mixture is one of all tokens, in any order. [tokens, experts] each."""
+        if getattr(output, "router_logits", None) is not None:
+            group = self.sharding.group
+            output.router_logits = tuple(gather_for_ranks(logits, 0, group) for logits in output.router_logits)
+        return output
+
+    @contextmanager
+    def _draw_own_random_numbers(self, device: torch.device) -> Iterator[None]:
+        """Let ranks drop different elements of different positions; outside of the model they draw the same numbers."""
+        random = LayerRandom(self.model, self.sharding.group, device)
+        if self._draws_random_numbers:
+            random.begin_shards()
+        try:
+            yield
+        finally:
+            random.end_shards()
+
+    def _check_output(self, output: Any, length: int) -> None:
+        local = length // self.sharding.group.size()
+        for name in ("logits", "last_hidden_state"):
+            result = getattr(output, name, None)
+            # under the chunked loss a head returns a loss per position, without a third dim
+            if result is not None and result.size(1) != local:
+                raise self._make_error(
+                    f"returned {name} of shape {tuple(result.shape)}, not a value for each of this rank's {local}"
+                    " positions"
+                )
+
+    def _make_error(self, what: str) -> ValueError:
+        return ValueError(f"cp_size={self.sharding.group.size()}: {self.name} {what}.")
+
+
+def computes_by_length(module: nn.Module) -> bool:
+    """Whether ``module`` is a rotary embedding whose frequencies depend on the largest position that it is given."""
+    rope_type = getattr(module, "rope_type", None)
+    names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
+
+
+class WholeRotary:
+    """Runs such an embedding on the positions of all ranks, and takes this rank's: [..., sequence, dim] each."""
+
+    def __init__(self, sharding: SequenceSharding) -> None:
+        self.sharding = sharding
+
+    def __call__(self, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions = get_optional_whole_positions()
+        if positions is None:
+            return forward(x, position_ids, *args, **kwargs)
+        return tuple(self.sharding.shard(part, -2) for part in forward(x, positions, *args, **kwargs))
+
+
+class _ShardedLoss:
+    """The loss that a model computes from its positions' labels, made that of all positions."""
+
+    def __init__(self, forward: ShardedForward) -> None:
+        self.forward = forward
+        self.model: Any = forward.model
+        self._is_shifted = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """See whether the model's loss function takes the labels that are shifted already."""
+        own = self.model.__dict__.get("_loss_function")
+        function = self.model.loss_function
+        takes_shifted = "shift_labels" in inspect.signature(function).parameters
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self._is_shifted = takes_shifted and kwargs.get("shift_labels") is not None
+            return function(*args, **kwargs)
+
+        self.model.loss_function = compute
+        try:
+            yield
+        finally:
+            del self.model.__dict__["_loss_function"]
+            if own is not None:
+                self.model.loss_function = own
+
+    def finish(self, output: Any) -> Any:
+        """Replace the loss in what the model returned by the mean of all ranks' losses.
+
+        Raises:
+            ValueError: When the model shifted the labels itself, and so lost one at each border of a part.
+        """
+        if not self._is_shifted:
+            raise self.forward._make_error(
+                "computes its loss without shift_labels, from whole sequences of labels; call it without"
+                " labels, and compute the loss from its logits and shard_sequence(model, shifted_labels)"
+            )
+        loss = output[0]
+        mean = _MeanOfValues.apply(loss, self.forward.sharding.group)
+        if isinstance(output, tuple):
+            return (mean, *output[1:])
+        output.loss = mean
+        return output
+
+
+class _MeanOfValues(torch.autograd.Function):
+    """The mean over the ranks, whose gradient is that of the rank's own value: FSDP takes the mean of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce_tensor(value, group) / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def _is_generating(given: dict[str, Any]) -> bool:
+    """Tokens that come one by one cannot be split: all ranks compute them alike."""
+    return not torch.is_grad_enabled() and "past_key_values" in given

@@ -1,0 +1,164 @@
+"""Attention of many segments in one operation: the kernel for various lengths where the device has it, or a loop.
+
+The operations are torch's custom ones (``torch.library``), so that what counts operations, and what compiles, sees one
+for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` knows their FLOPs by ``pairs``.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp2.compat.attention_kernels import (
+    attend_segments_by_flash,
+    attend_segments_by_flash_backward,
+    has_flash,
+)
+from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock, get_masked_blocks
+from lightning_fsdp2.parallel.context.dense_attention import add_dense_gradients, attend_dense, merge
+
+
+@torch.library.custom_op("lightning_fsdp2::segment_attention", mutates_args=())
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_starts: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of a block of segments, and its normalizer.
+
+    The block is a :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
+
+    Args:
+        query: [queries, heads, dim], those of one segment after those of the other.
+        key: [batch, positions, key-value heads, dim].
+        value: [batch, positions, key-value heads, value dim].
+        key_starts: [batch]; these and the next are those of the block.
+        query_ends: [segments + 1].
+        key_ends: [segments + 1].
+        most_queries: Of a segment.
+        most_keys: Of a segment.
+        window: How many keys a query sees at most, itself included; None for all of its segment up to its own.
+        scale: Of the scores.
+        pairs: For who counts; nothing here depends on it.
+
+    Returns:
+        [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries], float32.
+    """
+    key, value = _pack(key, key_starts), _pack(value, key_starts)
+    if has_flash(query):
+        ends, most = (query_ends, key_ends), (most_queries, most_keys)
+        return attend_segments_by_flash(query, key, value, ends, most, window=window, scale=scale)
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    shape = queries.shape[:-1]
+    output = query.new_zeros((*shape, value.size(-1)), dtype=torch.float32)
+    normalizer = torch.full(shape, -torch.inf, dtype=torch.float32, device=query.device)
+    for block in _get_blocks(query_ends, key_ends, window):
+        merge(output, normalizer, block.rows, *attend_dense(queries, keys, values, block, scale))
+    return output[0].transpose(0, 1).to(query.dtype).contiguous(), normalizer[0]
+
+
+@segment_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    queries, heads, _ = query.shape
+    return query.new_empty(queries, heads, value.size(-1)), query.new_empty(heads, queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("lightning_fsdp2::segment_attention_backward", mutates_args=())
+def segment_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    key_starts: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values for that of the output of :func:`segment_attention`.
+
+    Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
+    """
+    keys, values = _pack(key, key_starts), _pack(value, key_starts)
+    saved = (gradient, query, keys, values, output, normalizer)
+    parts: tuple[Tensor, ...]
+    if has_flash(query):
+        ends, most = (query_ends, key_ends), (most_queries, most_keys)
+        parts = attend_segments_by_flash_backward(*saved, ends, most, window=window, scale=scale)
+    else:
+        parts = _compute_gradients(*saved, _get_blocks(query_ends, key_ends, window), scale)
+    of_query, of_key, of_value = parts
+    return of_query.contiguous(), _unpack(of_key, key, key_starts), _unpack(of_value, value, key_starts)
+
+
+@segment_attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _compute_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    blocks: list[DenseBlock],
+    scale: float,
+) -> tuple[Tensor, ...]:
+    given = (gradient, query, key, value, output)
+    of_output, queries, keys, values, outputs = (tensor.transpose(0, 1)[None] for tensor in given)
+    sums = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (queries, keys, values))
+    for block in blocks:
+        add_dense_gradients(sums, of_output, queries, keys, values, outputs, normalizer[None], block, scale)
+    return tuple(total[0].transpose(0, 1).to(query.dtype) for total in sums)
+
+
+def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
+    """Take what is needed of each sequence, one after the other. [batch, positions, heads, dim] to [keys, heads, dim].
+
+    Where it is the same of all, or there is one, nothing is copied that lies so in memory.
+    """
+    first, *others = starts.tolist()
+    if all(other == first for other in others):
+        return tensor[:, first:].flatten(0, 1)
+    return torch.cat([sequence[start:] for sequence, start in zip(tensor, (first, *others), strict=True)])
+
+
+def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
+    """Put back what :func:`_pack` took, with zeros elsewhere."""
+    result = packed.new_zeros(like.shape)
+    lengths = [like.size(1) - start for start in starts.tolist()]
+    for sequence, start, part in zip(result, starts.tolist(), packed.split(lengths), strict=True):
+        sequence[start:] = part
+    return result
+
+
+def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
+    """Return dense blocks of each segment; on a device it is waited for."""
+    blocks: list[DenseBlock] = []
+    for (first, end), (first_key, last_key) in zip(
+        pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
+    ):
+        rows, own = slice(first, end), last_key - (end - first)  # the key of the first query's own position
+        if window is not None and window < last_key - first_key:
+            blocks += get_masked_blocks(rows, own, window, first_key=first_key)
+            continue
+        if own > first_key:
+            blocks.append(DenseBlock(rows, slice(first_key, own)))
+        blocks.append(DenseBlock(rows, slice(own, last_key), is_causal=True))
+    return blocks

@@ -1,0 +1,92 @@
+"""Which positions of a model's sequences this rank of a context parallel group computes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fsdp2.parallel.context.attention import Method, install_attention, uninstall_attention
+from lightning_fsdp2.parallel.context.attention_blocks import Chunk, get_head_tail_chunks
+from lightning_fsdp2.ranks.collectives import gather_for_ranks
+
+
+class SequenceSharding:
+    """How the sequences of one Hugging Face model are split over ranks.
+
+    Attributes:
+        group: The ranks.
+        method: ``"allgather"`` or ``"ulysses"``.
+        divisor: What the length of a sequence must be divisible by.
+        is_active: Whether they are split at all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        method: Method,
+        inputs: Mapping[str, int | None],
+        divisor: int,
+        assumes_unpacked: bool,
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.method = method
+        self.inputs = inputs
+        self.divisor = divisor
+        self.assumes_unpacked = assumes_unpacked
+        self.is_active = False
+
+    def activate(self) -> None:
+        """Let the model split its sequences."""
+        if not self.is_active:
+            for config in _get_attention_configs(self.model):
+                install_attention(config)
+        self.is_active = True
+
+    def deactivate(self) -> None:
+        """Let the model compute whole sequences, and leave transformers as it was."""
+        if self.is_active:
+            for config in _get_attention_configs(self.model):
+                uninstall_attention(config)
+        self.is_active = False
+
+    def get_chunks(self, length: int) -> tuple[Chunk, ...]:
+        """This rank's positions of sequences of ``length``.
+
+        Raises:
+            ValueError: When it cannot be divided.
+        """
+        if length % self.divisor:
+            lower = length // self.divisor * self.divisor
+            lengths = " or ".join(str(other) for other in (lower, lower + self.divisor) if other)
+            raise ValueError(
+                f"cp_size={self.group.size()} needs sequences whose length is divisible by {self.divisor} (2 x cp_size,"
+                f" times tp_size with sequence_parallel), but this batch has {length} positions; use {lengths}, or pad"
+                " (labels with -100), as TextDataModule(pad_to_multiple_of=...) does."
+            )
+        if self.method == "allgather":
+            return get_head_tail_chunks(length, self.group.rank(), self.group.size())
+        size = length // self.group.size()
+        return (Chunk(self.group.rank() * size, size),)
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """Take this rank's positions of the whole sequences in ``tensor``."""
+        chunks = self.get_chunks(tensor.size(dim))
+        return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Put the ranks' positions in the order of the whole sequences."""
+        whole = gather_for_ranks(tensor.contiguous(), dim, self.group)
+        if self.method == "ulysses":
+            return whole
+        parts = whole.chunk(2 * self.group.size(), dim)
+        return torch.cat([*parts[::2], *parts[:0:-2]], dim)
+
+
+def _get_attention_configs(model: Any) -> list[Any]:
+    configs = [model.config, model.config.get_text_config()]
+    return list({id(config): config for config in configs}.values())

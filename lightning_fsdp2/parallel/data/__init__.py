@@ -1,0 +1,1 @@
+"""Sharding over data parallel ranks: units, ``fully_shard``, gradients, DDP."""

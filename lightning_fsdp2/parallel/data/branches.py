@@ -1,0 +1,92 @@
+"""Parts of a model that not every batch needs, such as the tower of images, run on all data parallel ranks or on none.
+
+Ranks gather a unit's weights together. One whose batch has no image would enter the language model while the others
+gather the tower, and the two collectives would be taken for one: a crash, or a hang.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user
+from lightning_fsdp2.ranks.failures import describe_ranks
+
+_CHECK_ATTRIBUTE = "_lightning_fsdp2_branches"
+
+End = Literal["the backward pass", "the end of the step"]
+"""What may follow the last part."""
+
+
+def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
+
+    A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host, and so does
+    what follows the last one (:func:`check_end`). Where there is one list of layers, and nothing beside a Hugging Face
+    model, there is nothing to choose from, and no exchange.
+
+    Args:
+        root: A module that is sharded.
+        units: Its modules whose weights are gathered when they are called.
+        group: All ranks, on the host.
+    """
+    lists = get_layer_lists(root)
+    inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
+    # a list of layers is entered with the first
+    entered = ({*units} - inside) | {blocks[0] for blocks in lists}
+    parts = [module for module in root.modules() if module in entered]
+    models = {module for model in get_hf_models(root) for module in model.modules()}
+    has_choice = len(lists) > 1 or (models and not entered <= models)
+    if not has_choice or dist.get_backend(group) == "fake":
+        return
+    names = {module: name for name, module in root.named_modules()}
+    check = _Check([*(names[part] for part in parts), *get_args(End)], group)
+    root.__dict__[_CHECK_ATTRIBUTE] = check
+    for index, part in enumerate(parts):
+        part.register_forward_pre_hook(check.make_hook(index), prepend=True)
+
+
+def check_end(root: nn.Module, end: End) -> None:
+    """Let the ranks tell each other that they enter no further part of ``root``, if they tell which they enter.
+
+    Raises:
+        RuntimeError: On every rank, where another one enters a part.
+    """
+    if (check := root.__dict__.get(_CHECK_ATTRIBUTE)) is not None:
+        check.compare(check.names.index(end))
+
+
+class _Check:
+    def __init__(self, names: list[str], group: dist.ProcessGroup) -> None:
+        self.names = names
+        self.group = group
+
+    def make_hook(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if not is_unsharded_by_user(module):
+                self.compare(index)
+
+        return torch.compiler.disable(hook)  # dynamo would take the hook of a compiled layer for code to trace
+
+    def compare(self, index: int) -> None:
+        """Raise, on every rank, where ranks are at different parts.
+
+        Raises:
+            RuntimeError: Naming the parts, and the ranks that enter them.
+        """
+        entered = [torch.tensor(0) for _ in range(self.group.size())]
+        dist.all_gather(entered, torch.tensor(index), group=self.group)
+        ranks: dict[int, list[int]] = {}
+        for rank, other in enumerate(entered):
+            ranks.setdefault(int(other), []).append(rank)
+        if len(ranks) > 1:
+            places = "; ".join(f"{self.names[part]} (ranks {describe_ranks(found)})" for part, found in ranks.items())
+            raise RuntimeError(
+                f"Ranks run different parts of the model in the same step: {places}. They gather the weights of each"
+                " part together, so every micro-batch must use it or none: let the collator give a batch without an"
+                " image a dummy one, with its placeholders after the text and labels of -100"
+                " (`lightning_fsdp2.data.add_dummy_image`)."
+            )

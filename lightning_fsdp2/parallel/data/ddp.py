@@ -1,0 +1,133 @@
+"""DDP around a module whose trained parameters may change, as they do when callbacks freeze and unfreeze.
+
+torch's reducer knows the parameters that required a gradient when it was made. Those that are unfrozen later it never
+reduces, and those that are frozen it waits for; neither is an error where it happens, and each rank goes on with
+weights of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fsdp2.ranks.failures import list_names
+
+
+class Replica:
+    """A module, and what wraps it while it is trained.
+
+    Args:
+        module: Trained on every rank.
+        wrap: Makes the wrapper; the same weights are on all ranks already.
+        group: Those ranks.
+        before_wrapping_again: Called before a wrapper is replaced, which all ranks must do together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        wrap: Callable[[nn.Module], DistributedDataParallel],
+        group: dist.ProcessGroup,
+        before_wrapping_again: Callable[[], None],
+    ) -> None:
+        self.module = module
+        self._make_wrapper = wrap
+        self._group = group
+        self._before_wrapping_again = before_wrapping_again
+        self._trained = self._known = self._get_trained()
+        self.wrapper: DistributedDataParallel | None = None
+        self._is_learning = False
+        self._wrap()
+
+    @property
+    def root(self) -> nn.Module:
+        """What a step is called through."""
+        return self.wrapper or self.module
+
+    def refresh(self) -> None:
+        """Take over what was frozen and unfrozen since the last step."""
+        trained = self._get_trained()
+        if trained.keys() == self._trained.keys():
+            return
+        self._reduce_gradients_of_frozen(trained)
+        is_known = trained.keys() <= self._known.keys()
+        self._trained = trained
+        if is_known and self.wrapper is not None and _may_be_unused(self.wrapper):
+            return
+        self._before_wrapping_again()
+        self._wrap()
+
+    def check_known(self) -> None:
+        """Refuse to train what the reducer does not know, which each rank would train by itself.
+
+        Raises:
+            ValueError: When parameters were unfrozen inside of the step.
+        """
+        unknown = self._get_trained().keys() - self._known.keys()
+        if unknown:
+            names = [name for name, parameter in self.module.named_parameters() if id(parameter) in unknown]
+            raise ValueError(
+                f"{list_names(names)}: unfrozen inside of `training_step`, where DDP cannot learn of it. Unfreeze"
+                " before the step, in `on_train_batch_start` for example."
+            )
+
+    def finish_backward(self, *, is_manual: bool) -> None:
+        """Let torch find out now, and not in the next step, whether a gradient was not reduced.
+
+        Raises:
+            RuntimeError: When parameters took no part in the loss.
+        """
+        if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
+            return
+        reducer = cast(Any, self.wrapper.reducer)
+        if self._is_learning:
+            self._is_learning = False
+            if is_manual:
+                # torch reduces the first gradients of a static graph behind its own backward, which this is not
+                reducer._delay_all_reduce()
+        reducer._rebuild_buckets()
+
+    @contextmanager
+    def defer_sync(self) -> Iterator[None]:
+        """A micro-batch that no optimizer step follows."""
+        # a static graph is learnt from a backward that synchronises; means of means add up, so once more does no harm
+        with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
+            yield
+
+    def _wrap(self) -> None:
+        self._known = self._trained
+        self.wrapper = self._make_wrapper(self.module) if self._trained else None
+        self._is_learning = self.wrapper is not None and self.wrapper.static_graph
+
+    def _get_trained(self) -> dict[int, Tensor]:
+        return {id(parameter): parameter for parameter in self.module.parameters() if parameter.requires_grad}
+
+    def _reduce_gradients_of_frozen(self, trained: dict[int, Tensor]) -> None:
+        """What micro-batches before have left in them is still this rank's own."""
+        for number, parameter in self._trained.items():
+            if number not in trained and parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self._group)
+                parameter.grad /= self._group.size()
+
+
+def reduce_in_float32(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP for gradients in bfloat16, where the sum of many ranks would be rounded each time.
+
+    Args:
+        group: The ranks whose mean is taken.
+        bucket: Of gradients; torch insists on the annotation.
+    """
+    wide = bucket.buffer().float().div_(group.size())
+    work = dist.all_reduce(wide, group=group, async_op=True)
+    return cast(Any, work).get_future().then(lambda future: bucket.buffer().copy_(wide))
+
+
+def _may_be_unused(wrapper: DistributedDataParallel) -> bool:
+    return wrapper.find_unused_parameters and not wrapper.static_graph

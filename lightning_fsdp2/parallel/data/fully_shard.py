@@ -1,0 +1,288 @@
+"""FSDP2 applied to the units of a model: sharding, gathering ahead of time, gathering for good and sharding again."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_fsdp2.compat.torch import StridedShard, end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
+from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan
+from lightning_fsdp2.parallel.megatron.driver import get_optional_driver
+
+_UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
+
+
+def apply_fully_shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+) -> UnitPlan:
+    """Shard ``model`` over ``mesh``, unit by unit, and return the units.
+
+    Args:
+        model: A LightningModule, a Hugging Face model or any other module. Changed in place.
+        mesh: 1-D to shard, 2-D to replicate x shard (HSDP).
+        mp_policy: Dtypes of compute, gradient reduction and the model's output.
+        offload_policy: Where the shards live between uses.
+        reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
+            False keeps every block gathered; an int reshards blocks to that many ranks.
+
+    Raises:
+        ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
+    """
+    plan = build_unit_plan(model, reshard_after_forward)
+    _shard_units(plan.units, model, mesh, mp_policy, offload_policy)
+    return plan
+
+
+def apply_layer_sharding(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+) -> None:
+    """Shard the blocks of ``model`` alone; arguments and errors as in :func:`apply_fully_shard`."""
+    _shard_units(build_layer_units(model, reshard_after_forward), model, mesh, mp_policy, offload_policy)
+
+
+def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
+    """Let every unit start the all-gather of the next ones in its chain.
+
+    Args:
+        plan: What :func:`apply_fully_shard` returned.
+        forward_depth: Number of units gathered ahead in forward; 0 leaves it to torch.
+        backward_depth: The same for backward, where 0 means torch's own prefetch of one unit.
+    """
+    for chain in plan.chains:
+        modules: list[Any] = [unit.modules[0] for unit in chain]
+        needs_no_weights = {unit.modules[0] for unit in chain if not unit.unshard_in_backward}
+        for index, module in enumerate(modules):
+            ahead = modules[index + 1 : index + 1 + forward_depth]
+            behind = [m for m in modules[max(0, index - backward_depth) : index][::-1] if m not in needs_no_weights]
+            if ahead:
+                module.set_modules_to_forward_prefetch(ahead)
+            if backward_depth > 0:
+                # none would mean torch's own guess, which may be a unit that backward does not need (an embedding, a
+                # frozen model that ran before); the root is gathered already
+                module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
+
+
+@contextmanager
+def unshard_model(model: nn.Module) -> Iterator[None]:
+    """Gather all weights of ``model`` for the duration of the block, and shard them again at its end.
+
+    Inside the block every submodule can be called and every parameter read in full, without further communication,
+    on one rank as on all; writes to the parameters are lost. All ranks must enter and leave it. It holds the whole
+    model at once on every rank, in the dtype it computes in (bfloat16 under bf16-mixed).
+
+    Raises:
+        ValueError: When Megatron-FSDP holds the weights.
+        RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again. In a
+            backward behind the block, when it needs weights that were gathered for the block.
+    """
+    if any(get_optional_driver(module) is not None for module in model.modules()):
+        raise ValueError(
+            "unshard_fsdp2_model: Megatron-FSDP gathers weights for a call of its own alone; call the module on all"
+            " ranks, or read a parameter there by lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
+        )
+    # what an outer block has gathered stays gathered at the end of this one
+    marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
+    modules = [module for module in marked if isinstance(module, FSDPModule)]
+    handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in marked]
+    with keep_unsharded_after_forward(modules):
+        try:
+            for module in modules:
+                module.unshard()
+            for inside in marked:
+                inside.__dict__[_UNSHARDED_ATTRIBUTE] = True
+            with _guard_saved_weights(model):
+                yield
+        finally:
+            for inside in marked:
+                inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            for handle in handles:
+                handle.remove()
+            _reshard_units(modules)
+
+
+def is_unsharded_by_user(module: nn.Module) -> bool:
+    """Whether ``module`` is inside an :func:`unshard_model` block."""
+    return module.__dict__.get(_UNSHARDED_ATTRIBUTE, False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard every unit of ``model`` that a forward without backward left gathered.
+
+    Such a copy would be stale after the next optimizer step or load, and hides the sharded parameter from
+    ``named_parameters()``. Costs nothing where there is none. Not to be called while a forward runs.
+    """
+    _reshard_units(get_fsdp_modules(model))
+
+
+def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """All modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
+    """Make it an error, where it would be a crash, that a backward behind the block reads a weight freed at its end."""
+    weights = {_get_address(parameter) for parameter in model.parameters()} - {0}
+    is_over = False
+
+    def pack(tensor: Tensor) -> Tensor | tuple[Tensor]:
+        return (tensor,) if _get_address(tensor) in weights else tensor
+
+    def unpack(saved: Tensor | tuple[Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if is_over:
+            raise RuntimeError(
+                "Backward through an `unshard_fsdp2_model` block that has ended: the weights gathered for it are freed."
+                " Inside the block read weights, under `torch.no_grad()`; to train on them, use them in the forward of"
+                " their own module. A penalty on weights is the optimizer's `weight_decay`, or its gradient, added to"
+                " each `p.grad` in `on_before_optimizer_step`."
+            )
+        return saved[0]
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
+
+
+def _get_address(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
+    raise RuntimeError(
+        f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: it is made of shards, and would shard the"
+        " model again. Call it outside of the block and gather its tensors (`tensor.full_tensor()`), or read"
+        " `named_parameters()` inside."
+    )
+
+
+def _reshard_units(modules: Iterable[FSDPModule]) -> None:
+    for module in modules:
+        end_forward(module)
+        module.reshard()
+
+
+def _shard_units(
+    units: Iterable[Unit],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+) -> None:
+    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # what metrics hold
+    units = list(units)
+    for module in (module for unit in units for module in unit.modules):
+        _check_class(type(module))
+    for unit in units:
+        _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
+
+
+class _Unregistered(FSDPModule):
+    """FSDP2's class, but the user's class does not learn that it has a subclass."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+def _check_class(cls: type[nn.Module]) -> None:
+    """Refuse a class that FSDP2 cannot put one of its own before, while nothing is sharded yet.
+
+    Raises:
+        TypeError: Python lays out the instances of the two in different ways.
+    """
+    if issubclass(cls, FSDPModule):
+        return
+    try:
+        # without the `__new__` and `__setattr__` that the class may have
+        object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
+    except TypeError as error:
+        bases = [base.__name__ for base in cls.__bases__]
+        raise TypeError(
+            f"class {cls.__name__}({', '.join(bases)}): FSDP2 gives a module a class of its own, which Python does not"
+            f" allow here ({error}). Write the bases in another order, {bases[-1]} before {bases[0]}."
+        ) from error
+
+
+def _shard_unit(
+    unit: Unit,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: set[nn.Parameter],
+) -> None:
+    if unit.is_container:
+        mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+    elif not unit.casts_output:
+        mp_policy = replace(mp_policy, output_dtype=None)
+    attributes = _get_parameter_attributes(unit.modules)
+    fully_shard(
+        unit.modules if len(unit.modules) > 1 else unit.modules[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+        ignored_params=ignored_params,
+        shard_placement_fn=partial(_get_placement, ranks=mesh.size(-1)),
+    )
+    for module in unit.modules:
+        _keep_class_name(module)
+    for (module, name), values in attributes.items():
+        module._parameters[name].__dict__.update(values)
+    if not unit.unshard_in_backward:
+        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Let Lightning's and transformers' messages and summaries call a module what its user does, not ``FSDP...``."""
+    cls, own = type(module), get_class(module)
+    cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
+
+
+def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
+    """FSDP2's dim for ``parameter``: 0, but 1 where tensor parallelism has packed shards of dim 0.
+
+    DTensor has no placement for a shard of each of several packed shards.
+    """
+    placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
+    if not isinstance(placement, StridedShard) or placement.dim != 0:
+        return None
+    if parameter.size(1) % ranks:
+        raise ValueError(
+            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so that its dim 1 is"
+            f" sharded over the {ranks} data parallel ranks, which do not divide {parameter.size(1)}; use a number of"
+            " ranks that does, or more replicas (dp_replicate_size)."
+        )
+    return Shard(1)
+
+
+def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:
+    """What users hang on parameters, such as ``_no_weight_decay``; sharding makes new ones."""
+    return {
+        (module, name): dict(parameter.__dict__)
+        for top in modules
+        for module in get_modules(top)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor) and parameter.__dict__
+    }

@@ -1,0 +1,257 @@
+"""Gradient norm, clipping and deferred synchronisation for parameters sharded over any mix of meshes."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from lightning_fsdp2.compat.torch import (
+    drop_unreduced_gradients,
+    ensure_gathered_once,
+    scale_in_float32,
+    separate_unreduced_gradients,
+)
+from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
+from lightning_fsdp2.parallel.megatron.driver import get_optional_driver
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``.
+
+    The twin of :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch
+    refuses (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, as torch's own tensor parallelism
+    leaves them on replicated parameters, are reduced first. Every rank must call it.
+
+    Args:
+        parameters: Those of the optimizer, sharded or not. Parameters without a gradient are skipped.
+        max_norm: Largest total norm; ``inf`` only measures.
+        norm_type: Order p of the norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Raise, before any gradient is changed, when the norm is NaN or infinite. This waits for the
+            device; without it nothing does.
+
+    Returns:
+        The total norm before clipping: a plain float32 scalar, the same on every rank.
+
+    Raises:
+        RuntimeError: See ``error_if_nonfinite``.
+        ValueError: When the bound is negative or NaN; under Megatron-FSDP, when the model was called since its
+            backward, and now holds parameters without gradients.
+    """
+    _check_bound("max_norm", max_norm)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_distributed(parameters)
+    total = get_total_norm(parameters, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped."
+            " No gradient was changed. Pass `error_if_nonfinite=False` to clip them nevertheless."
+        )
+    # the same formula as torch's clip_grads_with_norm_, so that one rank and many clip alike
+    scale_gradients(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate.
+
+    Raises:
+        ValueError: When the bound is negative or NaN; under Megatron-FSDP as :func:`clip_grad_norm_`.
+    """
+    _check_bound("clip_value", clip_value)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _check_distributed(parameters)
+    _reduce_partial(parameters)
+    gradients = _local_gradients(parameters)
+    for group in _group_for_foreach(gradients):
+        torch._foreach_clamp_min_(group, -clip_value)
+        torch._foreach_clamp_max_(group, clip_value)
+
+
+@torch.no_grad()
+def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients together, each element counted once however many ranks hold a copy of it.
+
+    Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes, and
+    one between replicas (HSDP).
+    """
+    parameters = list(parameters)
+    _reduce_partial(parameters)
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    copies: dict[dist.ProcessGroup, None] = {}
+    device = None
+    for parameter in parameters:
+        if (gradient := parameter.grad) is None:
+            continue
+        spread, copied = _split_axes(gradient)
+        groups.setdefault(spread, []).append(_to_local(gradient))
+        copies.update(dict.fromkeys(copied))
+        device = groups[spread][-1].device
+    if device is None:
+        return torch.tensor(0.0)
+    powers = [_reduce_power(_local_power(gradients, norm_type), key, norm_type) for key, gradients in groups.items()]
+    total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
+    for group in copies:
+        if not any(group in spread for spread in groups):
+            # replicas add up by themselves, in whichever order: clipped by norms an ulp apart they would part
+            dist.broadcast(total, group=group, group_src=0)
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar tensor in place, without waiting for its value.
+
+    Each product is rounded once, to the dtype of its gradient; the factor keeps 32 bits.
+    """
+    for group in _group_for_foreach(_local_gradients(parameters)):
+        device, dtype = group[0].device, group[0].dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            scale_in_float32(group, factor.to(device))
+        else:
+            # a factor of another dtype would take torch's slow path: a kernel for each gradient
+            torch._foreach_mul_(group, factor.to(device, dtype))
+
+
+@contextmanager
+def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
+    """Keep gradients of the backward passes inside the block unsynchronised; the next one outside adds them up.
+
+    Use it around all but the last micro-batch of an accumulation window. To throw them away takes
+    :func:`drop_deferred_gradients`; under a Trainer the ``zero_grad`` of the optimizer does so.
+
+    Args:
+        model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; any other is left alone.
+        reduce_scatter: False saves all communication and keeps the whole gradient in memory on every rank. True
+            reduce-scatters every micro-batch, so that only shards are kept, and saves the all-reduce over the
+            replicas (HSDP) alone. Megatron-FSDP decides by its ``zero_dp_strategy``.
+    """
+    modules = get_fsdp_modules(model)
+    for module in modules:
+        ensure_gathered_once(module)
+
+    def set_sync(enabled: bool) -> None:
+        for module in modules:
+            if reduce_scatter:
+                module.set_requires_all_reduce(enabled, recurse=False)
+            else:
+                module.set_requires_gradient_sync(enabled, recurse=False)
+
+    driver = get_optional_driver(model)
+    set_sync(False)
+    # before the next backward adds to them: here as in a loop inside the block
+    tops = cast(list[nn.Module], modules[:1])
+    hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
+    try:
+        with driver.defer_sync() if driver is not None else nullcontext():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        separate_unreduced_gradients(modules)
+        set_sync(True)
+
+
+def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Forget the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
+
+    torch keeps them apart from ``parameter.grad``, where the ``zero_grad`` of an optimizer does not reach them.
+
+    Args:
+        model: A module that holds FSDP2 units.
+        parameters: Those whose gradients are cleared, as an optimizer has them.
+    """
+    cleared = set(parameters)
+    for module in get_fsdp_modules(model):
+        drop_unreduced_gradients(module, cleared)
+
+
+def _check_bound(name: str, bound: float) -> None:
+    """Refuse what would turn all gradients around, or make them NaN."""
+    if not bound >= 0:
+        raise ValueError(f"{name}={bound!r} must be 0 or more; to measure the norm alone, use max_norm=float('inf').")
+
+
+def _check_distributed(parameters: list[Tensor]) -> None:
+    """Those that Megatron-FSDP computes with have no gradients: nothing would be clipped."""
+    if any(
+        hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
+    ):
+        raise ValueError(
+            "These are the parameters that Megatron-FSDP computes with, since the model was called behind its backward;"
+            " clip those of the optimizer, or before that call."
+        )
+
+
+def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
+    """The process groups over which the elements of ``gradient`` are spread, and those that hold copies of them."""
+    if not isinstance(gradient, DTensor):
+        return (), ()
+    mesh = gradient.device_mesh
+    axes = [
+        (mesh.get_group(axis), placement) for axis, placement in enumerate(gradient.placements) if mesh.size(axis) > 1
+    ]
+    spread = tuple(group for group, placement in axes if not placement.is_replicate())
+    return spread, tuple(group for group, placement in axes if placement.is_replicate())
+
+
+def _reduce_partial(parameters: Iterable[Tensor]) -> None:
+    """Add up the gradients of which each rank holds a part, into the placements of their parameters."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+            own = parameter.placements if isinstance(parameter, DTensor) else None
+            parameter.grad = gradient.redistribute(placements=own or [Replicate()] * gradient.device_mesh.ndim)
+
+
+def _to_local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [_to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of |g|^p over this rank's elements, or their largest |g| for the infinity norm; zero where it holds none."""
+    powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
+    for group in _group_for_foreach(gradients):
+        norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)
+        powers.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum())
+    return _combine(torch.stack(powers), norm_type)
+
+
+def _reduce_power(power: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    if math.isinf(norm_type):
+        power = power.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's MAX passes over another rank's NaN
+    for group in groups:
+        dist.all_reduce(power, op=op, group=group)
+    return power
+
+
+def _combine(powers: Tensor, norm_type: float) -> Tensor:
+    return powers.max() if math.isinf(norm_type) else powers.sum()
+
+
+def _root(power: Tensor, norm_type: float) -> Tensor:
+    return power if math.isinf(norm_type) else power.pow(1.0 / norm_type)

@@ -1,0 +1,312 @@
+"""The units of a model: which modules travel together, which stay gathered after forward, and in which order they run.
+
+A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its parameters travel in one all-gather and
+its gradients in one reduce-scatter.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_fsdp2.modules.structure import (
+    get_embedding_and_head,
+    get_hf_models,
+    get_layer_lists,
+    get_modules,
+    get_optional_final_norm,
+    get_parameter_names,
+    get_parameter_owners,
+    has_forward,
+    is_hf_model,
+    is_lightning_module,
+    is_metric,
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class Unit:
+    """The modules of one ``fully_shard`` call and how it treats them."""
+
+    modules: list[nn.Module]
+    """Run in this order in forward."""
+
+    reshard_after_forward: bool | int = True
+    """False keeps the weights gathered for backward; an int reshards to that many ranks."""
+
+    casts_output: bool = False
+    """Whether ``MixedPrecisionPolicy.output_dtype`` applies: to whole models only, lest it leak into every block."""
+
+    is_container: bool = False
+    """The LightningModule: it computes in its own dtype and leaves the batch as it is."""
+
+    unshard_in_backward: bool = True
+    """False for an untied embedding, whose gradient does not need its weights."""
+
+
+@dataclass(kw_only=True)
+class UnitPlan:
+    """All units of a model, inner ones first, and the chains along which weights are gathered ahead."""
+
+    units: list[Unit]
+    chains: list[list[Unit]]
+
+
+def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
+    """Decide on the units of ``model`` without changing it.
+
+    Args:
+        model: A LightningModule, a Hugging Face model or any other module.
+        reshard_after_forward: As in :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
+
+    Raises:
+        ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
+    """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
+            " pass that."
+        )
+    check_shardable(model, "FSDP2")
+    _check_no_hooks(model)
+    owners = get_parameter_owners(model)
+    layer_lists = get_layer_lists(model)
+    _check_layers_own_their_parameters(model, layer_lists, owners)
+    layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
+    taken = {module for blocks in layer_lists for block in blocks for module in get_modules(block)}
+    units = [unit for units_of_list in layers for unit in units_of_list]
+    chains = list(layers)
+    for hf_model in get_hf_models(model):
+        embedding, head = _build_end_units(hf_model, taken, owners, reshard_after_forward)
+        ends = [unit for unit in (embedding, head) if unit is not None]
+        units.extend(ends)
+        taken.update(module for unit in ends for top in unit.modules for module in get_modules(top))
+        _extend_chain(chains, hf_model, embedding, head)
+    units.extend(_build_child_units(model, taken, owners, reshard_after_forward))
+    units.append(_build_root_unit(model))
+    return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
+
+
+def build_layer_units(model: nn.Module, reshard_after_forward: bool | int | None = None) -> list[Unit]:
+    """Decide on the units of the blocks of ``model`` alone; arguments and errors as in :func:`build_unit_plan`."""
+    layer_lists = get_layer_lists(model)
+    _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
+    units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
+    return _split_by_dtype(model, units)
+
+
+def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
+    units = [
+        Unit(modules=[block], reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward)
+        for block in blocks
+    ]
+    # backward begins where forward ended, so the last block would be gathered again at once
+    if reshard_after_forward is None and _is_trainable(blocks):
+        units[-1].reshard_after_forward = False
+    return units
+
+
+def _build_end_units(
+    model: nn.Module,
+    taken: set[nn.Module],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    reshard_after_forward: bool | int | None,
+) -> tuple[Unit | None, Unit | None]:
+    """The embedding's unit and that of ``[norm, head]``; one unit for both where they are tied."""
+    ends = (*get_embedding_and_head(model), get_optional_final_norm(model))
+    embedding, head, norm = (module if module not in taken else None for module in ends)
+    keep = reshard_after_forward is not True and _is_trainable([model])
+    tail = [module for module in (norm, head) if module is not None]
+    if embedding is not None and head is not None and any(p in set(head.parameters()) for p in embedding.parameters()):
+        tied = Unit(modules=[embedding, *tail], reshard_after_forward=not keep)
+        return None, tied if _owns_all([embedding, *tail], owners) else None
+    embedding_unit = head_unit = None
+    if embedding is not None and _owns_all([embedding], owners):
+        # its gradient needs no weights, but that of a norm inside of it does
+        embedding_unit = Unit(modules=[embedding], unshard_in_backward=len(list(embedding.parameters())) > 1)
+    if head is not None and _owns_all(tail, owners):
+        head_unit = Unit(modules=tail, reshard_after_forward=not keep)
+    return embedding_unit, head_unit
+
+
+def _build_child_units(
+    model: nn.Module,
+    taken: set[nn.Module],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    reshard_after_forward: bool | int | None,
+) -> list[Unit]:
+    """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
+    if is_hf_model(model):
+        return []
+    tops = list(get_hf_models(model))
+    inside = taken | {module for top in tops for module in get_modules(top)}
+    for child in (module for module in model.children() if not is_metric(module)):
+        leftover = any(_owns_parameters_directly(module) for module in get_modules(child) if module not in inside)
+        # a model of a LightningModule needs a unit, even without parameters of its own, to cast inputs and outputs
+        if leftover or (is_lightning_module(model) and child not in inside):
+            tops += [top for top in _expand_containers(child) if top not in inside]
+            inside.update(get_modules(child))
+    groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
+    return [
+        _build_model_unit(group, reshard_after_forward, casts_output=is_lightning_module(model)) for group in groups
+    ]
+
+
+def _group_tied(
+    tops: list[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
+) -> list[list[nn.Module]]:
+    """Put modules that share a parameter into one group: a parameter belongs to one unit."""
+    top_of = {module: top for top in reversed(tops) for module in get_modules(top)}
+    group_of = {top: [top] for top in tops}
+    for holders in owners.values():
+        tied = list(dict.fromkeys(top_of[module] for module, _ in holders if module in top_of))
+        for first, other in itertools.pairwise(tied):
+            if group_of[other] is not group_of[first]:
+                group_of[first].extend(group_of[other])
+                for top in group_of[other]:
+                    group_of[top] = group_of[first]
+    unique = {id(group): group for group in group_of.values()}
+    return [sorted(group, key=tops.index) for group in unique.values()]
+
+
+def _build_model_unit(
+    modules: list[nn.Module], reshard_after_forward: bool | int | None, *, casts_output: bool
+) -> Unit:
+    if not isinstance(reshard_after_forward, bool):
+        # backward begins in the model whose forward ended last: one that was split into layers keeps its own weights
+        has_layers = any(get_layer_lists(module) for module in modules)
+        keep = has_layers and _is_trainable(modules)
+        reshard_after_forward = False if keep else reshard_after_forward or True
+    return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
+
+
+def _build_root_unit(model: nn.Module) -> Unit:
+    is_container = is_lightning_module(model)
+    return Unit(modules=[model], reshard_after_forward=False, casts_output=not is_container, is_container=is_container)
+
+
+def _expand_containers(module: nn.Module) -> list[nn.Module]:
+    """Return ``module``, or the modules in one that has no forward, for which nothing would gather weights.
+
+    What such modules hold themselves is used by the parent's forward, and belongs to its unit.
+    """
+    if not has_forward(module):
+        return [top for child in module.children() for top in _expand_containers(child)]
+    return [module] if any(_owns_parameters_directly(inner) for inner in get_modules(module)) else []
+
+
+def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
+    """Put the model's ends around its list of blocks; with several lists their order in forward is unknown."""
+    modules = set(get_modules(model))
+    own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
+    if len(own) == 1:
+        before = [embedding] if embedding is not None else []
+        after = [head] if head is not None else []
+        chains[own[0]] = [*before, *chains[own[0]], *after]
+
+
+def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    """Give modules of a minority dtype their own units: torch wants one dtype among a unit's trainable parameters."""
+    names = get_parameter_names(model)
+    claimed: set[nn.Module] = set()
+    result: list[Unit] = []
+    for unit in units:
+        modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
+        claimed.update(modules)
+        by_dtype = _group_by_dtype(modules, names)
+        if len(by_dtype) > 1:
+            main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
+            minority = [module for dtype, group in by_dtype.items() if dtype != main for module in group]
+            result.extend(
+                Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority
+            )
+        result.append(unit)
+    return result
+
+
+def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]) -> dict[torch.dtype, list[nn.Module]]:
+    groups: dict[torch.dtype, list[nn.Module]] = {}
+    for module in modules:
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        dtypes = {p.dtype for p in trainable}
+        if len(dtypes) > 1:
+            raise ValueError(
+                "FSDP2 shards trainable parameters of one dtype per module, but"
+                f" {', '.join(f'{names[p]} ({p.dtype})' for p in trainable)} stand in one {type(module).__name__}."
+                " Cast them to one dtype, or freeze those of the other."
+            )
+        for dtype in dtypes:
+            groups.setdefault(dtype, []).append(module)
+    return groups
+
+
+def check_shardable(model: nn.Module, sharder: str) -> None:
+    """Refuse parameters without a dimension that could be sharded, and embeddings with sparse gradients.
+
+    Raises:
+        ValueError: Naming them and ``sharder``.
+    """
+    names = get_parameter_names(model)
+    if scalars := [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]:
+        raise ValueError(
+            f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
+            " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+    embeddings = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    if sparse := [name for name, part in embeddings if part.sparse and part.weight.requires_grad]:
+        raise ValueError(
+            f"{sharder} reduces dense gradients, and those of the embeddings {', '.join(sparse)} are sparse; build them"
+            " with sparse=False, or train under a strategy that does not shard."
+        )
+
+
+def _check_no_hooks(model: nn.Module) -> None:
+    names = get_parameter_names(model)
+    hooked = [
+        names[parameter]
+        for parameter in get_parameter_owners(model)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise ValueError(
+            f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop: it makes new"
+            " parameters, whose gradients exist in parts. Change gradients in `on_before_optimizer_step` instead."
+        )
+
+
+def _check_layers_own_their_parameters(
+    model: nn.Module,
+    layer_lists: list[list[nn.Module]],
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+) -> None:
+    """A parameter tied across blocks would belong to two units, which torch refuses at the first forward."""
+    block_of = {module: block for blocks in layer_lists for block in blocks for module in get_modules(block)}
+    names = {module: name for name, module in model.named_modules()}
+    for holders in owners.values():
+        if len({block_of.get(module) for module, _ in holders}) > 1 and any(
+            module in block_of for module, _ in holders
+        ):
+            shared = sorted(f"{names[module]}.{attribute}" for module, attribute in holders)
+            raise ValueError(
+                f"The parameters {', '.join(shared)} are tied, but lie in different blocks, which FSDP2 shards one by"
+                " one. Share the module that holds them instead, or tie weights outside of the blocks only."
+            )
+
+
+def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
+    """Whether no parameter below ``modules`` is also held by a module outside of them."""
+    inside = {module for top in modules for module in get_modules(top)}
+    parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
+    return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])
+
+
+def _owns_parameters_directly(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _is_trainable(modules: Iterable[nn.Module]) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""Passes that treat each layer by itself: checkpointing, compilation, autocast, packed sequences."""

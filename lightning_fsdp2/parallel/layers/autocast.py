@@ -1,0 +1,89 @@
+"""Autocast around every forward, with a residual stream that may stay in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp2.modules.structure import (
+    get_embedding_and_head,
+    get_entrances,
+    get_hf_models,
+    get_modules,
+    is_hf_model,
+    is_metric,
+    iterate_children,
+)
+from lightning_fsdp2.parallel.tensor.parameters import wrap_method
+
+
+def apply_autocast(
+    model: nn.Module, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
+) -> None:
+    """Let every forward of ``model``, its children and the Hugging Face models in it run in :class:`torch.autocast`.
+
+    Args:
+        model: Changed in place. Of a LightningModule, the steps count as forwards.
+        dtype: Of matrix products; what autocast leaves in float32 stays so.
+        device_type: Where the model computes.
+        residual_dtype: What the embeddings of Hugging Face models are turned into, and so the dtype of what their
+            layers add up. None leaves them as they are.
+    """
+    models = get_hf_models(model)
+    # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
+    entered = [model, *filter(is_hf_model, get_modules(model))]
+    if not is_hf_model(model):
+        entered += [child for child in iterate_children(model) if not is_metric(child)]
+    for target in dict.fromkeys(entered):
+        for name in get_entrances(target):
+            wrap_method(target, _Autocast(dtype, device_type), name)
+    for norm in model.modules() if device_type == "cpu" else ():
+        if isinstance(norm, nn.LayerNorm | nn.GroupNorm):
+            wrap_method(norm, _InFloat32(norm))
+    if residual_dtype is not None:
+        for target in models:
+            embedding, _ = get_embedding_and_head(target)
+            if embedding is not None:
+                wrap_method(embedding, _CastResult(residual_dtype))
+
+
+class _Autocast:
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
+        self.dtype = dtype
+        self.device_type = device_type
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # the cache would keep a copy of every gathered weight until the end of the forward
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
+            return forward(*args, **kwargs)
+
+
+class _InFloat32:
+    """Computes a norm in float32, as autocast does on accelerators; on CPUs torch refuses weights of another dtype."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+        saved = dict(self.norm._parameters)
+        try:
+            for name, parameter in saved.items():
+                self.norm._parameters[name] = None if parameter is None else parameter.float()  # type: ignore[assignment]
+            return forward(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
+        finally:
+            self.norm._parameters.update(saved)
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _CastResult:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+        result = forward(*args, **kwargs)
+        # without need it is left alone: a PendingSum would be computed for it
+        return result if result.dtype == self.dtype else result.to(self.dtype)

@@ -1,0 +1,125 @@
+"""Buffers of a layer that its forward changes: running statistics, counters, codebooks, vectors of a spectral norm.
+
+A layer that is computed again in backward must see the values that they had before its forward, and must leave those
+that they have by then.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_fsdp2.modules.structure import get_class_name
+
+_SMALL = 2**16
+"""Bytes up to which a buffer is copied in every forward. Larger ones are mostly constants, such as causal masks."""
+
+_Slot = tuple[nn.Module, str]
+
+
+@dataclass
+class _Buffer:
+    """A buffer before a forward."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    def is_changed(self, tensor: Tensor | None) -> bool:
+        return tensor is not self.tensor or tensor._version != self.version
+
+
+class LayerBuffers:
+    """Keeps the buffers of a layer apart from its repetition.
+
+    Large buffers are copied in the first forward, and later if that has changed them.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self._constants: set[_Slot] = set()
+        """Large buffers that a forward has left as they were."""
+
+    def has_any(self) -> bool:
+        return any(module._buffers for module in self.layer.modules())
+
+    def make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a forward, and of each of its repetitions.
+
+        Raises:
+            ValueError: At the end of a forward that changes a large buffer which an earlier one has left as it was.
+        """
+        copies: dict[_Slot, Tensor] = {}
+        return self._record(copies), _Repetition(copies)
+
+    @contextmanager
+    def refuse_changes(self) -> Iterator[None]:
+        """Refuse a compiled forward that changes a buffer: its repetition, a part of the code, might see the new value.
+
+        The statistics of torch's own norms are left out. Their forward does not read them where it changes them.
+
+        Raises:
+            ValueError: At the end of a forward that changes another buffer.
+        """
+        buffers = {slot: _Buffer(tensor, tensor._version, None) for slot, tensor in self._list()}
+        yield
+        for (module, name), buffer in buffers.items():
+            if buffer.is_changed(module._buffers.get(name)) and not isinstance(module, _NormBase):
+                raise ValueError(
+                    f"activation_checkpointing with enable_compile=True: the forward of {get_class_name(self.layer)}"
+                    f" changes its buffer {name!r}, and compiled code may compute the layer again with its new value."
+                    " Use one of the two flags, or leave this layer out (activation_checkpointing_scope)."
+                )
+
+    def _list(self) -> Iterator[tuple[_Slot, Tensor]]:
+        for module in self.layer.modules():
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    yield (module, name), tensor
+
+    @contextmanager
+    def _record(self, copies: dict[_Slot, Tensor]) -> Iterator[None]:
+        buffers = {
+            slot: _Buffer(tensor, tensor._version, None if slot in self._constants else tensor.detach().clone())
+            for slot, tensor in self._list()
+        }
+        yield
+        for slot, buffer in buffers.items():
+            module, name = slot
+            is_changed = buffer.is_changed(module._buffers.get(name))
+            if buffer.copy is None:
+                if is_changed:
+                    self._refuse(name, buffer.tensor)
+            elif is_changed or buffer.copy.nbytes <= _SMALL:
+                copies[slot] = buffer.copy
+            else:
+                self._constants.add(slot)
+
+    def _refuse(self, name: str, tensor: Tensor) -> None:
+        raise ValueError(
+            f"activation_checkpointing: the forward of {get_class_name(self.layer)} changes its buffer {name!r}"
+            f" ({tensor.nbytes} bytes), which earlier ones left as it was, so that its value before is lost and"
+            " backward cannot compute the layer again. Change it in the first forward too, or leave this layer out"
+            " (activation_checkpointing_scope, activation_checkpointing=False)."
+        )
+
+
+class _Repetition(AbstractContextManager[None]):
+    """Lets copies take the buffers' places; entered once for every backward through the same graph.
+
+    The buffers themselves are not written to, since backward may still need what they hold.
+    """
+
+    def __init__(self, copies: dict[_Slot, Tensor]) -> None:
+        self.copies = copies
+
+    def __enter__(self) -> None:
+        self.replaced = {(module, name): module._buffers[name] for module, name in self.copies}
+        for (module, name), copy in self.copies.items():
+            module._buffers[name] = copy.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name), tensor in self.replaced.items():
+            module._buffers[name] = tensor

@@ -1,0 +1,163 @@
+"""Compilation layer by layer: small graphs that all layers of a kind share, and no new name in any state dict."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_fsdp2.compat.torch import (
+    can_compile_checkpointed_collectives,
+    compile_layers_of_many_kinds,
+    get_graph_breaks,
+)
+from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.parallel.layers.activation_checkpointing import is_checkpointed, recomputes_collectives
+from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
+from lightning_fsdp2.parallel.layers.caches import CacheArguments, is_filled
+from lightning_fsdp2.parallel.loss.token_mean import compile_losses
+from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion
+from lightning_fsdp2.parallel.tensor.parameters import get_slots, wrap_method
+from lightning_fsdp2.ranks.layer_random import draws_random_numbers
+
+logger = logging.getLogger(__name__)
+
+
+def apply_compile(
+    model: nn.Module,
+    *,
+    tensor_parallel: bool = False,
+    fusion: CollectiveFusion | None = None,
+    backend: str = "inductor",
+) -> None:
+    """Compile the layers of ``model`` with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
+
+    A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
+    already is left as it is. With gradients layers are given no cache of keys and values, as under activation
+    checkpointing; calls that fill one without (``generate``), or go on from one, run without compilation.
+
+    Args:
+        model: Its layers are the blocks of its lists, wherever they hang.
+        tensor_parallel: Whether the layers are tensor parallel. The first call of each with gradients, and the first
+            after other parameters of it are trained, then runs without compilation, so that
+            :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its autograd graph.
+        fusion: Of the layers' collectives with their matrix products, by inductor.
+        backend: Of ``torch.compile``.
+
+    Raises:
+        ValueError: When there are no layers, tensor parallel ones have dropout, or their checkpoint cannot be compiled
+            on this version of torch.
+    """
+    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    if not layers:
+        raise ValueError(
+            f"enable_compile=True: {get_class_name(model)} has no list of layers to compile; leave it out, and call"
+            " `torch.compile` yourself on what should be compiled."
+        )
+    if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
+        raise ValueError(
+            "enable_compile=True after activation_checkpointing='full' with tp_size > 1: on this version of torch a"
+            " checkpoint with collectives cannot be inside of compiled code, and these layers were checkpointed without"
+            " regard to that. Shard the model with both flags, or use activation_checkpointing='selective'."
+        )
+    random = next(filter(draws_random_numbers, layers), None)
+    if tensor_parallel and random is not None:
+        raise ValueError(
+            f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
+            " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
+        )
+    compile_losses(model, backend)
+    report = _Report()
+    for layer in layers:
+        if layer._compiled_call_impl is None:
+            if type(layer).forward.__module__.startswith("torch.nn."):
+                wrap_method(layer, _call)  # dynamo passes over the code of torch's own modules, unless other code calls
+            layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
+            wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether all layers of ``model`` were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
+    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    return bool(layers) and all(layer._compiled_call_impl is not None for layer in layers)
+
+
+def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+class _Report:
+    """Says once, for all layers of a model, that they are not compiled in one piece."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    @contextmanager
+    def watch(self, layer: nn.Module) -> Iterator[None]:
+        before = get_graph_breaks()
+        yield
+        for reason in get_graph_breaks() - before:
+            self.warn(layer, reason.strip().splitlines()[0])
+
+    def warn(self, layer: nn.Module, reason: str) -> None:
+        if self.is_made:
+            return
+        self.is_made = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                "enable_compile=True: torch.compile cannot trace all of %s (%s), and runs parts of it, or the whole,"
+                " without compilation. TORCH_LOGS=graph_breaks shows where.",
+                get_class_name(layer),
+                reason,
+            )
+
+
+class _CompiledLayer:
+    """Calls a compiled layer with what that needs of torch."""
+
+    def __init__(
+        self, layer: nn.Module, fusion: CollectiveFusion | None, report: _Report, *, verifies_first_call: bool
+    ) -> None:
+        self.layer = layer
+        self.caches = CacheArguments(layer)
+        self.buffers = LayerBuffers(layer)
+        self.fusion = fusion
+        self.report = report
+        self.verifies_first_call = verifies_first_call
+        self._slots = get_slots(layer.modules())
+        self._verified: set[tuple[bool, ...]] = set()
+
+    def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # of a user, around the model
+            return call(*args, **kwargs)
+        if self.fusion is not None:
+            self.fusion.report()
+        if caches := self.caches.find(args, kwargs):
+            # each layer fills a place of its own in them, and would have a graph of its own
+            if not torch.is_grad_enabled() or any(map(is_filled, caches)):
+                if torch.is_grad_enabled():
+                    self.report.warn(self.layer, "keys and values from before, `past_key_values`")
+                with torch.compiler.set_stance("force_eager"):
+                    return call(*args, **kwargs)
+            args, kwargs = self.caches.drop(args, kwargs)
+        with compile_layers_of_many_kinds():
+            if not self.verifies_first_call or not torch.is_grad_enabled():
+                return self._call_compiled(call, *args, **kwargs)
+            trained = tuple(module._parameters[name].requires_grad for module, name in self._slots)  # type: ignore[union-attr]
+            if trained in self._verified:
+                return self._call_compiled(call, *args, **kwargs)
+            with torch.compiler.set_stance("force_eager"):
+                output = call(*args, **kwargs)
+            self._verified.add(trained)
+            return output
+
+    def _call_compiled(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        repeats = torch.is_grad_enabled() and is_checkpointed(self.layer) and self.buffers.has_any()
+        with (
+            nullcontext() if self.report.is_made else self.report.watch(self.layer),
+            self.buffers.refuse_changes() if repeats else nullcontext(),
+        ):
+            return call(*args, **kwargs)

@@ -1,0 +1,155 @@
+"""Packed sequences: training without them need not look for them, training with them must be sure that somebody does.
+
+transformers looks for position ids that restart, with a host sync per forward, and with flash attention per layer.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fsdp2.compat.torch import assert_async
+from lightning_fsdp2.modules.structure import get_class_name, is_hf_model
+from lightning_fsdp2.parallel.context.attention import is_running_sharded
+from lightning_fsdp2.parallel.tensor.parameters import wrap_method
+
+_MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
+
+
+@contextmanager
+def assume_unpacked_sequences() -> Iterator[None]:
+    """Let transformers take every batch for one without packed sequences inside the block.
+
+    It looks for position ids that restart in two places, and waits for the device to see what it has found: in the
+    attention masks of every forward, and in every layer with flash attention at batch size 1.
+    """
+    from transformers import masking_utils, modeling_flash_attention_utils
+
+    checks: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", None),
+        (modeling_flash_attention_utils, "_is_packed_sequence", False),
+    ]
+    saved = [getattr(module, name) for module, name, _ in checks]
+    try:
+        for module, name, answer in checks:
+            setattr(module, name, partial(_answer, answer))
+        yield
+    finally:
+        for (module, name, _), function in zip(checks, saved, strict=True):
+            setattr(module, name, function)
+
+
+def assumes_unpacked_sequences() -> bool:
+    """Return whether this is inside of :func:`assume_unpacked_sequences`."""
+    from transformers import masking_utils
+
+    return getattr(masking_utils.find_packed_sequence_indices, "func", None) is _answer
+
+
+def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward that is inside of :func:`assume_unpacked_sequences`, and for its repetition."""
+    return nullcontext(), _AssumeAgain()
+
+
+class _AssumeAgain(AbstractContextManager[None]):
+    """Enters :func:`assume_unpacked_sequences` anew for every backward through the same graph."""
+
+    def __enter__(self) -> None:
+        self.context = assume_unpacked_sequences()
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.context.__exit__(*error)
+
+
+@contextmanager
+def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
+    """Refuse a forward of ``model`` inside the block whose tokens may see other documents than their own.
+
+    Some of transformers' models do not hand their position ids to the functions that make masks.
+
+    Args:
+        model: A Hugging Face model that is not context parallel, whose attention separates documents by itself.
+        batch_size: Sequences that the forward is given.
+
+    Raises:
+        ValueError: The message names the model and the reason.
+    """
+    from transformers import masking_utils
+
+    reason = _get_optional_mixer(model, batch_size)
+    if reason is not None:
+        raise _make_separation_error(model, reason)
+    find, looks = masking_utils.find_packed_sequence_indices, []
+
+    def find_and_note(position_ids: Tensor) -> Tensor | None:
+        looks.append(position_ids.shape)
+        return find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_and_note
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+    if not looks:
+        raise _make_separation_error(model, "it makes its attention mask without regard to position_ids")
+
+
+def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
+    """What lets tokens of a sequence see each other whatever the mask says."""
+    config = model.config.get_text_config()
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
+    if other:
+        return f"it has layers of the type {' and '.join(other)}, which run through all of a sequence"
+    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
+        return "it has layers with a state that runs through all of a sequence"
+    if "flash" in config._attn_implementation and batch_size > 1:
+        return f"its {config._attn_implementation} separates documents at batch_size=1 only, not {batch_size}"
+    return None
+
+
+def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. Use another"
+        " attn_implementation or batch_size where that is the reason, or separate_documents=False (of a"
+        " ChatDataModule, pack=False)."
+    )
+
+
+def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
+    return answer
+
+
+def apply_unpacked_sequences(model: nn.Module) -> None:
+    """Let every forward of the Hugging Face models in ``model`` run in :func:`assume_unpacked_sequences`.
+
+    Their batches are checked nevertheless: position ids that do not count on from one attended token to the next raise
+    a RuntimeError, on an accelerator a device-side assertion, since the host does not wait for the answer.
+    """
+    for module in filter(is_hf_model, list(model.modules())):
+        wrap_method(module, _UnpackedSequences(module))
+
+
+class _UnpackedSequences:
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(inspect.signature(model.forward).parameters)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+        # of three dims they count in several directions, as for images
+        # nor do those of a base model that is given the chunks of a context parallel rank
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
+            counts_on = position_ids.diff(dim=-1) == 1
+            if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
+                counts_on |= (mask[:, 1:] == 0) | (mask[:, :-1] == 0)
+            assert_async(
+                counts_on.all(),
+                "patch_is_packed_sequence=True, but position_ids restart or jump within a sequence: attention would"
+                " cross the borders of packed documents. Set patch_is_packed_sequence=False for packed batches.",
+            )
+        with assume_unpacked_sequences():
+            return forward(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Losses over sharded logits and uneven batches."""

@@ -1,0 +1,1 @@
+"""Megatron-FSDP: its wrapper, and what drives it through a step."""

@@ -1,0 +1,312 @@
+"""Megatron-FSDP's wrapper, driven step by step: around each backward, behind each optimizer step.
+
+The package would do so by itself, by hooks that look for tensors in what a model returns, and by methods of an
+optimizer that it exchanges: that depends on the form of the output, and on the order in which optimizers and schedules
+are made. Its hooks are taken off here.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_fsdp2.parallel.data.zero_grad import extend_zero_grad
+from lightning_fsdp2.ranks.failures import list_names
+
+_DRIVER_ATTRIBUTE = "_lightning_fsdp2_megatron_fsdp"
+
+
+class _Slot(NamedTuple):
+    """Where a module holds a parameter, and which two take turns there."""
+
+    holder: dict[str, nn.Parameter | None]
+    name: str
+    raw: nn.Parameter
+    distributed: nn.Parameter
+
+
+class Driver:
+    """Calls ``wrapper`` where a training loop has come to.
+
+    Args:
+        wrapper: ``megatron_fsdp.MegatronFSDP``.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._buffer = wrapper.param_and_grad_buffer
+        self._parameters = dict(self._buffer.optimizer_named_parameters)
+        self._slots = self._take_over_exchange()
+        self._versions = self._get_versions()
+        self._is_stale = False
+        self._in_backward = False
+        self._has_reached_a_leaf = False
+        self._has_gradients = False
+        self._unused: set[str] | None = None
+        self._has_warned = False
+        self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
+        self._take_hooks_off()
+        self._put_hooks_on()
+        # 0.5.1 calls the module past its hooks, and those for parameters on the module itself would be missed
+        wrapper.__dict__["forward"] = wrapper.module.__call__
+        for module in (wrapper, wrapper.module):
+            module.__dict__[_DRIVER_ATTRIBUTE] = self
+            module.__dict__["zero_grad"] = self.zero_grad
+            module.__dict__["__deepcopy__"] = _refuse_copy
+
+    # ------------------------------------------------------------------ which parameters the model holds
+
+    def install_distributed_parameters(self) -> None:
+        """Let the model hold the parameters that optimizers and checkpoints see."""
+        if self.wrapper.is_param_fsdp_distributed:
+            return
+        self.wrapper.is_param_fsdp_distributed = True
+        for slot in self._slots:
+            slot.holder[slot.name] = slot.distributed
+
+    def install_raw_parameters(self) -> None:
+        """Let the model hold the parameters that it computes with, of the values that the distributed ones have now."""
+        if not self.wrapper.is_param_fsdp_distributed:
+            return
+        if self._is_stale or self._get_versions() != self._versions:
+            self.wrapper.install_optimized_model_weights()
+            # what a call between backward and step has gathered would be taken for the new weights
+            self.wrapper.synchronize_param_gather()
+            self._is_stale, self._versions = False, self._get_versions()
+        self.wrapper.is_param_fsdp_distributed = False
+        for slot in self._slots:
+            slot.holder[slot.name] = slot.raw
+
+    def holds_parameters(self, module: nn.Module) -> bool:
+        """Whether ``module`` holds any of what is wrapped, at any depth; networks in metrics are not."""
+        return module in self._holders
+
+    def expect_writes(self) -> None:
+        """To the distributed parameters, also such as autograd does not count: the next forward computes with them."""
+        self.install_distributed_parameters()
+        self._is_stale = True
+
+    def _take_over_exchange(self) -> list[_Slot]:
+        """The package would look every parameter up by name, several times a step, and know all that there are."""
+        wrapper = self.wrapper
+        wrapper._replace_param_with_raw_if_needed()  # at its first time it marks those that modules share
+        wrapper._replace_param_with_distributed_if_needed()
+        wrapper.__dict__["_replace_param_with_raw_if_needed"] = self.install_raw_parameters
+        wrapper.__dict__["_replace_param_with_distributed_if_needed"] = self.install_distributed_parameters
+        raw = {distributed: wrapper.raw_param[name] for name, distributed in self._parameters.items()}
+        return [
+            _Slot(module._parameters, name, raw[parameter], parameter)
+            for module in wrapper.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def _get_versions(self) -> list[tuple[int, int]]:
+        """Autograd's counts of writes, to the parameters and to their shards."""
+        return [(parameter._version, parameter._local_tensor._version) for parameter in self._parameters.values()]
+
+    # ------------------------------------------------------------------ optimizers
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Let steps of ``optimizer`` reach the parameters that are computed with, and its ``zero_grad`` the buffers.
+
+        In place of ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
+        (https://github.com/NVIDIA/Megatron-LM/issues/5974), and undoes what a schedule has put around ``step``.
+        """
+        extend_zero_grad(optimizer, self.clear_gradients)
+        optimizer.register_step_post_hook(lambda *args: self.expect_writes())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """In place of the modules' own."""
+        self.install_distributed_parameters()
+        nn.Module.zero_grad(self.wrapper.module, set_to_none)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Begin to add up anew."""
+        self.wrapper.zero_grad_buffer()
+        self._has_gradients = False
+
+    # ------------------------------------------------------------------ backward
+
+    @contextmanager
+    def surround_backward(self) -> Iterator[None]:
+        """What a backward needs before and behind it; one that fails is cleared up after by the next forward."""
+        self._begin_backward()
+        yield
+        self._end_backward()
+
+    @contextmanager
+    def defer_sync(self) -> Iterator[None]:
+        """Micro-batches that no optimizer step follows."""
+        # not by its setter, which warns each time
+        before, self.wrapper.model_auto_sync = self.wrapper.model_auto_sync, False
+        try:
+            yield
+        finally:
+            self.wrapper.model_auto_sync = before
+
+    def _take_hooks_off(self) -> None:
+        self.wrapper._root_pre_backward_hook_handle.remove()
+        for name, handle in self.wrapper.backward_pre_hooks.items():
+            if name.endswith("_root_pre_backward"):
+                handle.remove()
+
+    def _put_hooks_on(self) -> None:
+        """Where nobody surrounds a backward, it begins with the model's output, if that shows, or with a gradient."""
+        self.wrapper.register_forward_hook(self._watch_output)
+        for parameter in self.wrapper.raw_param.values():
+            if parameter.requires_grad:
+                parameter.register_hook(self._reach_leaf)
+        for module in self._holders:
+            # whatever part of the model is called, also behind a backward
+            module.register_forward_pre_hook(self._enter_forward, prepend=True)
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if tensors:
+            register_multi_grad_hook(tensors, self._reach_output, mode="any")
+        elif not torch.is_grad_enabled():
+            self.install_distributed_parameters()
+
+    def _enter_forward(self, module: nn.Module, args: Any) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._abandon_backward()  # it ended with an exception
+            self.clear_gradients()
+        self.install_raw_parameters()
+
+    def _reach_output(self, gradients: Any) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_engine)
+
+    def _reach_leaf(self, gradient: Tensor) -> None:
+        self._has_reached_a_leaf = True
+        self._reach_output(gradient)
+
+    def _leave_engine(self) -> None:
+        if self._has_reached_a_leaf:
+            self._end_backward()
+        else:
+            self._abandon_backward()  # of `torch.autograd.grad`, which gives parameters no gradients
+
+    def _begin_backward(self) -> None:
+        if self._has_gradients:
+            self._check_gradients()
+        self._in_backward, self._has_reached_a_leaf = True, False
+        self.install_raw_parameters()
+        self.wrapper.pre_backward()
+
+    def _check_gradients(self) -> None:
+        """Of a backward that was synchronised before."""
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            self.clear_gradients()  # as somebody did for the parameters alone
+            return
+        reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
+        if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
+            raise ValueError(
+                "A second synchronised backward before the gradients are cleared: with zero_dp_strategy=1, or with"
+                " replicas, megatron-fsdp would reduce those of the first again. Put all but the last into"
+                " `defer_grad_sync`, or under manual optimisation `optimizer.toggle_model(sync_grad=False)`."
+            )
+
+    def _end_backward(self) -> None:
+        """Reduce what is left, and behind the last backward of a step install the gradients."""
+        self._in_backward = False
+        self._note_unused()
+        self.wrapper.post_backward()
+        self.install_distributed_parameters()
+        if self.wrapper.model_auto_sync:
+            self._has_gradients = True
+            self._warn_of_unused()
+            self._fill_empty_gradients()
+
+    def _abandon_backward(self) -> None:
+        """Put the package back to where it is between two backwards."""
+        wrapper, self._in_backward = self.wrapper, False
+        wrapper._root_pre_backward_hook_issued = False
+        wrapper._params_require_handle_grad = set()
+        for module in wrapper.module.modules():
+            module._training_state = type(module._training_state).IDLE
+        wrapper.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+        wrapper.grad_reduce_pipeline.reset()
+        wrapper.synchronize_param_gather()
+
+    def _note_unused(self) -> None:
+        names = self._buffer.param_to_name
+        unused = {
+            names[parameter].removeprefix("module.")
+            for parameter in self.wrapper._params_require_handle_grad
+            if parameter.grad is None and not parameter.grad_added_to_main_grad
+        }
+        self._unused = unused if self._unused is None else self._unused & unused
+
+    def _warn_of_unused(self) -> None:
+        """Once, behind the first step: elsewhere such a parameter has no gradient, and optimizers leave it alone."""
+        if self._unused and not self._has_warned:
+            warnings.warn(
+                f"{list_names(self._unused)}: not used by the loss. Under Megatron-FSDP such a parameter has a gradient"
+                " of zero, so that optimizers with weight decay or momentum move it; freeze it to avoid that.",
+                stacklevel=2,
+            )
+        self._has_warned, self._unused = True, None
+
+    def _fill_empty_gradients(self) -> None:
+        """Ranks without a row of a parameter get no gradient for it, and would miss the collectives of the others."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _refuse_copy(memo: dict[int, Any]) -> None:
+    raise TypeError(
+        "A model wrapped by Megatron-FSDP cannot be copied: its parameters lie in buffers of the package. Make a new"
+        " one and load a checkpoint."
+    )
+
+
+def get_driver(module: nn.Module) -> Driver:
+    """Of the wrapper, or of the module in it."""
+    driver: Driver = module.__dict__[_DRIVER_ATTRIBUTE]
+    return driver
+
+
+def get_optional_driver(module: nn.Module) -> Driver | None:
+    """Of the wrapper, or of the module in it; None for any other."""
+    return module.__dict__.get(_DRIVER_ATTRIBUTE)
+
+
+def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:
+    """Let an optimizer of the parameters before wrapping step the distributed ones, its groups and their options kept.
+
+    Args:
+        optimizer: Without any steps so far.
+        names: Of the parameters before wrapping.
+        wrapper: Around the model.
+
+    Raises:
+        ValueError: When it has stepped, or holds parameters that the model did not have.
+    """
+    if optimizer.state:
+        raise ValueError(
+            f"{type(optimizer).__name__} has stepped before its model was wrapped, and its states are not sharded; make"
+            " a new one."
+        )
+    driver = get_driver(wrapper)
+    driver.install_distributed_parameters()
+    parameters = dict(wrapper.module.named_parameters())
+    for group in optimizer.param_groups:
+        if not all(parameter in names for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds parameters that are not of the model to be wrapped; make it of"
+                " `model.parameters()`."
+            )
+        group["params"] = [parameters[names[parameter]] for parameter in group["params"]]
+    driver.attach_optimizer(optimizer)

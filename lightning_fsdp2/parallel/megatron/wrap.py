@@ -1,0 +1,282 @@
+"""Megatron-FSDP, NVIDIA's package: parameters, gradients and optimizer states in flat buffers that ranks share.
+
+The package wraps a model and swaps its parameters: *raw* ones, which it gathers, for forward and backward;
+*distributed* ones, DTensors whose shards are whole rows of uneven number, for the optimizer and for checkpoints.
+"""
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_fsdp2.mesh import (
+    DP_CP,
+    DP_REPLICATE,
+    DP_SHARD_CP,
+    TENSOR_PARALLEL,
+    check_tp_size_of_megatron,
+    get_fsdp_mesh,
+    get_mesh,
+)
+from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists, get_modules, without_metrics
+from lightning_fsdp2.parallel.megatron.driver import Driver
+from lightning_fsdp2.ranks.whole_tensors import UNEVEN_SHARD, copy_rows_
+
+HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
+
+DEVICE_TYPES = ("cuda",)
+"""Where the package runs."""
+
+_INSTALL = 'pip install "lightning-fsdp2[megatron]"'
+
+_NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
+"""Of which the package takes one for user buffers."""
+
+
+def import_megatron_fsdp() -> Any:
+    """Import the package.
+
+    Raises:
+        ImportError: When it is not installed, or too old.
+    """
+    if not HAVE_MEGATRON_FSDP:
+        raise ImportError(f"Megatron-FSDP is a package of its own, which is not installed: {_INSTALL}.")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*(Transformer Engine|Apex)")
+        import megatron_fsdp
+    if not hasattr(megatron_fsdp, "MixedPrecisionPolicy"):
+        raise ImportError(f"megatron-fsdp {_get_version()} is too old: {_INSTALL}.")
+    return megatron_fsdp
+
+
+# ---------------------------------------------------------------------- before wrapping
+
+
+def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: bool) -> None:
+    """Refuse what the package gets wrong up to its version 0.6.1, or cannot do here.
+
+    Args:
+        device_mesh: As for :func:`apply_megatron_fsdp`.
+        zero_dp_strategy: 0 to 3.
+        **flags: ``init_fsdp_with_meta_device``, ``overlap_grad_reduce``, ``overlap_param_gather``,
+            ``average_in_collective`` and ``nccl_ub``.
+
+    Raises:
+        ImportError: See :func:`import_megatron_fsdp`.
+        ValueError: Naming the flag, the reason and the remedy.
+    """
+    import_megatron_fsdp()
+    if device_mesh.device_type not in DEVICE_TYPES:
+        raise ValueError(
+            f"Megatron-FSDP runs on {' or '.join(DEVICE_TYPES)} devices, not on {device_mesh.device_type!r}; use"
+            " FSDP2Strategy or DDPStrategy there."
+        )
+    check_tp_size_of_megatron(get_mesh(device_mesh, TENSOR_PARALLEL).size())
+    replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
+    if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
+        raise ValueError(
+            f"dp_replicate_size={replicas} with zero_dp_strategy={zero_dp_strategy} and {shards} rank(s) to shard over:"
+            " replicas are of what is sharded. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard nothing."
+        )
+    if flags["init_fsdp_with_meta_device"] and zero_dp_strategy == 0:
+        raise ValueError(
+            "init_fsdp_with_meta_device=True gives a model its weights shard by shard, and zero_dp_strategy=0 shards"
+            " nothing; leave one of them out."
+        )
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if not flags[name] and zero_dp_strategy in (1, 2):
+            raise ValueError(
+                f"{name}=False: megatron-fsdp then reduces gradients twice or leaves weights stale under"
+                f" zero_dp_strategy={zero_dp_strategy} (https://github.com/NVIDIA/Megatron-LM/pull/6357); leave it"
+                " True, or use zero_dp_strategy 0 or 3."
+            )
+    if flags["average_in_collective"]:
+        raise ValueError(
+            "average_in_collective=True fails in megatron-fsdp for models without Megatron's own expert parallelism;"
+            " leave it False: gradients are scaled before they are summed, to the same mean."
+        )
+    if flags["nccl_ub"] and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
+        raise ValueError(
+            f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, which are not installed; leave it False."
+        )
+
+
+def get_unit_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of the layers of ``model``, wherever they hang, and of what reads its children's weights itself."""
+    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    # it never calls its projection, which as a unit of its own would not be gathered
+    attentions = [module for module in get_modules(model) if isinstance(module, nn.MultiheadAttention)]
+    return list({type(module): None for module in [*layers, *attentions]})
+
+
+def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, zero_dp_strategy: int) -> None:
+    """Refuse classes that ``model`` has no modules of, and none at all where parameters are gathered unit by unit.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    for unit_class in classes:
+        if issubclass(unit_class, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"megatron_fsdp_unit_modules: {unit_class.__name__} is never called, and could not gather its weights;"
+                " name the classes of the modules in it."
+            )
+        if not any(isinstance(module, unit_class) for module in model.modules()):
+            raise ValueError(
+                f"megatron_fsdp_unit_modules: {get_class_name(model)} holds no {unit_class.__module__}."
+                f"{unit_class.__qualname__}; name classes of modules in it, such as that of its layers."
+            )
+    if zero_dp_strategy == 3 and not classes:
+        raise ValueError(
+            f"zero_dp_strategy=3 gathers parameters unit by unit, and {get_class_name(model)} has no list of layers"
+            " that could be units; name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
+            " or use zero_dp_strategy=2."
+        )
+
+
+def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Make parameters on the meta device DTensors, still there, of which each rank is to hold a part.
+
+    So they are initialised, or filled from files, one module or slice at a time, as under FSDP2.
+
+    Raises:
+        ValueError: When there are none.
+    """
+    mesh = get_fsdp_mesh(device_mesh)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    spread: dict[Tensor, nn.Parameter] = {}
+    for module in get_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in spread:
+                sharded = distribute_tensor(parameter.detach(), mesh, placements if parameter.ndim else None)
+                spread[parameter] = nn.Parameter(sharded, parameter.requires_grad)
+            module._parameters[name] = spread[parameter]
+    if not spread:
+        raise ValueError(
+            f"init_fsdp_with_meta_device=True, but {get_class_name(model)} has no parameter on the meta device; build"
+            ' it under `torch.device("meta")` in `configure_model`, or leave the flag out.'
+        )
+
+
+# ---------------------------------------------------------------------- wrapping
+
+
+def apply_megatron_fsdp(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    unit_classes: Sequence[type[nn.Module]],
+    zero_dp_strategy: int,
+    main_params_dtype: torch.dtype | None,
+    main_grads_dtype: torch.dtype | None,
+    grad_comm_dtype: torch.dtype | None,
+    **options: Any,
+) -> Any:
+    """Wrap ``model``, and install its distributed parameters.
+
+    Args:
+        model: On ``device``, in the dtype of compute; the same on every rank, or spread over them by
+            :func:`spread_parameters`.
+        device_mesh: Of :func:`~lightning_fsdp2.create_device_mesh`.
+        device: This rank's.
+        unit_classes: Modules of these classes are gathered as one.
+        zero_dp_strategy: 0 to 3.
+        main_params_dtype: Of the weights that the optimizer sees; None for that of compute.
+        main_grads_dtype: Of gradients that are added up; None for that of compute.
+        grad_comm_dtype: Of gradients that are reduced; None for that in which they are added up.
+        **options: Others of ``megatron_fsdp.fully_shard_model``, for those that the installed version has.
+
+    Returns:
+        ``megatron_fsdp.MegatronFSDP``, to be called in place of ``model``.
+
+    Raises:
+        ValueError: When the installed version lacks an option that is set.
+    """
+    package = import_megatron_fsdp()
+    known = inspect.signature(package.fully_shard_model).parameters
+    for name, value in options.items():
+        if value and name not in known:
+            raise ValueError(
+                f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave it out, or install a"
+                f" version that has it: {_INSTALL}."
+            )
+    axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
+    view = get_mesh(device_mesh, axes)
+    # of the same groups, but named so that its tensors are known by it
+    mesh = DeviceMesh.from_group(
+        [view.get_group(axis) for axis in axes],
+        view.device_type,
+        mesh=view.mesh,
+        mesh_dim_names=(DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL),
+    )
+    if mesh.size(0) > 1:
+        options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": get_mesh(device_mesh, DP_CP).get_group()}
+    weights = _take_spread_parameters(model, device)
+    with without_metrics(model):
+        wrapper = package.fully_shard_model(
+            model,
+            device_mesh=mesh,
+            dp_shard_dim=UNEVEN_SHARD,
+            tp_dim=TENSOR_PARALLEL,
+            fsdp_unit_modules=list(unit_classes),
+            zero_dp_strategy=zero_dp_strategy,
+            device=device,
+            mixed_precision_policy=package.MixedPrecisionPolicy(
+                main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=grad_comm_dtype
+            ),
+            **{name: value for name, value in options.items() if name in known},
+        )
+        driver = Driver(wrapper)
+    _fill(driver, weights)
+    return wrapper
+
+
+def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:
+    """Put parameters without values in the place of those that are spread, and return these by name."""
+    taken: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    empty = {parameter: _make_without_memory(parameter, device) for parameter in taken.values()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in empty:
+                module._parameters[name] = empty[parameter]
+    return taken
+
+
+def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
+    """All elements are one in memory; the package copies them into its buffers and lets go of them."""
+    element = torch.zeros(1, dtype=like.dtype, device=device)
+    # no view, of which the package would not let go
+    tensor = torch.empty(0, dtype=like.dtype, device=device)
+    return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
+
+
+@torch.no_grad()
+def _fill(driver: Driver, weights: dict[str, DTensor]) -> None:
+    driver.install_distributed_parameters()
+    parameters = dict(driver.wrapper.module.named_parameters())
+    for name, weight in weights.items():
+        copy_rows_(parameters[name], weight)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
+def _get_version() -> str:
+    try:
+        return version("megatron-fsdp")
+    except PackageNotFoundError:
+        return "(of unknown version)"

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism; ``apply.py`` is the way in."""

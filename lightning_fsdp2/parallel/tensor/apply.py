@@ -1,0 +1,300 @@
+"""Tensor and sequence parallelism: match a plan with each model, check it, apply it."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lightning_fsdp2.modules.structure import (
+    get_embedding_and_head,
+    get_entrances,
+    get_hf_models,
+    get_layer_lists,
+    get_modules,
+    get_optional_final_norm,
+    has_forward,
+    is_hf_model,
+    iterate_children,
+)
+from lightning_fsdp2.parallel.loss.token_mean import causal_lm_loss
+from lightning_fsdp2.parallel.tensor.checks import check_layouts, check_plans, warn_of_replicated
+from lightning_fsdp2.parallel.tensor.matching import MatchedModel, agree_on_tied, match_plan
+from lightning_fsdp2.parallel.tensor.parameters import (
+    Layout,
+    Slot,
+    compute_with_local_parameters,
+    get_slots,
+    shard_parameters,
+    wrap_method,
+)
+from lightning_fsdp2.parallel.tensor.plans import LayerTraits, PlanOption, get_layer_traits, get_plan, is_registered
+from lightning_fsdp2.parallel.tensor.scopes import (
+    EmbeddingScope,
+    LayerScope,
+    PointwiseScope,
+    RegionScope,
+    Scope,
+    Stack,
+    StackedLayer,
+    sum_gradients_on_shards,
+)
+from lightning_fsdp2.parallel.tensor.styles import (
+    ColumnWise,
+    Style,
+    SummedResult,
+    VocabularyHead,
+)
+from lightning_fsdp2.parallel.tensor.verification import LayerVerification
+from lightning_fsdp2.ranks.collectives import Kind
+from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
+from lightning_fsdp2.ranks.random_state import share_random_state
+
+
+def apply_tensor_parallel(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: PlanOption = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> None:
+    """Shard the Hugging Face models in ``root`` over the tensor parallel ranks.
+
+    All parameters of ``root`` become DTensors on ``mesh``, those that no plan shards replicated ones, so that clipping
+    and fused optimizers find them on one mesh. Their modules compute with plain tensors nevertheless.
+
+    Args:
+        root: Changed in place; any module with models in it, or one module for which ``plan`` has the names.
+        mesh: 1-D.
+        plan: As for :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`; for all models in ``root``.
+        sequence_parallel: Whether to shard activations over the sequence where the plan leaves them whole.
+        loss_parallel: Whether heads return logits of a sharded vocabulary, and models compute their loss on them.
+
+    Raises:
+        TypeError: When a style does not fit its module.
+        ValueError: When there is no plan, an entry matches nothing, or the ranks do not divide what they share.
+    """
+    models = [
+        match_plan(model, get_plan(model, plan), is_given=plan not in (None, "hf") or is_registered(model))
+        for model in get_hf_models(root) or [root]
+    ]
+    check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
+    layouts = dict.fromkeys(get_slots(get_modules(root)), Layout())
+    for model in models:
+        layouts |= model.get_layouts(mesh.size())
+    agree_on_tied(models, layouts)
+    check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    # from here on the model is changed
+    for model in models:
+        if model.foreign:
+            parallelize_module(model.module, mesh, model.foreign)
+        _shard_logits(model, mesh, loss_parallel)
+    layouts = {
+        slot: layout for slot, layout in layouts.items() if not isinstance(slot[0]._parameters[slot[1]], DTensor)
+    }
+    installed: set[nn.Module] = set()
+    for model in models:
+        _install(model, layouts, mesh, sequence_parallel, installed)
+        installed.update(model.module.modules())
+    layers = list(dict.fromkeys(layer for m in models for layers in get_layer_lists(m.module) for layer in layers))
+    inside = {module for layer in layers for module in layer.modules()}
+    others = [module for module in get_modules(root) if module not in inside]
+    warn_of_replicated(root, layouts)
+    shard_parameters(layouts, mesh)
+    for layer in layers:
+        compute_with_local_parameters(layer, layouts, mesh.get_group())
+    read = {parent: child for m in models for parent, child in _iterate_readable(m.module, layers, layouts)}
+    for module in others:
+        # torch's attention computes with the weights of its output projection, whose own forward it does not call
+        held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
+        methods = get_entrances(module)
+        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
+    share_random_state(mesh.get_group(), torch.device(mesh.device_type))
+
+
+def _iterate_readable(
+    model: nn.Module, layers: list[nn.Module], layouts: dict[Slot, Layout]
+) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Find the children whose weights a forward may read without calling them, such as tables of positions.
+
+    Every rank holds them whole, and FSDP2 gathers them with the module around them: they are no unit of their own, as
+    layers, the model's ends and modules of another dtype are.
+
+    Yields:
+        A module in ``model`` and such children.
+    """
+    if not is_hf_model(model) or len({parameter.dtype for parameter in model.parameters()}) > 1:
+        return
+    apart = {*layers, *get_embedding_and_head(model), get_optional_final_norm(model)}
+    for module in model.modules():
+        leaves = [child for child in module.children() if child not in apart and not any(child.children())]
+        slots = {child: get_slots([child]) for child in leaves}
+        whole = [child for child in leaves if slots[child] and all(layouts.get(s) == Layout() for s in slots[child])]
+        if whole and has_forward(module):
+            yield module, whole
+
+
+def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
+    """Let the head return logits of a sharded vocabulary, or be able to."""
+    name = model.get_optional_head()
+    if name is None:
+        return
+    shards_logits = loss_parallel or isinstance(model.entries[name].style, VocabularyHead)
+    if shards_logits or model.entries[name].style == ColumnWise(gather_output=True):
+        style = VocabularyHead(mesh=mesh, shards_logits=shards_logits)
+        model.entries[name] = replace(model.entries[name], style=style)
+    if shards_logits:
+        model.module.loss_function = causal_lm_loss  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------------- installation
+
+
+def _install(
+    model: MatchedModel,
+    layouts: dict[Slot, Layout],
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    installed: set[nn.Module],
+) -> None:
+    """Install the styles of a model, but for those it shares with another, and say in ``layouts`` what follows."""
+    styles = {module: style for module, style in model.styles.items() if module not in installed}
+    stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
+    names = {module: name for name, module in model.module.named_modules()}
+    with_sequences = model.get_text_stacks() if sequence_parallel else []
+    sequences = []
+    for layers in stacks:
+        if layers in with_sequences:
+            sequences.append(_install_stack(model, layers, styles, layouts, mesh))
+        else:
+            returns = Kind.EITHER if model.foreign else Kind.EQUAL
+            for layer in layers:
+                verification = LayerVerification(layer, names[layer], returns=returns, is_given=model.is_given)
+                _install_layer(layer, styles, verification, mesh)
+    inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}
+    embedding, _ = get_embedding_and_head(model.module)
+    for module, style in styles.items():
+        if module not in inside:
+            is_taken = bool(sequences) and module is embedding
+            group = mesh.get_group()
+            style.install(module, EmbeddingScope(group, sequences, module) if is_taken else Scope(group))
+
+
+def _install_layer(
+    layer: nn.Module, styles: dict[nn.Module, Style], verification: LayerVerification, mesh: DeviceMesh
+) -> None:
+    scope = LayerScope(mesh.get_group(), _get_random(layer, mesh), verification)
+    for module in layer.modules():
+        if module in styles:
+            styles[module].install(module, scope)
+    wrap_method(layer, scope.run)
+
+
+def _install_stack(
+    model: MatchedModel,
+    layers: list[nn.Module],
+    styles: dict[nn.Module, Style],
+    layouts: dict[Slot, Layout],
+    mesh: DeviceMesh,
+) -> Stack:
+    names = {module: name for name, module in model.module.named_modules()}
+    traits = get_layer_traits(model.module)
+    stack = Stack(mesh.get_group(), stream_dim=traits.sequence_dim)
+    for layer in layers:
+        pointwise = [getattr(layer, name, None) for name in traits.pointwise]
+        random = _get_random(layer, mesh)
+        shared = get_slots([layer])
+        for child in iterate_children(layer):
+            if child in styles and styles[child].is_boundary:
+                styles[child].install(child, PointwiseScope(stack, random))
+            elif child in pointwise or _is_pointwise(child):
+                shared += get_slots(child.modules())
+            else:
+                _install_region(child, styles, layouts, stack, random, traits, names)
+        layouts.update(dict.fromkeys(shared, Layout(is_partial=True)))
+        stacked = StackedLayer(
+            stack,
+            random,
+            LayerVerification(layer, names[layer], returns=Kind.OWN, is_given=model.is_given),
+            name=names[layer],
+            is_last=layer is layers[-1],
+            per_position=_locate_arguments(layer, traits.per_position),
+        )
+        wrap_method(layer, stacked.run)
+    wrap_method(layers[0], stack.run_first, "__call__")
+    around = [module for module in model.module.modules() if is_hf_model(module) and layers[0] in set(module.modules())]
+    wrap_method(around[-1] if around else model.module, stack.run_model)
+    return stack
+
+
+def _install_region(
+    region: nn.Module,
+    styles: dict[nn.Module, Style],
+    layouts: dict[Slot, Layout],
+    stack: Stack,
+    random: LayerRandom | None,
+    traits: LayerTraits,
+    names: dict[nn.Module, str],
+) -> None:
+    inside = {module: styles[module] for module in region.modules() if module in styles}
+    reduces_once = _reduces_once(region, inside, layouts)
+    scope = RegionScope(
+        stack, random, reduces_once=reduces_once, takes_residual=traits.regions_take_residual, name=names[region]
+    )
+    for module, style in inside.items():
+        style.install(module, scope)
+    if reduces_once:
+        for module in _iterate_unnamed(region, styles, layouts):
+            sum_gradients_on_shards(module, scope)
+    wrap_method(region, scope.run)
+
+
+def _iterate_unnamed(
+    region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
+) -> Iterator[nn.Module]:
+    """The modules in ``region`` with parameters of which no entry of the plan says anything."""
+    covered = {region}
+    for module in region.modules():
+        if module in styles and styles[module].is_boundary:
+            covered.update(module.modules())
+        slots = get_slots([module])
+        if slots and module not in covered and module not in styles and all(layouts[s] == Layout() for s in slots):
+            yield module
+
+
+def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
+    """Whether a region's result is that of one row-wise projection, and is scattered there.
+
+    A parameter that a module around the projection holds itself may be used before it or after, on whole sequences or
+    on parts, and nobody could tell which; so there the result is sliced at the region's end.
+    """
+    reducing = [module for module, style in styles.items() if style.reduces]
+    if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
+        return False
+    around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
+    # what stands beside the module that ends with the projection (experts beside a shared one) adds to its result
+    is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
+    return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
+
+
+def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
+    """The names, and the positions at which the arguments may be given instead."""
+    parameters = list(inspect.signature(layer.forward).parameters)
+    return (*names, *(parameters.index(name) for name in names if name in parameters))
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Whether a child of a layer is taken to treat the positions of a sequence one by one: norms, and functions."""
+    parameters = list(module.parameters())
+    return not parameters or ("norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in parameters))
+
+
+def _get_random(layer: nn.Module, mesh: DeviceMesh) -> LayerRandom | None:
+    if not draws_random_numbers(layer):
+        return None
+    return LayerRandom(layer, mesh.get_group(), torch.device(mesh.device_type))

@@ -1,0 +1,283 @@
+"""What is refused before anything is touched: plans that do not fit, and sizes that the ranks do not divide."""
+
+import itertools
+import logging
+import math
+import re
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from lightning_fsdp2.modules.structure import get_parameter_owners, iterate_children
+from lightning_fsdp2.parallel.tensor.matching import MatchedModel
+from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
+from lightning_fsdp2.parallel.tensor.plans import get_layer_traits
+from lightning_fsdp2.parallel.tensor.styles import ColumnWise, LatentKeyValue, RowWise, SummedResult
+
+logger = logging.getLogger(__name__)
+
+
+def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bool) -> None:
+    """Check what can be said before it is known how parameters are sharded.
+
+    Raises:
+        ValueError: When an entry matches nothing, the ranks do not divide the heads, or modules are shared.
+    """
+    _check_all_matched(models)
+    _check_shared(models)
+    for model in models:
+        _check_heads(model, ranks)
+        _check_foreign_styles(model, sequence_parallel)
+
+
+def check_layouts(
+    root: nn.Module,
+    models: list[MatchedModel],
+    layouts: dict[Slot, Layout],
+    ranks: int,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Check the rest.
+
+    Raises:
+        ValueError: When the ranks do not divide a parameter, a result is never or wrongly added up, or a model is not
+            made for sequence parallelism or for a loss on shards.
+    """
+    _check_divisible(root, layouts, ranks)
+    for model in models:
+        _check_summands(model, layouts)
+        _check_results(model)
+        if sequence_parallel:
+            _check_layers(model)
+    if loss_parallel:
+        _check_loss(models)
+
+
+def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
+    """Name the largest parameters that every rank holds, if these are more than half of all."""
+    names = {module: name for name, module in root.named_modules()}
+    sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
+    whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
+    if 2 * sum(whole.values()) <= sum(sizes.values()) or dist.get_rank() > 0:
+        return
+    patterns: dict[str, int] = {}
+    for (module, name), size in whole.items():
+        pattern = re.sub(r"\.\d+\.", ".*.", f"{names[module]}.{name}")
+        patterns[pattern] = patterns.get(pattern, 0) + size
+    largest = sorted(patterns, key=lambda pattern: -patterns[pattern])[:10]
+    logger.warning(
+        "Tensor parallelism shards %.0f %% of the parameters only; every rank holds all of %s. A tp_plan that names"
+        " them shards them.",
+        100 * (1 - sum(whole.values()) / sum(sizes.values())),
+        ", ".join(largest),
+    )
+
+
+def _check_all_matched(models: list[MatchedModel]) -> None:
+    """Plans of families name what some of their configurations lack, but a given one means what it says.
+
+    One that is given for all models must say something of any of them.
+    """
+    for model in models:
+        if model.unmatched and not model.matched_layers and not model.is_given:
+            raise ValueError(
+                f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
+                f" names {model.unmatched[0]!r}, which the model does not have. Give one that fits as"
+                " FSDP2Config(tp_plan={...}), or use tp_size=1."
+            )
+    given = [model for model in models if model.is_given]
+    found = {pattern for model in given for pattern in model.matched}
+    for model in given:
+        for pattern in model.unmatched:
+            if pattern not in found:
+                names = " or ".join(type(model.module).__name__ for model in given)
+                some = [name for name, _ in model.module.named_modules() if "0" in name][:3]
+                raise ValueError(
+                    f"tp_plan[{pattern!r}] matches no module and no parameter of {names}. Names are relative to the"
+                    f" model, with * for the number of a layer; there are for example {', '.join(some)}."
+                )
+
+
+def _check_shared(models: list[MatchedModel]) -> None:
+    """What two layers share cannot follow either; what two models share (actor and critic) follows the first one."""
+    layer_of: dict[nn.Module, nn.Module] = {}
+    for model in models:
+        names = {module: name for name, module in model.module.named_modules()}
+        for layer in (layer for layers in model.get_stacks() for layer in layers):
+            for module in layer.modules():
+                other = layer_of.setdefault(module, layer)
+                if other is not layer and get_slots([module]):
+                    raise ValueError(
+                        f"tp_size: {names[module]} is part of {names[layer]} and of {names.get(other, 'another model')}"
+                        " too, and each layer shards and gathers its own modules only. Give each layer modules of its"
+                        " own (their parameters may be tied), or use tp_size=1."
+                    )
+    for first, second in itertools.combinations(models, 2):
+        _check_shared_entries(first, second)
+
+
+def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
+    shared = set(first.module.modules()) & set(second.module.modules())
+    plans = [
+        {(e.module, e.parameter): e.style for e in model.entries.values() if e.module in shared}
+        for model in (first, second)
+    ]
+    if plans[0] != plans[1]:
+        module, _ = next(key for key in {**plans[0], **plans[1]} if plans[0].get(key) != plans[1].get(key))
+        name = next(name for name, candidate in second.module.named_modules() if candidate is module)
+        raise ValueError(
+            f"tp_plan: {type(first.module).__name__} and {type(second.module).__name__} share {name}, but their plans"
+            " differ there. Give both the same entries for what they share, with tp_plan or register_tp_plan."
+        )
+
+
+def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
+    """Sequence parallelism needs styles whose layouts are known; those of torch do not keep weights tied."""
+    if model.foreign and sequence_parallel:
+        name, style = next(iter(model.foreign.items()))
+        raise ValueError(
+            f"sequence_parallel=True cannot be derived from a plan with styles of its own layouts: {name} has"
+            f" {style}. Use the names of styles ('colwise', 'rowwise', ...), or leave sequence_parallel False and let"
+            " the plan shard the sequence."
+        )
+    owned = {module for name in model.foreign for module in model.module.get_submodule(name).modules()}
+    for owners in get_parameter_owners(model.module).values():
+        if len(owners) > 1 and any(module in owned for module, _ in owners):
+            names = {module: name for name, module in model.module.named_modules()}
+            tied = " and ".join(f"{names[module]}.{parameter}" for module, parameter in owners)
+            raise ValueError(
+                f"tp_plan: {tied} are one parameter, which a style of torch with layouts of its own would replace in"
+                " one place only. Use the names of styles for them ('embedding_rowwise', 'colwise_gather_output'), or"
+                " untie them (tie_word_embeddings=False)."
+            )
+
+
+def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
+    """What is summed over the ranks must be computed with shards."""
+    for name, entry in model.entries.items():
+        if isinstance(entry.style, SummedResult) and entry.parameter is None:
+            slots = get_slots(entry.module.modules())
+            if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
+                raise ValueError(
+                    f"tp_plan: the results of {name} ({type(entry.module).__name__}) are to be summed over the ranks,"
+                    " but no entry shards its parameters; name them too (adapters that replace an experts' parameters"
+                    " are not supported under tensor parallelism)."
+                )
+
+
+def _check_results(model: MatchedModel) -> None:
+    """What a rank computes for itself in a part of a layer must be added up there."""
+    if model.foreign:  # one of them may do it
+        return
+    names = {module: name for name, module in model.module.named_modules()}
+    styles = model.styles
+    for layer in (layer for layers in model.get_stacks() for layer in layers):
+        children = list(iterate_children(layer))
+        own = [child for child in children if child in styles]
+        for modules in (own, *(list(child.modules()) for child in children if child not in styles)):
+            found = {module: styles[module] for module in modules if module in styles}
+            sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
+            if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
+                raise ValueError(
+                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry adds up what is"
+                    " computed with them; add the projection that reads them as 'rowwise', or gather the outputs with"
+                    " 'colwise_gather_output'."
+                )
+
+
+def _check_heads(model: MatchedModel, ranks: int) -> None:
+    """Every rank needs as many heads as any other."""
+    styles = model.styles
+    for name, attention in model.module.named_modules():
+        children = [styles.get(child) for child in attention.children()]
+        is_sharded = any(isinstance(style, ColumnWise) and not style.gather_output for style in children)
+        if not is_sharded or "attention" not in type(attention).__name__.lower():
+            continue
+        is_latent = any(isinstance(style, LatentKeyValue) for style in children)
+        config = getattr(attention, "config", None) or getattr(model.module, "config", None)
+        fields = ("num_attention_heads",) if is_latent else ("num_attention_heads", "num_key_value_heads")
+        heads = {field: value for field in fields if isinstance(value := _get_optional_field(config, field), int)}
+        for field, value in heads.items():
+            if value % ranks:
+                raise ValueError(
+                    f"tp_size={ranks} does not divide {field}={value} of {type(config).__name__};"
+                    f" use {_list_divisors(heads.values())} (at {name})."
+                )
+
+
+def _check_loss(models: list[MatchedModel]) -> None:
+    """The loss on a sharded vocabulary is that of causal language models, and needs a head to shard."""
+    with_head = [model for model in models if model.get_optional_head() is not None]
+    if not with_head:
+        names = " and ".join(type(model.module).__name__ for model in models)
+        raise ValueError(
+            f"loss_parallel=True: no head of {names} has outputs that the plan shards; add it to tp_plan as"
+            " 'colwise_gather_output' (and a tied embedding as 'embedding_rowwise'), or use loss_parallel=False."
+        )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    for model in with_head:
+        module: Any = model.module
+        if module.loss_function is not ForCausalLMLoss:
+            raise ValueError(
+                f"loss_parallel=True computes the loss of causal language models, but {type(module).__name__} has"
+                f" {getattr(module.loss_function, '__name__', module.loss_function)}; use loss_parallel=False."
+            )
+
+
+def _check_layers(model: MatchedModel) -> None:
+    """Under sequence parallelism a layer's own code may only treat positions one by one."""
+    traits = get_layer_traits(model.module)
+    layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
+    if layerdrop > 0:
+        raise ValueError(
+            f"sequence_parallel=True needs every layer in every step, but {type(model.module).__name__} leaves some out"
+            f" at random (layerdrop={layerdrop}); set layerdrop=0, or use sequence_parallel=False."
+        )
+    if traits.refused:
+        raise ValueError(
+            f"sequence_parallel=True is not possible for {type(model.module).__name__}: {traits.refused}; use"
+            " sequence_parallel=False."
+        )
+    names = {module: name for name, module in model.module.named_modules()}
+    for layer in (layer for layers in model.get_text_stacks() for layer in layers):
+        known = {*model.styles, *(getattr(layer, name, None) for name in traits.pointwise)}
+        for child in iterate_children(layer):
+            if isinstance(child, nn.Linear) and child not in known:
+                raise ValueError(
+                    f"sequence_parallel=True: {names[child]} is a linear layer that {type(layer).__name__} itself uses,"
+                    " and whether it does so position by position (or in an attention of its own) cannot be seen. Shard"
+                    " it in tp_plan, name it in LayerTraits(pointwise=...), or use sequence_parallel=False."
+                )
+
+
+def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
+    """What ranks compute with side by side has equal parts."""
+    names = {module: name for name, module in root.named_modules()}
+    for (module, name), layout in layouts.items():
+        parameter = module.get_parameter(name)
+        if layout.is_uneven or (isinstance(layout.placement, Replicate) and layout.sections is None):
+            continue
+        parts = layout.get_parts(parameter)
+        if any(part % ranks for part in parts):
+            raise ValueError(
+                f"tp_size={ranks} does not divide the sharded size {' + '.join(map(str, parts))} of"
+                f" {names[module]}.{name}; use {_list_divisors(parts)}."
+            )
+
+
+def _get_optional_field(config: Any, field: str) -> Any:
+    try:
+        return getattr(config, field, None)
+    except Exception:  # a field that differs by layer refuses to be read; the size of the weights is checked anyway
+        return None
+
+
+def _list_divisors(values: Any) -> str:
+    number = math.gcd(*values)
+    *first, last = [str(size) for size in range(1, number + 1) if number % size == 0]
+    return f"{', '.join(first)} or {last}" if first else last

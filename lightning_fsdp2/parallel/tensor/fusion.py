@@ -1,0 +1,100 @@
+"""Asynchronous tensor parallelism: the collectives of compiled layers overlap the matrix products next to them.
+
+Inductor replaces an all-gather and the products of its result, or a product and the reduce-scatter of its result, by
+one operation that works through them chunk by chunk, over symmetric memory (https://discuss.pytorch.org/t/209487).
+Of a dense layer it takes the two all-gathers and two reduce-scatters of forward and the two all-gathers of backward.
+The reduce-scatters of backward stay as they are: their input is a sum of several products (q, k and v; gate and up).
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.compat.torch import (
+    enable_symmetric_memory,
+    get_fusion_options,
+    get_fusion_targets,
+    has_symmetric_memory,
+    is_backward_graph,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def build_collective_fusion(
+    tp_mesh: DeviceMesh | None, *, sequence_parallel: bool, enable_compile: bool
+) -> "CollectiveFusion":
+    """Return what has the layers of a model compiled with fused collectives.
+
+    Args:
+        tp_mesh: Of the tensor parallel ranks; None where there is one only.
+        sequence_parallel: Whether activations are sharded between the layers.
+        enable_compile: Whether the layers are compiled.
+
+    Raises:
+        ValueError: When there is nothing to overlap, or nothing to do it with.
+    """
+    if tp_mesh is None:
+        raise ValueError(
+            "enable_async_tensor_parallel=True with tp_size=1: it overlaps the collectives of several tensor parallel"
+            " ranks. Use tp_size > 1, or leave it out."
+        )
+    if not (sequence_parallel and enable_compile):
+        raise ValueError(
+            f"enable_async_tensor_parallel=True with sequence_parallel={sequence_parallel} and"
+            f" enable_compile={enable_compile}: torch.compile fuses the all-gathers and reduce-scatters of sequence"
+            " parallelism. Set both to True, or leave it out."
+        )
+    if not has_symmetric_memory(tp_mesh.device_type):
+        raise ValueError(
+            f"enable_async_tensor_parallel=True on {tp_mesh.device_type!r} devices: it needs CUDA devices and NCCL, for"
+            " ranks that read each other's memory. Leave it out."
+        )
+    return CollectiveFusion(tp_mesh.get_group())
+
+
+class CollectiveFusion:
+    """The fused collectives of the layers of a model: how to compile them, and how many they are.
+
+    Args:
+        group: Of the tensor parallel ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        enable_symmetric_memory(group)
+        self.fused = 0
+        self.collectives = 0
+        self._has_backward = False
+        self._is_reported = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ``torch.compile``: they hold for a backward graph too, which is compiled when backward first runs."""
+        return get_fusion_options(self.count)
+
+    def count(self, graph: torch.fx.Graph) -> None:
+        """Take note of a graph as inductor has changed it."""
+        fused, unfused = get_fusion_targets()
+        targets = [node.target for node in graph.nodes]
+        self.fused += sum(target in fused for target in targets)
+        self.collectives += sum(target in (*fused, *unfused) for target in targets)
+        self._has_backward |= is_backward_graph(graph)
+
+    def report(self) -> None:
+        """Log once how many collectives were fused, when forward and backward are compiled: as a warning if none."""
+        if self._is_reported or not self._has_backward:
+            return
+        self._is_reported = True
+        if dist.get_rank() != 0:
+            return
+        if self.fused:
+            logger.info("Asynchronous tensor parallel: fused %d of %d collectives.", self.fused, self.collectives)
+        else:
+            logger.warning(
+                "enable_async_tensor_parallel=True: fused 0 of %d collectives of the compiled layers, so that none"
+                " overlaps a matrix product. Inductor fuses those right before or after projections without bias.",
+                self.collectives,
+            )

@@ -1,0 +1,157 @@
+"""What the entries of a tensor parallel plan mean for one model: which modules, which parameters, which layouts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fsdp2.modules.structure import get_embedding_and_head, get_layer_lists, is_of_tower
+from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
+from lightning_fsdp2.parallel.tensor.styles import (
+    ColumnWise,
+    FeatureEmbedding,
+    RowWise,
+    Style,
+    VocabularyEmbedding,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A style, and the module it is for or the module and its parameter."""
+
+    module: nn.Module
+    parameter: str | None
+    style: Style
+
+
+@dataclass(kw_only=True)
+class MatchedModel:
+    """A model and what its plan means for it."""
+
+    module: nn.Module
+    entries: dict[str, Entry]
+    """By the name of the module or parameter."""
+
+    foreign: dict[str, ParallelStyle]
+    """Styles of others, which handle DTensors and collectives themselves."""
+
+    is_given: bool
+    """Whether the plan is a user's, and means what it says."""
+
+    matched: list[str]
+    """Patterns that stand for something."""
+
+    unmatched: list[str]
+    """Patterns for which there is nothing."""
+
+    @property
+    def matched_layers(self) -> list[str]:
+        """Matched patterns that stand for something in each layer."""
+        return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
+
+    @property
+    def styles(self) -> dict[nn.Module, Style]:
+        return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
+
+    def get_stacks(self) -> list[list[nn.Module]]:
+        """The lists of layers in which anything is sharded."""
+        styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
+        lists = get_layer_lists(self.module)
+        return [layers for layers in lists if any(module in styled for layer in layers for module in layer.modules())]
+
+    def get_text_stacks(self) -> list[list[nn.Module]]:
+        """Return the stacks that read text, where the config says which: towers hand on no parts of the batch."""
+        stacks = [layers for layers in self.get_stacks() if not is_of_tower(layers[0], self.module)]
+        return stacks or self.get_stacks()
+
+    def get_optional_head(self) -> str | None:
+        """The name of the head if its outputs are sharded."""
+        _, head = get_embedding_and_head(self.module)
+        names = [name for name, entry in self.entries.items() if entry.module is head and entry.parameter is None]
+        return next((name for name in names if isinstance(self.entries[name].style, ColumnWise)), None)
+
+    def get_layouts(self, ranks: int) -> dict[Slot, Layout]:
+        """How the entries shard the parameters they are for.
+
+        Raises:
+            TypeError: When a style does not fit its module.
+            ValueError: When the ranks do not divide what a module shares among them.
+        """
+        layouts: dict[Slot, Layout] = {}
+        # what is said of a parameter wins over what is said of its module
+        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].parameter is not None):
+            try:
+                if entry.parameter is None:
+                    layouts |= entry.style.get_layouts(entry.module, ranks)
+                else:
+                    parameter = entry.module.get_parameter(entry.parameter)
+                    layouts[entry.module, entry.parameter] = entry.style.get_parameter_layout(parameter)
+            except TypeError as error:
+                raise TypeError(f"tp_plan: {type(entry.style).__name__} does not fit {name}: {error}") from None
+        return layouts
+
+
+def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
+    """Find what the entries of a plan stand for in ``model``; a later entry wins over an earlier one.
+
+    Raises:
+        TypeError: When a style of others, which are for modules, is given to a parameter.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    result = MatchedModel(module=model, entries={}, foreign={}, is_given=is_given, matched=[], unmatched=[])
+    for pattern, style in plan.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in {**modules, **parameters} if expression.fullmatch(name)]
+        (result.matched if names else result.unmatched).append(pattern)
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            if not isinstance(style, Style):
+                if name not in modules:
+                    raise TypeError(
+                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Give"
+                        f" {owner}, or the name of a style that shards a parameter ('colwise', 'rowwise', ...)."
+                    )
+                result.foreign[name] = style
+            elif name in modules:
+                for suffix, module in _unwrap(modules[name]):
+                    adapted = _adapt_to_embedding(style, module)
+                    result.entries[name + suffix] = Entry(module=module, parameter=None, style=adapted)
+            else:
+                result.entries[name] = Entry(module=modules[owner], parameter=attribute, style=style)
+    return result
+
+
+def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
+    """A module, or those that peft's ``modules_to_save`` keeps in its place, with the ends of their names."""
+    if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
+        return [("", module)]
+    saved = [(f".modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
+    return [(".original_module", module.original_module), *saved]
+
+
+def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
+    """Torch's styles for linear layers mean something else for an embedding, whose result is always whole here."""
+    if isinstance(module, nn.Embedding):
+        if style == RowWise(split_input=True):
+            return VocabularyEmbedding()
+        if style == ColumnWise(gather_output=True):
+            return FeatureEmbedding()
+    return style
+
+
+def agree_on_tied(models: list[MatchedModel], layouts: dict[Slot, Layout]) -> None:
+    """Keep a parameter that several modules hold whole on every rank, where they would shard it differently."""
+    holders: dict[nn.Parameter, list[Slot]] = {}
+    for module, name in layouts:
+        holders.setdefault(module.get_parameter(name), []).append((module, name))
+    for slots in holders.values():
+        if len({layouts[slot].placement for slot in slots}) > 1:
+            tied = {module for module, _ in slots}
+            for model in models:
+                model.entries = {name: entry for name, entry in model.entries.items() if entry.module not in tied}
+            layouts.update(dict.fromkeys(get_slots(tied), Layout()))

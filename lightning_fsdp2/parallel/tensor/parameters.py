@@ -1,0 +1,212 @@
+"""Parameters under tensor parallelism: sharded DTensors at rest, plain tensors while a forward computes with them.
+
+A model's own code never meets a DTensor: for the time of a module's forward its parameters are replaced by this rank's
+part of them. What the gradient of such a part means is said by its :class:`Layout`; to the outside gradients are always
+those of the DTensor's own placement, so that FSDP2, accumulation and clipping need to know nothing about it.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
+from lightning_fsdp2.ranks.collectives import (
+    copy_together,
+    gather_for_ranks,
+    get_shard_range,
+)
+
+Slot = tuple[nn.Module, str]
+"""A module and the name of a parameter that it holds directly."""
+
+
+REPLICATE = Replicate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a parameter is kept over the tensor parallel ranks, and which part of it a rank computes with."""
+
+    placement: Placement = REPLICATE
+
+    is_partial: bool = False
+    """Each rank uses it for other activations (its heads, its part of the sequence), so its gradient is a summand."""
+
+    is_summed: bool = False
+    """Each rank's result is added up, so that it may enter on one of them only: a bias inside such a result."""
+
+    sections: tuple[int, ...] | None = None
+    """Sizes of the parts packed along ``dim`` of which a rank takes its shard each, where the placement cannot say so:
+    the parameter is gathered (if sharded) before it is used."""
+
+    dim: int = 0
+
+    is_uneven: bool = False
+    """The ranks' parts may differ in size, since nothing but a gather or a sum sees them."""
+
+    def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
+        """The sizes of which each rank takes its share."""
+        if self.sections is not None:
+            return self.sections
+        placement: Any = self.placement
+        count = placement.split_factor if isinstance(placement, StridedShard) else 1
+        return (parameter.size(placement.dim) // count,) * count
+
+    def get_shard(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """The part of the parameter that ``rank`` keeps. A copy, so that the whole can be freed."""
+        if isinstance(self.placement, StridedShard):
+            parts = whole.chunk(self.placement.split_factor, self.placement.dim)
+            return torch.cat([_narrow(part, self.placement.dim, rank, ranks) for part in parts], self.placement.dim)
+        if isinstance(self.placement, Shard):
+            return _narrow(whole, self.placement.dim, rank, ranks).clone(memory_format=torch.contiguous_format)
+        return whole
+
+    def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """From what the rank keeps to what it computes with; differentiable."""
+        if self.is_summed and group.rank() > 0:
+            return local * 0
+        if self.sections is None:
+            return local
+        if isinstance(self.placement, Shard):
+            local = gather_for_ranks(local, self.dim, group)
+        parts = local.split(self.sections, self.dim)
+        return torch.cat([_narrow(part, self.dim, group.rank(), group.size()) for part in parts], self.dim)
+
+
+def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ...]) -> Layout:
+    """Layout of a parameter that packs several projections along ``dim``, such as gate and up, or q, k and v.
+
+    Args:
+        parameter: Whole.
+        dim: Along which it is packed.
+        sections: The size of each part, or their number if they are equal.
+    """
+    dim = dim % parameter.ndim
+    if isinstance(sections, int):
+        sections = (parameter.size(dim) // sections,) * sections
+    if parameter.ndim == 1:
+        # small, and FSDP2 shards the same dim
+        return Layout(is_partial=True, sections=sections, dim=dim)
+    if len(set(sections)) == 1 and has_packed_shards():
+        return Layout(placement=StridedShard(dim, split_factor=len(sections)))
+    return Layout(placement=Shard(dim), sections=sections, dim=dim)
+
+
+def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
+    """Replace every parameter of ``layouts`` by a DTensor on ``mesh``; one held by several modules by a single one."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for (module, name), layout in layouts.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if parameter not in replaced:
+            replaced[parameter] = _to_dtensor(parameter, layout, mesh)
+        module._parameters[name] = replaced[parameter]
+
+
+def compute_with_local_parameters(
+    top: nn.Module,
+    layouts: dict[Slot, Layout],
+    group: dist.ProcessGroup,
+    *,
+    modules: Iterable[nn.Module] | None = None,
+    methods: Iterable[str] = ("forward",),
+) -> None:
+    """Let methods of ``top`` find this rank's part of its parameters as plain tensors.
+
+    Args:
+        top: The methods are replaced.
+        layouts: Of all parameters of ``top`` and others.
+        group: Of the tensor parallel ranks.
+        modules: Those whose parameters; by default all in ``top``.
+        methods: Names of the methods.
+    """
+    inside = set(top.modules() if modules is None else modules)
+    slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in inside]
+    for name in methods if slots else ():
+        wrap_method(top, _LocalParameters(slots, group), name)
+
+
+class _LocalParameters:
+    """Puts this rank's part in place of sharded parameters while a method runs."""
+
+    def __init__(self, slots: list[tuple[nn.Module, str, Layout]], group: dist.ProcessGroup) -> None:
+        self.slots = slots
+        self.group = group
+
+    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # where a module around this one has done it, there is no DTensor left
+        sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
+        saved = [module._parameters[name] for module, name, _ in sharded]
+        try:
+            for (module, name, layout), local in zip(sharded, self._to_local(saved, sharded), strict=True):
+                module._parameters[name] = layout.finish(local, self.group)  # type: ignore[assignment]
+            return method(*args, **kwargs)
+        finally:
+            for (module, name, _), parameter in zip(sharded, saved, strict=True):
+                module._parameters[name] = parameter
+
+    def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
+        """What the rank keeps of each parameter; the gradients of the partial ones are summed together."""
+        local = [parameter.to_local() for parameter in parameters]
+        partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]
+        if partial:
+            for i, copy in zip(partial, copy_together([local[i] for i in partial], self.group), strict=True):
+                local[i] = copy
+        return local
+
+
+def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:
+    """Replace ``module.forward`` (or the method ``name``), of this instance, by ``wrapper(method, ...)``.
+
+    As ``fully_shard`` does, it gives the module a class of its own: the layers of transformers put activation
+    checkpointing around the ``forward`` of any subclass, and what is wrapped here must be computed again inside of it.
+    Hooks would not do: after an exception, which ends recomputation on purpose, they are not called.
+    """
+    if name in module.__dict__:  # replaced for this instance before
+        method = getattr(module, name)
+        setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
+        return
+    base = type(module)
+    attribute = f"_lightning_fsdp2_{name}_{len(base.__mro__)}"
+    module.__dict__[attribute] = wrapper
+    module.__class__ = _make_wrapping_class(base, attribute, name)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
+    """One class for all modules of a class, so that what is compiled for one of them serves the others."""
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[attribute](functools.partial(method, self), *args, **kwargs)
+
+    return type(base.__name__, (base,), {name: wrapped, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
+    """All parameters that ``modules`` hold directly."""
+    return [(m, name) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
+
+
+def _to_dtensor(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
+    whole = parameter.detach()
+    shard = layout.get_shard(whole, mesh.get_local_rank(), mesh.size())
+    stride = torch.empty(whole.shape, device="meta").stride()
+    dtensor = DTensor.from_local(shard, mesh, [layout.placement], run_check=False, shape=whole.shape, stride=stride)
+    sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(parameter.__dict__)
+    return sharded
+
+
+def _narrow(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    start, length = get_shard_range(tensor.size(dim), rank, ranks)
+    return tensor.narrow(dim, start, length)

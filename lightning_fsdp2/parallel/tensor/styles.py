@@ -1,0 +1,548 @@
+"""The tensor parallel styles: how a module's parameters are sharded, and what happens to what it reads and returns.
+
+They are :class:`torch.distributed.tensor.parallel.ParallelStyle` s, so that
+:func:`torch.distributed.tensor.parallel.parallelize_module` takes them as well, and hold no state: one object may
+stand for any number of modules.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fsdp2.compat.torch import assert_async
+from lightning_fsdp2.parallel.tensor.parameters import (
+    Layout,
+    Slot,
+    compute_with_local_parameters,
+    get_packed_layout,
+    get_slots,
+    shard_parameters,
+    wrap_method,
+)
+from lightning_fsdp2.parallel.tensor.scopes import Scope
+from lightning_fsdp2.ranks.collectives import (
+    copy_last_to_ranks,
+    copy_to_ranks,
+    gather,
+    get_shard_range,
+    reduce_scatter,
+    split,
+    sum_over_ranks,
+)
+
+_WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
+"""Where a ``Conv1D``, whose ``nf`` becomes the rank's number of outputs, keeps the number of all."""
+
+_KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
+"""Where a head knows of :func:`keep_logits_sharded`."""
+
+
+class Style(ParallelStyle):
+    """One way to run a module on several tensor parallel ranks."""
+
+    is_boundary: ClassVar[bool] = False
+    """Whether the module's input or result crosses between what all ranks hold and what each holds for itself."""
+
+    reduces: ClassVar[bool] = False
+    """Whether the module's result is a sum over the ranks."""
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        """How the parameters of ``module`` are sharded; those it does not name stay replicated.
+
+        Raises:
+            TypeError: When the style does not fit the module.
+        """
+        return {}
+
+    def get_parameter_layout(self, parameter: Tensor) -> Layout:
+        """As :meth:`get_layouts` where an entry of a plan names a parameter.
+
+        Raises:
+            TypeError: When the style is one for modules.
+        """
+        raise TypeError(f"The style {type(self).__name__} is for modules, not for a parameter.")
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``module``'s forward, whose parameters are this rank's part of them."""
+        return forward(*args, **kwargs)
+
+    def install(self, module: nn.Module, scope: Scope) -> None:
+        """Let ``module.forward`` be run by this style; its parameters are sharded and made local elsewhere."""
+        if type(self).run is not Style.run:
+            wrap_method(module, partial(self._run_positional, module, scope))
+
+    def _run_positional(
+        self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The only argument of a projection may be given by name."""
+        if not args and len(kwargs) == 1:
+            args, kwargs = tuple(kwargs.values()), {}
+        return self.run(module, scope, forward, *args, **kwargs)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """What ``parallelize_module`` calls: this module alone, on whole sequences."""
+        layouts = dict.fromkeys(get_slots(module.modules()), Layout())
+        layouts |= self.get_layouts(module, device_mesh.size())
+        shard_parameters(layouts, device_mesh)
+        self.install(module, Scope(device_mesh.get_group()))
+        compute_with_local_parameters(module, layouts, device_mesh.get_group())
+        return module
+
+
+@dataclass(unsafe_hash=True)
+class ColumnWise(Style):
+    """A projection whose outputs are sharded: each rank computes its heads, its intermediate features, its tokens."""
+
+    is_boundary: ClassVar[bool] = True
+
+    gather_output: bool = False
+    """Return all outputs on every rank."""
+
+    sections: int | tuple[int, ...] | None = None
+    """Several projections are packed into one: their number if of equal size, or their sizes."""
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        layouts: dict[Slot, Layout] = {}
+        for linear in _get_base_linears(self, module):
+            weight = linear.get_parameter("weight")
+            layouts[linear, "weight"] = self._get_layout(weight, _get_output_dim(linear))
+            if linear._parameters.get("bias") is not None:
+                layouts[linear, "bias"] = self._get_layout(linear.get_parameter("bias"), 0)
+        for down, up in _get_adapters(module):
+            layouts[down, "weight"] = Layout(is_partial=True)
+            layouts[up, "weight"] = self._get_layout(up.get_parameter("weight"), 0)
+        return layouts
+
+    def get_parameter_layout(self, parameter: Tensor) -> Layout:
+        return self._get_layout(parameter, max(parameter.ndim - 2, 0))
+
+    def _get_layout(self, parameter: Tensor, dim: int) -> Layout:
+        if self.sections is None:
+            return Layout(placement=Shard(dim), is_uneven=self.gather_output)
+        return get_packed_layout(parameter, dim, self.sections)
+
+    def install(self, module: nn.Module, scope: Scope) -> None:
+        for linear in _get_base_linears(self, module):
+            if hasattr(linear, "nf"):
+                linear.__dict__[_WHOLE_ATTRIBUTE] = linear.nf
+                linear.nf = get_shard_range(linear.nf, scope.group.rank(), scope.group.size())[1]
+        super().install(module, scope)
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(scope.enter(args[0]), *args[1:], **kwargs)
+        if not self.gather_output:
+            scope.begin_shards()
+            return output
+        (linear,) = _get_base_linears(self, module)
+        whole = _get_output_size(linear)
+        if self.sections is None:
+            return gather(output, -1, whole, scope.group)
+        sizes = (whole // self.sections,) * self.sections if isinstance(self.sections, int) else self.sections
+        parts = output.split([size // scope.group.size() for size in sizes], -1)
+        return torch.cat([gather(p, -1, size, scope.group) for p, size in zip(parts, sizes, strict=True)], -1)
+
+
+@dataclass(unsafe_hash=True)
+class VocabularyHead(ColumnWise):
+    """A head whose logits stay sharded over the vocabulary, as a DTensor that says so.
+
+    Those of a single position in a forward without gradients are gathered: ``generate`` wants them whole.
+    """
+
+    gather_output: bool = True
+    """In that forward, or if ``shards_logits`` is False."""
+
+    shards_logits: bool = True
+    """False: only for a loss that asks for it with :func:`keep_logits_sharded`."""
+
+    mesh: DeviceMesh | None = None
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        logits = forward(scope.enter(args[0]), *args[1:], **kwargs)
+        (linear,) = _get_base_linears(self, module)
+        is_single = not torch.is_grad_enabled() and logits.size(-2) == 1
+        if _KEEPS_SHARDS_ATTRIBUTE not in module.__dict__ and (is_single or not self.shards_logits):
+            return gather(logits, -1, _get_output_size(linear), scope.group)
+        shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(logits.ndim - 1)
+        return DTensor.from_local(logits, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
+    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; others are as they are."""
+    head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
+    try:
+        yield
+    finally:
+        del head.__dict__[_KEEPS_SHARDS_ATTRIBUTE]
+
+
+@dataclass(unsafe_hash=True)
+class RowWise(Style):
+    """A projection whose inputs are sharded: the ranks' results are added up."""
+
+    is_boundary: ClassVar[bool] = True
+
+    split_input: bool = False
+    """The input is whole on every rank."""
+
+    scatter_output: bool = False
+    """Return this rank's part of the outputs only."""
+
+    @property
+    def reduces(self) -> bool:  # type: ignore[override]
+        """A scattered result is no result of the module around this one."""
+        return not self.scatter_output
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        layouts: dict[Slot, Layout] = {}
+        for linear in _get_base_linears(self, module):
+            placement = Shard(1 - _get_output_dim(linear))
+            layouts[linear, "weight"] = Layout(placement=placement, is_uneven=self.split_input)
+            if self.scatter_output and linear._parameters.get("bias") is not None:
+                layouts[linear, "bias"] = Layout(placement=Shard(0))
+        for down, up in _get_adapters(module):
+            layouts[down, "weight"] = Layout(placement=Shard(1), is_uneven=self.split_input)
+            layouts[up, "weight"] = Layout(is_partial=True)
+        return layouts
+
+    def get_parameter_layout(self, parameter: Tensor) -> Layout:
+        return Layout(placement=Shard(parameter.ndim - 1))
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        inputs = split(args[0], -1, scope.group) if self.split_input else args[0]
+        (linear,) = _get_base_linears(self, module)
+        bias = linear._parameters.get("bias")
+        if bias is not None:  # every rank would add it
+            zeros = bias.new_zeros(_get_output_size(linear))
+            linear._parameters["bias"] = None if isinstance(linear, nn.Linear) else zeros
+        try:
+            output = forward(inputs, *args[1:], **kwargs)
+        finally:
+            if bias is not None:
+                linear._parameters["bias"] = bias
+        if self.scatter_output:
+            output = reduce_scatter(output, -1, scope.group)
+            return output if bias is None else output + bias
+        output = scope.leave(output)
+        if bias is None:
+            return output
+        return output + (copy_to_ranks(bias, scope.group) if scope.is_scattered else bias)
+
+
+@dataclass(unsafe_hash=True)
+class VocabularyEmbedding(Style):
+    """An embedding of which each rank holds some of the tokens."""
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        _check_embedding(self, module)
+        # whatever else belongs to it (a norm of its result) sees the rank's own tokens only
+        others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
+        return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
+
+    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        ids = args[0]
+        size = module.num_embeddings
+        assert_async(
+            ((ids >= 0) & (ids < size)).all(), f"A token id is not in the embedding's range of 0 to {size - 1}."
+        )
+        start, length = get_shard_range(size, scope.group.rank(), scope.group.size())
+        if length == 0:  # more ranks than tokens
+            nothing = module.weight.sum() + module.weight.new_zeros((*ids.shape, module.embedding_dim))
+            return scope.leave_whole(nothing)
+        is_elsewhere = (ids < start) | (ids >= start + length)
+        padding = module.padding_idx
+        module.padding_idx = None
+        if padding is not None and start <= padding < start + length:
+            module.padding_idx = padding - start
+        try:
+            output = forward((ids - start).masked_fill(is_elsewhere, 0), *args[1:], **kwargs)
+        finally:
+            module.padding_idx = padding
+        return scope.leave_whole(output.masked_fill(is_elsewhere.unsqueeze(-1), 0))
+
+
+@dataclass(unsafe_hash=True)
+class FeatureEmbedding(Style):
+    """An embedding of which each rank holds some of every token's features."""
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        _check_embedding(self, module)
+        if len(get_slots(module.modules())) > 1:
+            raise TypeError(f"{type(module).__name__} has parameters of its own, which need whole features.")
+        return {(module, "weight"): Layout(placement=Shard(1), is_uneven=True)}
+
+    def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return gather(forward(*args, **kwargs), -1, module.embedding_dim, scope.group)
+
+
+@dataclass(unsafe_hash=True)
+class Replicated(Style):
+    """A module that is whole on every rank.
+
+    With ``on_shards`` it works on the rank's own heads or features (the q and k norms of Qwen3), so that each rank has
+    a summand of its gradient.
+    """
+
+    on_shards: bool = False
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=self.on_shards))
+
+
+@dataclass(unsafe_hash=True)
+class ShardedNorm(Style):
+    """An RMS norm over a dim that is sharded, such as OLMo2's norms over all heads.
+
+    The module's own forward runs on the rank's features; its result is corrected by the ratio of the rank's root mean
+    square to that of all features. So any convention of weights (``w`` or ``1 + w``) is right.
+    """
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        if "rmsnorm" not in type(module).__name__.lower() or module._parameters.get("weight") is None:
+            raise TypeError(
+                f"{type(module).__name__} is no RMS norm with a weight, which the style ShardedNorm is for."
+            )
+        return {(module, "weight"): Layout(placement=Shard(0))}
+
+    def install(self, module: Any, scope: Scope) -> None:
+        if hasattr(module, "normalized_shape"):  # torch's own
+            module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
+        super().install(module, scope)
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0]
+        wide = hidden.float()
+        epsilon = _get_epsilon(module)
+        local = wide.square().mean(-1, keepdim=True)
+        whole = sum_over_ranks(local, scope.group) / scope.group.size()
+        ratio = ((local + epsilon) / (whole + epsilon)).sqrt()
+        return (forward(wide, *args[1:], **kwargs) * ratio).to(hidden.dtype)
+
+
+@dataclass(unsafe_hash=True)
+class LatentKeyValue(Style):
+    """The projection of multi-head latent attention that makes the latent and the rotary part of the keys.
+
+    It is replicated. The latent part goes through a column-wise projection, but the rotary part goes straight to each
+    rank's heads, so that its gradient must be summed.
+    """
+
+    rotary_features: int | None = None
+    """``qk_rope_head_dim`` of the model's config, which is taken from there if None."""
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.rotary_features is None:
+            raise ValueError("LatentKeyValue(rotary_features=None) outside of a plan: give `config.qk_rope_head_dim`.")
+        return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
+
+
+@dataclass(unsafe_hash=True)
+class SummedResult(Style):
+    """A module with sharded parameters inside of which each rank computes a summand of the result.
+
+    A mixture's experts, above all, each of which is sharded: every rank computes a summand for every token. The
+    parameters are sharded by entries of their own (``layers.*.mlp.experts.gate_up_proj``).
+    """
+
+    is_boundary: ClassVar[bool] = True
+    reduces: ClassVar[bool] = True
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def enter(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return scope.enter(value) if value.is_floating_point() else scope.share(value)
+
+        inputs = [enter(value) for value in args]
+        return scope.leave(forward(*inputs, **{name: enter(value) for name, value in kwargs.items()}))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise TypeError(
+            f"{type(module).__name__}: `parallelize_module` knows modules only, and would leave its parameters"
+            " whole; use `fsdp2_strategy_parallelize` or `apply_tensor_parallel`."
+        )
+
+
+@dataclass(unsafe_hash=True)
+class IdentityExpert(Style):
+    """An expert that returns its input on every rank, inside a result that is summed over the ranks."""
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return forward(args[0] / scope.group.size(), *args[1:], **kwargs)
+
+
+@dataclass(unsafe_hash=True)
+class LocalHeads(Style):
+    """An attention whose code reads how many heads it has: each rank has its part of them."""
+
+    attributes: tuple[str, ...] = ()
+    """Integer attributes of the module to divide."""
+
+    config: tuple[str, ...] = ()
+    """Fields to divide in the ``config`` that the module reads."""
+
+    per_head: tuple[str, ...] = ()
+    """Keyword arguments with values for each head: [batch * heads, ...] or [batch, heads, ...]."""
+
+    heads: int = 0
+    """Number of heads, for ``per_head``."""
+
+    def get_layouts(self, module: Any, ranks: int) -> dict[Slot, Layout]:
+        for owner, names in ((module, self.attributes), (getattr(module, "config", None), self.config)):
+            for name in names:
+                value = getattr(owner, name)
+                if value % ranks:
+                    sizes = ", ".join(str(size) for size in range(1, value + 1) if value % size == 0)
+                    raise ValueError(
+                        f"tp_size={ranks} does not divide {name}={value} of {type(owner).__name__}; use one of {sizes}."
+                    )
+        return {}
+
+    def install(self, module: Any, scope: Scope) -> None:
+        ranks = scope.group.size()
+        for name in self.attributes:
+            setattr(module, name, getattr(module, name) // ranks)
+        if self.config:
+            fields = {name: getattr(module.config, name) // ranks for name in self.config}
+            module.config = _ConfigView(module.config, fields)
+        super().install(module, scope)
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        own = {name: self._take_own(kwargs[name], scope) for name in self.per_head if kwargs.get(name) is not None}
+        return forward(*args, **{**kwargs, **own})
+
+    def _take_own(self, value: Tensor, scope: Scope) -> Tensor:
+        start, length = get_shard_range(self.heads, scope.group.rank(), scope.group.size())
+        if value.ndim == 4:
+            return value if value.size(1) == 1 else value.narrow(1, start, length)
+        return value.unflatten(0, (-1, self.heads)).narrow(1, start, length).flatten(0, 1)
+
+
+@dataclass(unsafe_hash=True)
+class PerHeadModules(Style):
+    """A module that holds one module per head in the ``ModuleList`` of that name: each rank uses those of its heads."""
+
+    attribute: str
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        whole: Any = module._modules[self.attribute]
+        start, length = get_shard_range(len(whole), scope.group.rank(), scope.group.size())
+        module._modules[self.attribute] = whole[start : start + length]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._modules[self.attribute] = whole
+
+
+@dataclass(unsafe_hash=True)
+class ShardParameter(Style):
+    """For an entry that names a parameter: which of its dims is sharded."""
+
+    dim: int = 0
+    sections: int | None = None
+    """Number of equal parts that are packed along ``dim``."""
+
+    def get_parameter_layout(self, parameter: Tensor) -> Layout:
+        if self.sections is not None:
+            return get_packed_layout(parameter, self.dim, self.sections)
+        return Layout(placement=Shard(self.dim % parameter.ndim))
+
+
+@dataclass(unsafe_hash=True)
+class SummedParameter(Style):
+    """For an entry that names a parameter: one that is added inside a result that is summed over the ranks."""
+
+    def get_parameter_layout(self, parameter: Tensor) -> Layout:
+        return Layout(is_summed=True, is_partial=True)
+
+
+class _ConfigView:
+    """A model's config in which some fields have other values; the rest is read from the config itself."""
+
+    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+
+def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
+    """The linear layer that ``module`` is, or that an adapter of peft wraps."""
+    base: Any = getattr(module, "base_layer", module)
+    weight = base._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or isinstance(base, nn.Embedding):
+        raise TypeError(f"{type(base).__name__} is no linear layer; the style {type(style).__name__} needs one.")
+    return [base]
+
+
+def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """The low-rank pairs (down, up) that peft puts beside a linear layer.
+
+    Raises:
+        TypeError: For adapters of another kind, of which this does not know the sharding.
+    """
+    if not hasattr(module, "base_layer"):
+        return []
+    if not hasattr(module, "lora_A"):
+        raise TypeError(
+            f"{type(module).__name__} is an adapter whose sharding is not known; of peft's adapters LoRA without DoRA"
+            " and without lora_bias works under tensor parallelism."
+        )
+    parts = [getattr(module, name) for name in ("base_layer", "lora_A", "lora_B") if hasattr(module, name)]
+    known = {id(p) for part in parts for p in part.parameters()}
+    known -= {id(up.bias) for up in module.lora_B.values() if getattr(up, "bias", None) is not None}
+    other = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
+    if other:
+        raise TypeError(
+            f"{type(module).__name__} has the parameters {', '.join(other)}, whose sharding is not known; of peft's"
+            " adapters LoRA without DoRA and without lora_bias works under tensor parallelism."
+        )
+    return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
+
+
+def _get_output_size(linear: Any) -> int:
+    return linear.__dict__.get(_WHOLE_ATTRIBUTE) or getattr(linear, "nf", None) or linear.out_features
+
+
+def _get_output_dim(linear: nn.Module) -> int:
+    """0 for ``nn.Linear`` and what is stored like it, 1 for the transposed ``Conv1D`` of transformers."""
+    return 1 if hasattr(linear, "nf") else 0
+
+
+def reads_token_ids(module: nn.Module) -> bool:
+    """Whether an embedding holds more than a weight: what its own forward puts in the places of some tokens."""
+    return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
+
+
+def _check_embedding(style: Style, module: nn.Module) -> None:
+    if hasattr(module, "base_layer"):
+        raise TypeError("adapters on an embedding do not work under tensor parallelism; leave it out of them.")
+    if not isinstance(module, nn.Embedding):
+        raise TypeError(f"{type(module).__name__} is no nn.Embedding; the style {type(style).__name__} needs one.")
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        raise TypeError("nn.Embedding with max_norm, sparse or scale_grad_by_freq needs the whole weight on each rank.")
+    if reads_token_ids(module):
+        raise TypeError(
+            f"{type(module).__name__} has embeddings of its own for some tokens, whose ids a rank with a part of the"
+            " vocabulary does not see; say 'replicate' of it."
+        )
+
+
+def _get_epsilon(norm: Any) -> float:
+    values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    # torch's own norm without one takes that of the dtype it computes in
+    return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

@@ -1,0 +1,212 @@
+"""A :class:`~lightning_fsdp2.plan.simulation.sharding.Description` as a person reads it: equal layers in one line."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_fsdp2.plan.simulation.sharding import Description, ParameterDescription, UnitDescription
+
+WIDTH = 100
+_ROOT = "(root)"
+TIMES = " \N{MULTIPLICATION SIGN} "
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def write_tables(description: Description, file: TextIO) -> None:
+    """Write the tables of units and of parameters, 100 columns wide or as wide as the terminal is."""
+    console = make_console(file)
+    prefix = _get_common_prefix(description)
+    units = [_remove_prefix(unit, prefix) for unit in description.units]
+    groups = [list(group) for _, group in itertools.groupby(units, _get_kind)]
+    axes = _get_sharding_axes(description)
+    console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
+    if axes:
+        console.print(_build_unit_table(groups), "")
+    console.print(_build_parameter_table(groups, axes))
+    for note in description.notes:
+        console.print(f"\n{note}")
+
+
+def make_console(file: TextIO) -> Console:
+    """A console as wide as the terminal, or of at least 100 columns where ``file`` is none."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = max(WIDTH, console.width)
+    return console
+
+
+def _get_sharding_axes(description: Description) -> list[str]:
+    """Those over which at least one parameter is sharded."""
+    parameters = [parameter for unit in description.units for parameter in unit.parameters]
+    placements = [placement for parameter in parameters for placement in parameter.placements.items()]
+    return list(dict.fromkeys(axis for axis, placement in placements if placement != "whole"))
+
+
+def _get_common_prefix(description: Description) -> str:
+    """Where in the LightningModule all units and parameters are, such as ``model.base_model.model.`` of adapters."""
+    parameters = [parameter.name for unit in description.units for parameter in unit.parameters]
+    modules = [name for unit in description.units for name in unit.modules if name != _ROOT]
+    paths = [name.split(".")[:-1] for name in (*parameters, *modules)]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return "".join(f"{parts[0]}." for parts in shared)
+
+
+def _remove_prefix(unit: UnitDescription, prefix: str) -> UnitDescription:
+    return replace(
+        unit,
+        modules=[name.removeprefix(prefix) for name in unit.modules],
+        parameters=[replace(parameter, name=parameter.name.removeprefix(prefix)) for parameter in unit.parameters],
+    )
+
+
+def _build_summary(description: Description, prefix: str, *, has_units: bool) -> Table:
+    totals = description.totals
+    weights, gradients = format_bytes(totals["weight_bytes"]), format_bytes(totals["gradient_bytes"])
+    states, gathered = format_bytes(2 * totals["gradient_bytes"]), format_bytes(totals["largest_gathered_bytes"])
+    is_all = totals["trained_parameters"] == totals["parameters"]
+    trained = "all" if is_all else format_count(totals["trained_parameters"])
+    table = Table.grid(padding=(0, 2))
+    for name, value in {
+        "model": description.model,
+        **({"names": f"within {prefix[:-1]}"} if prefix else {}),
+        "parameters": f"{format_count(totals['parameters'])}, {trained} trained",
+        "strategy": f"{description.strategy} on {totals['ranks']} ranks",
+        "mesh": TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
+        "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
+        "per rank": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
+        **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
+    }.items():
+        table.add_row(Text(name, style="bold"), value)
+    return table
+
+
+def _build_unit_table(groups: list[list[UnitDescription]]) -> Table:
+    table = build_table("Unit", "Parameters", "Gathered", "Shard")
+    table.add_column("After forward", no_wrap=True)
+    for group in groups:
+        first, times = group[0], f"{len(group)}{TIMES}" if len(group) > 1 else ""
+        table.add_row(
+            _get_unit_name(group),
+            times + format_count(sum(math.prod(parameter.shape) for parameter in first.parameters)),
+            times + format_bytes(first.gathered_bytes),
+            times + format_bytes(first.shard_bytes),
+            _describe_resharding(group),
+        )
+    return table
+
+
+def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str]) -> Table:
+    table = build_table("Parameter", "Shard")
+    for column in ("Shape", "Dtype"):
+        table.add_column(column, no_wrap=True)
+    for axis in axes:
+        table.add_column(axis.replace("_", "\n"))  # short lines, which leave more for names
+    shows_frozen = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
+    if shows_frozen:
+        table.add_column("Frozen")
+    for group in groups:
+        table.add_row(Text(_get_unit_name(group), style="bold"))
+        for name, parameter, count in _fold_parameters(group[0]):
+            table.add_row(
+                f" {name}",
+                (f"{count}{TIMES}" if count > 1 else "") + format_bytes(parameter.shard_bytes),
+                TIMES.join(map(str, parameter.shape)),
+                parameter.dtype,
+                *(parameter.placements.get(axis, "whole") for axis in axes),
+                *(["" if parameter.is_trained else "yes"] if shows_frozen else []),
+            )
+    return table
+
+
+def build_table(name: str, *numbers: str) -> Table:
+    """Begin a table of names and numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(name, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def _get_kind(unit: UnitDescription) -> object:
+    """Equal for units that differ in a number of their names alone, and in what is kept after forward."""
+    modules = [_NUMBER.sub("#", name) for name in unit.modules]
+    parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
+    return modules, parameters, unit.gathered_bytes
+
+
+def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:
+    """Names within the unit, such as ``experts.0-7.up_proj.weight``, with the first parameter of each and how many."""
+    prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != [_ROOT] else ""
+    alike: dict[object, list[tuple[str, ParameterDescription]]] = {}
+    for parameter in unit.parameters:
+        name = parameter.name.removeprefix(prefix)
+        alike.setdefault((_NUMBER.sub("#", name), _get_look(parameter)), []).append((name, parameter))
+    return [(_fold_names([name for name, _ in group]), group[0][1], len(group)) for group in alike.values()]
+
+
+def _get_look(parameter: ParameterDescription) -> object:
+    return (
+        parameter.shape,
+        parameter.dtype,
+        parameter.is_trained,
+        tuple(parameter.placements.items()),
+        parameter.shard_bytes,
+    )
+
+
+def _get_unit_name(group: list[UnitDescription]) -> str:
+    return " + ".join(_fold_names(names) for names in zip(*(unit.modules for unit in group), strict=True))
+
+
+def _fold_names(names: Sequence[str]) -> str:
+    """Write ``layers.0-2`` for ``layers.0``, ``layers.1`` and ``layers.2``."""
+    numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
+    ranges = iter([_fold_numbers(sorted(set(column))) for column in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda match: next(ranges), names[0])
+
+
+def _fold_numbers(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _describe_resharding(group: list[UnitDescription]) -> str:
+    words = [_name_resharding(unit.reshard_after_forward) for unit in group]
+    others = [unit.modules[0].rpartition(".")[2] for unit, word in zip(group, words, strict=True) if word != words[0]]
+    return f"{words[0]}, {','.join(others)} {words[-1]}" if others else words[0]
+
+
+def _name_resharding(reshard_after_forward: bool | int) -> str:
+    if reshard_after_forward is True:
+        return "resharded"
+    return "kept" if reshard_after_forward is False else f"on {reshard_after_forward} ranks"
+
+
+def format_bytes(number: int) -> str:
+    """Write bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
+        number /= 1024  # type: ignore[assignment]
+    return f"{number:.1f} GiB"
+
+
+def format_count(number: int) -> str:
+    """Write a number of parameters."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)

@@ -1,0 +1,1 @@
+"""One step of a rank that does not exist, recorded."""

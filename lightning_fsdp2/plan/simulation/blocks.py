@@ -1,0 +1,170 @@
+"""Plan a model by a few of its layers: what they take grows by the same amount with each of them.
+
+A model of many layers is a few kinds of blocks over and over. Simulated with a few repetitions and with one more, the
+part of that one is known, and so is any number of them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.plan.simulation.recorder import Operation, Recording
+from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
+
+_NUMBERS = ("layer_idx", "layer_id")
+"""Under which names blocks know their own number."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Blocks of a list that come again and again."""
+
+    first: int
+    """Blocks before them."""
+
+    period: int
+    """Blocks of a repetition."""
+
+    times: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A recording, without the order."""
+
+    operations: list[Operation]
+    peaks: dict[str, int]
+    """The most bytes that are in use in each part of the step."""
+
+    reserved: Reserved
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the part that needs most."""
+        return max(self.peaks.values())
+
+
+def get_few(config: Any) -> int:
+    """How many repetitions to simulate, apart from one more, of a run with this config of ``FSDP2Strategy``.
+
+    As many blocks at each end differ from those between as FSDP2 gathers ahead, and at the least two.
+    """
+    return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
+    """What repeats in the only list of blocks of ``module``; None where ``few`` would not tell of it."""
+    lists = get_layer_lists(module)
+    if len(lists) != 1:
+        return None
+    kinds = [_get_kind(block) for block in lists[0]]
+    for model in get_hf_models(module):
+        types = _get_layer_types(model)
+        if len(types) == len(kinds):
+            kinds = list(zip(kinds, types, strict=True))
+    for first in range(len(kinds)):
+        for period in range(1, (len(kinds) - first) // (few + 2) + 1):
+            repeated, rest = divmod(len(kinds) - first, period)
+            if rest == 0 and kinds[first:] == kinds[first : first + period] * repeated:
+                return Repetition(first, period, repeated)
+    return None
+
+
+def _get_layer_types(model: Any) -> list[str]:
+    """What some models keep in their config alone."""
+    return getattr(model.config.get_text_config(), "layer_types", None) or []
+
+
+def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
+    """Leave out all but ``times`` repetitions, in place; return the names of the blocks of each."""
+    (blocks,) = get_layer_lists(module)
+    kept = blocks[: repetition.first + times * repetition.period]
+    left_out = set(blocks[len(kept) :])
+    for container in module.modules():
+        for name, child in [*container.named_children()]:
+            if child in left_out:
+                delattr(container, name)
+    names = {block: name for name, block in module.named_modules()}
+    starts = range(repetition.first, len(kept), repetition.period)
+    return [[names[block] for block in kept[start : start + repetition.period]] for start in starts]
+
+
+def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -> Summary:
+    """Add up equal operations, and find the peak of each part of the step.
+
+    Args:
+        recording: Of a step.
+        repetitions: Names of the blocks of each. Their parts are named by how far from the first and the last they
+            are, as :func:`extrapolate` needs them.
+    """
+    counts: Counter[Operation] = Counter()
+    for operation in recording.operations:
+        counts[replace(operation, times=1)] += operation.times
+    places = _get_places(repetitions)
+    peaks: Counter[str] = Counter()
+    current = 0
+    changes = iter(recording.changes)
+    change = next(changes, None)
+    ends = [*(begin for begin, _ in recording.marks[1:]), len(recording.operations) + 1]
+    for end, (_, part) in zip(ends, recording.marks, strict=True):
+        highest = current
+        while change is not None and change.moment < end:
+            current += change.bytes
+            highest = max(highest, current)
+            change = next(changes, None)
+        what, _, block = part.rpartition(" ")
+        for name in [f"{what} {place}" for place in places[block]] if block in places else [part]:
+            peaks[name] = max(peaks[name], highest)
+    operations = [replace(operation, times=count) for operation, count in counts.items()]
+    return Summary(operations, dict(peaks), estimate_reserved(recording))
+
+
+def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Of the first and the last repetitions, half of :func:`get_few`, by names of their blocks."""
+    places = defaultdict(list)
+    for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
+        for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
+            for position, block in enumerate(blocks):
+                places[block].append(f"block {position}, {number} from the {end}")
+    return places
+
+
+def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
+    """Tell of ``steps`` repetitions more than ``few`` has, of which ``more`` has one.
+
+    From one block to the next what is in use grows or shrinks by the same amount, so that most is in use near the first
+    or near the last of them.
+
+    An operation on all parameters at once has another size with each number of layers. It comes out as a negative count
+    of one size and a positive of the other, whose sum is right.
+    """
+    counts: Counter[Operation] = Counter()
+    for summary, factor in ((few, 1 - steps), (more, steps)):
+        for operation in summary.operations:
+            counts[replace(operation, times=1)] += operation.times * factor
+    peaks = {part: peak + (more.peaks[part] - peak) * steps for part, peak in few.peaks.items()}
+    first, second = few.reserved, more.reserved
+    reserved = Reserved(
+        first.least + (second.least - first.least) * steps, first.most + (second.most - first.most) * steps
+    )
+    return Summary([replace(operation, times=count) for operation, count in counts.items() if count], peaks, reserved)
+
+
+def _get_kind(block: nn.Module) -> Any:
+    """Equal for blocks that do the same."""
+    return [(name, type(inner), _get_parameters(inner), _get_marks(inner)) for name, inner in block.named_modules()]
+
+
+def _get_parameters(module: nn.Module) -> list[Any]:
+    own = module.named_parameters(recurse=False)
+    return [(name, parameter.shape, parameter.dtype, parameter.requires_grad) for name, parameter in own]
+
+
+def _get_marks(module: nn.Module) -> dict[str, Any]:
+    """What else tells blocks apart, such as the window of their attention."""
+    marks = {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float)}
+    return {name: value for name, value in marks.items() if name not in _NUMBERS}

@@ -1,0 +1,73 @@
+"""Floating-point operations of what torch's own counter leaves out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  makes its operations known
+
+
+def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
+    """How many floating-point operations one of torch's operations takes; None for those without products.
+
+    ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
+    Where attention is causal, half of its products are left out, as kernels leave them out.
+    """
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+        torch.ops.aten._grouped_mm: _count_grouped_products,
+        torch.ops.lightning_fsdp2.segment_attention: _count_segments,
+        torch.ops.lightning_fsdp2.segment_attention_backward: _count_segments_backward,
+    }
+    packet = operation.overloadpacket
+    return formulas.get(packet) or flop_counter.flop_registry.get(packet)
+
+
+def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
+    """Each row of ``first`` is in the product of its group; two matrices have their groups along the inner dim."""
+    if first.ndim == second.ndim == 2:
+        return 2 * first.size(0) * first.size(1) * second.size(1)
+    return 2 * out_val.numel() * first.size(-1)
+
+
+def _count_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
+) -> int:
+    count = flop_counter.sdpa_flop_count(query.shape, _get_shape(key, query), _get_shape(value, query))
+    return count // (2 if is_causal else 1)
+
+
+def _count_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    normalizer: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> int:
+    shapes = _get_shape(key, query), _get_shape(value, query)
+    return flop_counter.sdpa_backward_flop_count(gradient.shape, query.shape, *shapes) // (2 if is_causal else 1)
+
+
+def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
+    """Two products: of queries with keys, and of what that gives with values; ``segments`` end with their pairs."""
+    return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
+
+
+def _count_segments_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
+) -> int:
+    """The first one again, and two for the gradient of each."""
+    return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
+    """Of keys or values with as many heads as queries, which share them: torch 2.11 counts no others."""
+    return (*query.shape[:2], *tensor.shape[2:])

@@ -1,0 +1,444 @@
+"""What a training step allocates, sends and computes, written down as torch's dispatcher sees it.
+
+Nothing is measured: the tensors may be fake ones, which have shapes and no values, and the ranks of their collectives
+need not exist.
+"""
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    CP_TP,
+    DATA_PARALLEL,
+    DP_CP,
+    DP_REPLICATE,
+    DP_SHARD,
+    DP_SHARD_CP,
+    TENSOR_PARALLEL,
+)
+from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER_STATES = "optimizer states"
+UNSHARDED_WEIGHTS = "unsharded weights"
+UNSHARDED_GRADIENTS = "unsharded gradients"
+COMMUNICATION_BUFFERS = "communication buffers"
+ACTIVATIONS = "activations"
+LOGITS = "logits and loss"
+TEMPORARIES = "temporaries"
+CATEGORIES = (
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER_STATES,
+    UNSHARDED_WEIGHTS,
+    UNSHARDED_GRADIENTS,
+    COMMUNICATION_BUFFERS,
+    ACTIVATIONS,
+    LOGITS,
+    TEMPORARIES,
+)
+
+_KINDS = {
+    # c10d: what torch.distributed and FSDP2 call
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    # _c10d_functional: what DTensor calls
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_out": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all-to-all",
+}
+_NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
+
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operations that make a tensor and write nothing into it."""
+
+_OVERWRITES = {
+    "copy_",
+    "zero_",
+    "fill_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
+"""Operations that change their first argument without reading it."""
+
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+"""Operations that read as much of their first tensor as they write."""
+
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+"""Operations that read and write as much of their first tensor as the last one has."""
+
+_COPIES_IN = "fsdp::all_gather_copy_in"
+"""FSDP2's operation that copies shards into a buffer, which its schema does not say."""
+
+_UNCHANGED = {"grads"}
+"""Arguments that the schemas of fused optimizers declare as changed, for what a ``GradScaler`` does with them."""
+
+
+_AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
+_AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
+"""One group can be several axes: without context parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate."""
+
+    axes: tuple[str, ...]
+    """Those of the views of the mesh that consist of these ranks; none for a group that is not of the mesh."""
+
+    ranks: tuple[int, ...] = field(hash=False)  # they may be many, and `axes` tells them apart
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of a collective operation."""
+
+    kind: str
+    """``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's name."""
+
+    group: Group
+
+    is_of_unit: bool
+    """Whether FSDP2 gathers the weights of a unit, or reduces its gradients."""
+
+    bytes: int
+    """Of the whole tensor: what each rank has behind an all-gather, and before a reduce-scatter."""
+
+    @property
+    def axis(self) -> str:
+        """Of the mesh, named after what is done over it; ``"other"`` where it is none."""
+        order = _AXES_OF_UNITS if self.is_of_unit else _AXES
+        return next((axis for axis in order if axis in self.group.axes), "other")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the speed of a fused attention kernel depends on."""
+
+    head_size: int
+    length: int
+    """Number of keys."""
+
+    query_elements: int
+    is_causal: bool
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one operation of torch does on this rank."""
+
+    flops: int
+    bytes: int
+    """Read and written, if nothing of it is in a cache."""
+
+    dtype: torch.dtype | None
+    """Of what it reads first; None where it reads no tensor."""
+
+    collective: Collective | None = None
+    attention: Attention | None = None
+    times: int = 1
+    """How often the step does it."""
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A storage. What it is may turn out after it was made, so its category is read at the end."""
+
+    phase: str
+    """In which it was made."""
+
+    label: str = TEMPORARIES
+    is_of_vocabulary: bool = False
+    size: int = 0
+
+    @property
+    def category(self) -> str:
+        """Logits are those of the vocabulary's size that nobody knows to be something else."""
+        return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
+
+
+class MemoryChange(NamedTuple):
+    """A storage that was made, freed or resized."""
+
+    moment: int
+    """Number of operations that came before."""
+
+    category: str
+    bytes: int
+    """By which the storage grew; negative where it shrank."""
+
+    storage: int
+    """A number that tells storages apart."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step. Moments are numbers of operations that came before."""
+
+    operations: list[Operation]
+    changes: list[MemoryChange]
+
+    marks: list[tuple[int, str]]
+    """Moments at which a part of the step begins, and its name."""
+
+    phases: list[tuple[int, str]]
+    """The same for ``"forward"``, ``"backward"`` and ``"optimizer"``."""
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """In the order in which they are called; those of micro-batches that are alike once."""
+        return [operation.collective for operation in self.operations if operation.collective is not None]
+
+    @property
+    def flops(self) -> int:
+        """Of all operations."""
+        return sum(operation.flops * operation.times for operation in self.operations)
+
+
+class StepRecorder(TorchDispatchMode):
+    """Writes down every change in the bytes that storages hold, what the storages are, and every operation.
+
+    FSDP2's own operations tell its tensors apart: what it copies in, gathers, copies out, and reduces. Logits, and what
+    the loss makes of them, are known by a last dim of the size of the vocabulary. Of all others, activations are those
+    made in forward that are alive when backward begins, the step's inputs and the model's buffers included;
+    temporaries are the rest, among them what backward computes again. What tensor parallelism gathers or reduces is one
+    or the other. Workspace that an operation takes for itself is not seen.
+
+    torch's own ``FSDPMemTracker`` follows FSDP2's hooks, knows no logits and no traffic, and needs a step before it.
+
+    Args:
+        groups: By torch's names of process groups.
+        vocabulary: Sizes of the vocabulary, or of this rank's part.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], vocabulary: Collection[int] = ()) -> None:
+        super().__init__()
+        self._groups = groups
+        self._vocabulary = frozenset(vocabulary)
+        self._operations: list[Operation] = []
+        self._changes: list[tuple[int, Allocation, int]] = []
+        self._marks: list[tuple[int, str]] = []
+        self._phases: list[tuple[int, str]] = []
+        self._live: dict[int, Allocation] = {}
+        self._kinds: dict[Any, _OperationKind] = {}
+        self._blocks = ExitStack()
+        self.times = 1
+        """How often the step does what comes next."""
+
+    def __enter__(self) -> "StepRecorder":
+        self._blocks.enter_context(observe_resizes(self._observe))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._blocks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor: its local tensors come by next
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results = _get_tensors(result)
+        if results and results[0].device.type == "meta":
+            return result  # DTensor asks what an operation would give
+        kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
+        for tensor in results:
+            allocation = self._observe(tensor.untyped_storage())
+            if tensor.ndim > 1 and tensor.size(-1) in self._vocabulary:
+                allocation.is_of_vocabulary = True
+        if kind.is_view:
+            return result
+        self._operations.append(self._read(kind, args, kwargs, result))
+        match kind.name:
+            case "fsdp::all_gather_copy_in":
+                self.label([*args[0], args[1]], COMMUNICATION_BUFFERS)
+            case "fsdp::split_with_sizes_copy":
+                self.label(kwargs["out"], UNSHARDED_WEIGHTS)
+            case "fsdp::chunk_cat":
+                self.label(args[0], UNSHARDED_GRADIENTS)
+                self.label([kwargs["out"]], COMMUNICATION_BUFFERS)
+        return result
+
+    @property
+    def part(self) -> str:
+        """The part of the step that was begun last."""
+        return self._marks[-1][1]
+
+    def begin(self, phase: str, part: str | None = None) -> None:
+        """Begin a phase of the step, with a part of it."""
+        self._phases.append((len(self._operations), phase))
+        self.mark(part or phase)
+
+    def mark(self, part: str) -> None:
+        """Begin a part of a phase."""
+        self._marks.append((len(self._operations), part))
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Say what tensors are; the first word counts."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            _set_category(self._observe(local.untyped_storage()), category)
+
+    def label_rest(self, category: str, *, phase: str) -> None:
+        """Say what all tensors are that were made in a phase, are alive now and not labelled yet."""
+        for allocation in self._live.values():
+            if allocation.phase == phase:
+                _set_category(allocation, category)
+
+    def get_recording(self) -> Recording:
+        """What was written down so far."""
+        numbers: dict[Allocation, int] = {}
+        changes = [
+            MemoryChange(moment, allocation.category, size, numbers.setdefault(allocation, len(numbers)))
+            for moment, allocation, size in self._changes
+        ]
+        return Recording(self._operations, changes, self._marks, self._phases)
+
+    def _read(self, kind: "_OperationKind", args: Any, kwargs: Any, result: Any) -> Operation:
+        tensors = _get_tensors((args, kwargs))
+        if kind.collective is None:
+            traffic = kind.count_bytes(args, kwargs, result)
+            dtype = tensors[0].dtype if tensors else None
+            flops, attention = kind.count_flops(args, kwargs, result), kind.get_attention(args, kwargs)
+            return Operation(flops, traffic, dtype, attention=attention, times=self.times)
+        values = (*args, *kwargs.values())
+        group = self._groups.get(get_process_group(values).group_name, _OTHER)
+        allocations = [self._live.get(id(tensor.untyped_storage())) for tensor in tensors]
+        is_of_unit = any(a is not None and a.category == COMMUNICATION_BUFFERS for a in allocations)
+        size = max(_count_bytes(_get_tensors(value)) for value in (*values, result))
+        return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), times=self.times)
+
+    def _observe(self, storage: torch.UntypedStorage) -> Allocation:
+        # torch keeps one Python object per storage, alive as long as the storage is
+        if id(storage) not in self._live:
+            self._live[id(storage)] = Allocation(self._phases[-1][1] if self._phases else "")
+            weakref.finalize(storage, self._free, id(storage))
+        allocation = self._live[id(storage)]
+        self._change(allocation, storage.nbytes())
+        return allocation
+
+    def _free(self, key: int) -> None:
+        self._change(self._live.pop(key), 0)
+
+    def _change(self, allocation: Allocation, size: int) -> None:
+        if size != allocation.size:
+            self._changes.append((len(self._operations), allocation, size - allocation.size))
+            allocation.size = size
+
+
+class _OperationKind:
+    """What all calls of one of torch's operations have in common."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name: str = schema.name
+        namespace, self._short_name = self.name.split("::")
+        is_collective = namespace in ("c10d", "_c10d_functional") and self._short_name not in _NOT_COLLECTIVES
+        self.is_view: bool = func.is_view or torch.Tag.inplace_view in func.tags
+        self.collective = _KINDS.get(self._short_name, self._short_name) if is_collective else None
+        self._flop_formula = get_optional_flop_formula(func)
+        self._arguments = [argument.name for argument in schema.arguments]
+        self._changed = [a.name for a in schema.arguments if _is_changed(a) and a.name not in _UNCHANGED]
+        self._unread = {argument.name for argument in schema.arguments if argument.is_out}
+        # zeros_like, new_full: only the shape is read
+        is_by_shape = self._short_name.endswith("_like") or self._short_name.startswith("new_")
+        if is_by_shape or self._short_name in _OVERWRITES:
+            self._unread.add(self._arguments[0])
+
+    def count_flops(self, args: Any, kwargs: Any, result: Any) -> int:
+        return 0 if self._flop_formula is None else self._flop_formula(*args, **kwargs, out_val=result)
+
+    def get_attention(self, args: Any, kwargs: Any) -> Attention | None:
+        """Return what a call of fused attention computes; None for other operations."""
+        if self._flop_formula is None or "attention" not in self._short_name:
+            return None
+        given = self._name(args, kwargs)
+        is_backward = "backward" in self._short_name
+        query, has_segments = given["query"], "most_keys" in given
+        has_heads_last = self._short_name.startswith(("_flash_attention", "_efficient_attention"))
+        length = given["most_keys"] if has_segments else given["key"].size(-3 if has_heads_last else -2)
+        is_causal = has_segments or bool(given.get("is_causal", False))
+        return Attention(query.size(-1), length, query.numel(), is_causal, is_backward)
+
+    def _name(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+
+    def count_bytes(self, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes that a call reads and writes.
+
+        It writes the arguments that its schema declares as changed, and results in storages that no argument has. What
+        does neither, such as a reshape or a question about a tensor, moves nothing, whatever it is given.
+        """
+        given = self._name(args, kwargs)
+        tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
+        if self.name == _COPIES_IN:
+            return 2 * _count_bytes(_get_tensors(args[0]))
+        if self._short_name in _SCATTERS:
+            return 2 * _count_bytes(tensors[-1:]) + _count_bytes(tensors[1:])
+        known = {id(tensor.untyped_storage()) for tensor in _get_tensors(given)}
+        made = [tensor for tensor in _get_tensors(result) if id(tensor.untyped_storage()) not in known]
+        written = _count_bytes(made) + sum(_count_bytes(_get_tensors(given.get(name))) for name in self._changed)
+        if not written or self._short_name in _ALLOCATIONS:
+            return 0
+        if self._short_name in _LOOKUPS:
+            return 2 * written + _count_bytes(tensors[1:])
+        return written + _count_bytes(tensors)
+
+
+def _is_changed(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+_OTHER = Group((), ())
+
+
+def _get_tensors(values: Any) -> list[Tensor]:
+    """The tensors in ``values``, each once."""
+    return list({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)}.values())
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the elements that ``tensors`` have in memory: those of an expanded dim are one."""
+    return sum(
+        math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+        * tensor.itemsize
+        for tensor in tensors
+    )
+
+
+def _set_category(allocation: Allocation, category: str) -> None:
+    if allocation.label == TEMPORARIES:
+        allocation.label = category

@@ -1,0 +1,191 @@
+"""How much memory of a device a process holds, beside the tensors that its plan counts.
+
+torch's allocator keeps segments of memory, gives out blocks of them, and rarely gives a segment back
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). What it reserves depends on the order of
+allocations, so that order is played through, by the allocator's own rules. The rest is known by what others measured:
+
+    Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, what torch has allocated left out
+        (https://github.com/NVIDIA/nccl/issues/1685); half of it without what is loaded lazily.
+    NCCL: 544 MB for a group of two ranks, 688 MB for more, on A100s that NVLink joins
+        (https://github.com/NVIDIA/nccl/issues/964); an all-to-all of eight H100s connects all pairs, 3.28 GB (1685).
+    cuBLAS: a workspace of 32 MiB on Hopper (torch's notes on CUDA, ``CUBLAS_WORKSPACE_CONFIG``).
+    Attention: FlashAttention-2 adds up the gradients of queries in float32 in backward.
+    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than is played through here, which
+        knows neither what is freed late, for another stream, nor what many steps break into pieces.
+
+Under pressure the allocator gives unused segments back before it fails, so that a run may live with less.
+"""
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fsdp2.plan.simulation.recorder import COMMUNICATION_BUFFERS, MemoryChange, Operation, Recording
+
+_MIB = 2**20
+
+_CONTEXT = int(0.5e9), int(1.06e9)
+_GROUP = int(544e6), int(688e6)
+_ALL_TO_ALL = int(3.28e9)
+_CUBLAS_WORKSPACE = 32 * _MIB
+
+_GROWTH = 1.1
+"""What is added to the segments for what is not played through: twice what was seen."""
+
+_ROUNDING = 512
+_SMALL = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_LARGE = 10 * _MIB
+"""Of ``c10/core/AllocatorConfig.h``: requests up to ``_SMALL`` share small segments, those below ``_LARGE`` share large
+ones, and others have segments of their own, rounded up to ``_SMALL_SEGMENT``."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes of a device that a process holds at the most."""
+
+    least: int
+    """Without unused parts of segments, as under pressure, and with what libraries need at the least."""
+
+    most: int
+
+
+def estimate_reserved(recording: Recording) -> Reserved:
+    """Return what a process holds of its device in a step.
+
+    Args:
+        recording: Of the step; the first changes are those of what was there before.
+    """
+    groups = {call.group for call in recording.collectives if len(call.group.ranks) > 1}
+    context, group = _CONTEXT, _GROUP
+    least = _round_peak(recording.changes) + _CUBLAS_WORKSPACE + context[0] + len(groups) * group[0]
+    segments = math.ceil(_GROWTH * play_through(recording.changes))
+    most = segments + _CUBLAS_WORKSPACE + context[1] + len(groups) * group[1]
+    most += _get_attention_workspace(recording.operations)
+    if any(call.kind == "all-to-all" and len(call.group.ranks) > 1 for call in recording.collectives):
+        most += _ALL_TO_ALL
+    return Reserved(least, most)
+
+
+def play_through(changes: Iterable[MemoryChange]) -> int:
+    """Return the bytes of the segments that torch's allocator makes for these allocations, in this order."""
+    allocator = _Allocator()
+    blocks: dict[int, _Block] = {}
+    sizes: dict[int, int] = {}
+    for change in changes:
+        if change.storage in blocks:
+            allocator.free(blocks.pop(change.storage))
+        size = sizes[change.storage] = sizes.get(change.storage, 0) + change.bytes
+        if size:
+            # FSDP2 has streams of its own for these, and a stream its own blocks
+            stream = int(change.category == COMMUNICATION_BUFFERS)
+            blocks[change.storage] = allocator.allocate(size, stream)
+    return allocator.reserved
+
+
+def _round_peak(changes: Iterable[MemoryChange]) -> int:
+    sizes: dict[int, int] = {}
+    total = highest = 0
+    for change in changes:
+        before = sizes.get(change.storage, 0)
+        after = sizes[change.storage] = before + change.bytes
+        total += _round(after) - _round(before)
+        highest = max(highest, total)
+    return highest
+
+
+def _round(size: int) -> int:
+    return math.ceil(size / _ROUNDING) * _ROUNDING
+
+
+def _get_attention_workspace(operations: Iterable[Operation]) -> int:
+    backward = [call.attention for call in operations if call.attention is not None and call.attention.is_backward]
+    return max((4 * attention.query_elements for attention in backward), default=0)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A part of a segment."""
+
+    size: int
+    pool: tuple[int, bool]
+    """Stream, and whether the segment is for small requests."""
+
+    number: int
+    """In the order in which blocks were made, as their addresses are."""
+
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+    is_free: bool = False
+
+
+class _Allocator:
+    """The rules of ``c10/cuda/CUDACachingAllocator.cpp``: best fit among the free blocks of a stream."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._numbers = itertools.count()
+        self._free: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = {}
+
+    def allocate(self, size: int, stream: int) -> _Block:
+        size = max(_round(size), _ROUNDING)
+        pool = stream, size <= _SMALL
+        free = self._free.setdefault(pool, [])
+        place = bisect_left(free, (size,))
+        block = free.pop(place)[2] if place < len(free) else self._make_segment(size, pool)
+        block.is_free = False
+        rest = block.size - size
+        if rest >= _ROUNDING if pool[1] else rest > _SMALL:
+            self._split(block, size)
+        return block
+
+    def free(self, block: _Block) -> None:
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.is_free:
+                self._remove(neighbour)
+                self._merge(block, neighbour)
+        self._insert(block)
+
+    def _make_segment(self, size: int, pool: tuple[int, bool]) -> _Block:
+        if pool[1]:
+            segment = _SMALL_SEGMENT
+        elif size < _LARGE:
+            segment = _LARGE_SEGMENT
+        else:
+            segment = math.ceil(size / _SMALL_SEGMENT) * _SMALL_SEGMENT
+        self.reserved += segment
+        return _Block(segment, pool, next(self._numbers))
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, block.pool, next(self._numbers), before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.size, block.after = size, rest
+        self._insert(rest)
+
+    def _merge(self, block: _Block, neighbour: _Block) -> None:
+        block.size += neighbour.size
+        if neighbour is block.before:
+            block.before = neighbour.before
+            if block.before is not None:
+                block.before.after = block
+        else:
+            block.after = neighbour.after
+            if block.after is not None:
+                block.after.before = block
+
+    def _insert(self, block: _Block) -> None:
+        block.is_free = True
+        insort(self._free.setdefault(block.pool, []), self._get_entry(block))
+
+    def _remove(self, block: _Block) -> None:
+        free = self._free[block.pool]
+        del free[bisect_left(free, self._get_entry(block))]
+
+    @staticmethod
+    def _get_entry(block: _Block) -> Any:
+        return block.size, block.number, block

@@ -1,0 +1,318 @@
+"""How a model would be sharded over any number of ranks, seen from one process without a weight in memory.
+
+The model is built on the meta device and sharded by the recipe itself, as rank 0 of ranks that do not exist.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_fsdp2.compat.torch_simulation import simulate_world
+from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from lightning_fsdp2.managers import FSDP2Manager
+from lightning_fsdp2.managers.dtypes import get_dtypes
+from lightning_fsdp2.mesh import (
+    CONTEXT_PARALLEL,
+    DATA_PARALLEL,
+    DP_REPLICATE,
+    TENSOR_PARALLEL,
+    create_device_mesh,
+    get_fsdp_mesh,
+    get_mesh,
+)
+from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists, get_modules
+from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
+from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
+from lightning_fsdp2.parallelizer import import_class_from_path
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDescription:
+    """A parameter and the part of it that rank 0 holds, of which no rank holds a larger one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_trained: bool
+    placements: dict[str, str]
+    """By axes of the mesh with several ranks: ``"dim 0"`` where they shard that dim, or ``"whole"``."""
+
+    shard_shape: tuple[int, ...]
+    shard_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitDescription:
+    """Parameters that are gathered together."""
+
+    modules: list[str]
+    parameters: list[ParameterDescription]
+    reshard_after_forward: bool | int
+    gathered_bytes: int
+    """Of all parameters while the unit computes, in the dtype it computes in; 0 where ranks hold them whole."""
+
+    shard_bytes: int
+    """What rank 0 holds of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A model on a mesh; sizes are those of rank 0, which are the largest."""
+
+    model: str
+    strategy: str
+    mesh: dict[str, int]
+    precision: dict[str, str]
+    """Dtypes of ``weights`` that are stepped, of what is ``gathered``, of ``compute`` and gradient ``reduction``."""
+
+    units: list[UnitDescription]
+    """In the order of registration, which for Hugging Face models is that of forward."""
+
+    notes: list[str]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Numbers of parameters over all ranks, and bytes on rank 0."""
+        parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        trained = [parameter for parameter in parameters if parameter.is_trained]
+        return {
+            "ranks": math.prod(self.mesh.values()),
+            "parameters": sum(math.prod(parameter.shape) for parameter in parameters),
+            "trained_parameters": sum(math.prod(parameter.shape) for parameter in trained),
+            "weight_bytes": sum(parameter.shard_bytes for parameter in parameters),
+            "gradient_bytes": sum(parameter.shard_bytes for parameter in trained),
+            "largest_gathered_bytes": max((unit.gathered_bytes for unit in self.units), default=0),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "totals": self.totals}
+
+
+def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) -> Description:
+    """Describe how the Trainer's strategy would shard ``module`` over ``world_size`` ranks.
+
+    Args:
+        trainer: Of one of this package's strategies. Its ``num_nodes`` count; its devices do not.
+        module: Built on the meta device, or building its model there in ``configure_model``. Sharded in place, and of
+            no use afterwards.
+        world_size: Number of ranks.
+
+    Returns:
+        The description.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+        TypeError: When the strategy is not one of this package, or ``module`` shards itself.
+        ValueError: What the strategy would raise for these sizes and this model.
+    """
+    strategy: Any = trainer.strategy
+    if not isinstance(strategy, MeshStrategy):
+        raise TypeError(
+            f"describe knows the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them, such as"
+            " trainer.strategy=fsdp2."
+        )
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
+        _build_model(trainer, module, mesh)
+        manager = strategy.build_manager(mesh)
+        dtypes = get_dtypes(manager, module)
+        _shard(manager, module, mesh)
+        return describe_sharded(strategy, module, mesh, dtypes)
+
+
+@contextmanager
+def simulate_mesh(
+    strategy: MeshStrategy[Any], *, world_size: int, num_nodes: int, rank: int = 0
+) -> Iterator[DeviceMesh]:
+    """Be one of ``world_size`` ranks that do not exist, on the mesh that ``strategy`` would make of them.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+        ValueError: When the strategy's sizes do not fit ``world_size``.
+    """
+    sizes = strategy.get_sizes(world_size=world_size, num_nodes=num_nodes)
+    with simulate_world(world_size, rank):
+        yield create_device_mesh(
+            strategy.config,
+            dp_size=sizes.dp,
+            dp_replicate_size=sizes.dp_replicate,
+            tp_size=sizes.tp,
+            cp_size=sizes.cp,
+            device_type="cpu",
+        )
+
+
+def describe_sharded(
+    strategy: MeshStrategy[Any], module: nn.Module, mesh: DeviceMesh, dtypes: dict[str, torch.dtype]
+) -> Description:
+    """Describe a module that is sharded already.
+
+    Args:
+        strategy: Of the run.
+        module: On any device.
+        mesh: What it was sharded over.
+        dtypes: Of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes`, as they were before.
+    """
+    return Description(
+        model=_get_model_name(module),
+        strategy=type(strategy).__name__,
+        mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
+        precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
+        units=_describe_units(module, mesh, _get_units(module, strategy.config), dtypes["gathered"]),
+        notes=_get_notes(strategy.config, mesh),
+    )
+
+
+def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
+    module.trainer = trainer
+    module._device_mesh = get_mesh(mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
+    precision = trainer.strategy.precision_plugin
+    with torch.device("meta"), precision.tensor_init_context():
+        module.configure_model()
+    precision.convert_module(module)
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        raise TypeError(
+            f"{get_class_name(module)} shards itself in `configure_model`; describe shows what the strategies do."
+        )
+
+
+def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard ``module`` as far as that goes without devices."""
+    config = manager.config
+    if isinstance(manager, FSDP2Manager):
+        # how layers are compiled changes nothing that is described, and may want CUDA
+        manager.config = replace(config, enable_async_tensor_parallel=False, enable_compile=False)
+        manager.parallelize(module, materializes=False)
+    if not isinstance(config, MegatronFSDPConfig):
+        return
+    if config.zero_dp_strategy in (1, 2):
+        raise ValueError(
+            f"describe knows zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: there Megatron-FSDP shards what"
+            " belongs to a step in buffers that it makes on CUDA, and parameters not at all."
+        )
+    classes = _get_unit_classes(module, config)
+    check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
+    if config.preserve_fp32_weights:
+        module.float()
+    if config.zero_dp_strategy == 3:
+        spread_parameters(module, mesh)
+
+
+def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
+    """What is gathered together."""
+    if isinstance(config, FSDP2Config):
+        return build_unit_plan(module, config.reshard_after_forward).units
+    if isinstance(config, DDPConfig):
+        tops, is_sharded = [layer for layers in get_layer_lists(module) for layer in layers], False
+    else:
+        classes, is_sharded = tuple(_get_unit_classes(module, config)), config.zero_dp_strategy == 3
+        tops = [inner for inner in get_modules(module) if isinstance(inner, classes)]
+    return [Unit(modules=[top], reshard_after_forward=is_sharded) for top in (*tops, module)]
+
+
+def _get_unit_classes(module: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
+    paths = config.megatron_fsdp_unit_modules
+    return get_unit_classes(module) if paths is None else [import_class_from_path(path) for path in paths]
+
+
+def _describe_units(
+    module: nn.Module, mesh: DeviceMesh, units: list[Unit], gathered_dtype: torch.dtype
+) -> list[UnitDescription]:
+    names = {inner: name for name, inner in module.named_modules()}
+    positions = {inner: index for index, inner in enumerate(names)}
+    units = sorted(units, key=lambda unit: positions[unit.modules[0]])
+    unit_of = {top: unit for unit in units for top in unit.modules}
+    parameters: dict[Unit, list[tuple[str, Tensor]]] = {unit: [] for unit in units}
+    for name, parameter in module.named_parameters():
+        parameters[_get_unit(name, module, unit_of)].append((name, parameter))
+    descriptions = []
+    for unit in (unit for unit in units if parameters[unit]):
+        described = [_describe_parameter(name, parameter, mesh) for name, parameter in parameters[unit]]
+        descriptions.append(
+            UnitDescription(
+                modules=[names[top] or "(root)" for top in unit.modules],
+                parameters=described,
+                reshard_after_forward=unit.reshard_after_forward,
+                gathered_bytes=sum(_get_gathered_numel(p) for _, p in parameters[unit]) * gathered_dtype.itemsize,
+                shard_bytes=sum(parameter.shard_bytes for parameter in described),
+            )
+        )
+    return descriptions
+
+
+def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
+    """The unit of the innermost module around the parameter ``name`` that has one."""
+    owner = name
+    while owner:
+        owner = owner.rpartition(".")[0]
+        if unit := unit_of.get(module.get_submodule(owner)):
+            return unit
+    raise KeyError(name)
+
+
+def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> ParameterDescription:
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else get_fsdp_mesh(mesh)
+    placements = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * mesh.ndim
+    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    axes = zip(cast(Any, mesh).mesh_dim_names, mesh.shape, placements, strict=True)
+    return ParameterDescription(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=_get_name(parameter.dtype),
+        is_trained=parameter.requires_grad,
+        placements={
+            axis: "whole" if placement.is_replicate() else f"dim {cast(Any, placement).dim}"
+            for axis, size, placement in axes
+            if size > 1
+        },
+        shard_shape=tuple(shard.shape),
+        shard_bytes=shard.numel() * shard.itemsize,
+    )
+
+
+def _get_gathered_numel(parameter: Tensor) -> int:
+    """Of the part that computes on a rank: tensor parallel ranks gather their own, and of what is whole nothing."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    axes: Any = zip(cast(Any, parameter.device_mesh).mesh_dim_names, parameter.placements, strict=True)
+    is_split = any(axis == TENSOR_PARALLEL and not placement.is_replicate() for axis, placement in axes)
+    ranks = parameter.device_mesh[TENSOR_PARALLEL].size() if is_split else 1
+    return math.ceil(parameter.numel() / ranks)
+
+
+def _get_model_name(module: nn.Module) -> str:
+    name, inner = get_class_name(module), [get_class_name(model) for model in get_hf_models(module) if model != module]
+    return f"{name} ({', '.join(inner)})" if inner else name
+
+
+def _get_notes(config: DistributedConfig, mesh: DeviceMesh) -> list[str]:
+    notes = []
+    replicas = get_mesh(mesh, DP_REPLICATE).size()
+    if replicas > 1:
+        notes.append(f"The {replicas} ranks of dp_replicate hold the same shards.")
+    if isinstance(config, FSDP2Config) and isinstance(config.offload_policy, CPUOffloadPolicy):
+        notes.append("Weights, gradients and optimizer states are in host memory between uses.")
+    if isinstance(config, DDPConfig):
+        notes.append("Every rank holds the whole model. DDP reduces gradients in buckets, last layers first.")
+    if isinstance(config, MegatronFSDPConfig):
+        notes.append(
+            f"zero_dp_strategy={config.zero_dp_strategy}: Megatron-FSDP packs parameters into buffers, which takes CUDA"
+            " to see. The shard of a parameter may have another size on a rank than here; their sum hardly."
+        )
+    return notes
+
+
+def _get_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

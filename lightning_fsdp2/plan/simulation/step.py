@@ -1,0 +1,348 @@
+"""A training step of one rank of any number: without devices, without the other ranks, and without values.
+
+The Trainer's own loop runs the strategy's own step of a module that the recipe has sharded. What is replaced is below
+them: the process group is torch's fake one, whose collectives return at once, and the tensors are fake ones, which have
+shapes and dtypes and take no memory.
+"""
+
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_fsdp2.compat.torch import is_in_backward
+from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
+from lightning_fsdp2.managers.dtypes import get_dtypes
+from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
+from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists
+from lightning_fsdp2.parallel.context.forward import assume_documents
+from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences
+from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
+from lightning_fsdp2.plan.simulation.recorder import (
+    ACTIVATIONS,
+    COMMUNICATION_BUFFERS,
+    GRADIENTS,
+    OPTIMIZER_STATES,
+    WEIGHTS,
+    Group,
+    Recording,
+    StepRecorder,
+)
+from lightning_fsdp2.plan.simulation.sharding import Description, describe_sharded, simulate_mesh
+from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_MICRO_BATCHES = 3
+"""Of an accumulation: the first makes gradients, the last reduces them, and all between do the same."""
+
+
+_BATCHES = 10**6
+"""More than an epoch has, so that none ends."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of one rank."""
+
+    description: Description
+    recording: Recording
+    is_even: bool
+    """Whether all ranks hold shards of the same sizes."""
+
+
+def simulate(
+    trainer: "Trainer",
+    module: "LightningModule",
+    batch: Any,
+    *,
+    world_size: int,
+    num_nodes: int = 1,
+    rank: int = 0,
+    change: Callable[[nn.Module], None] = lambda module: None,
+) -> Simulation:
+    """Run a step of ``module`` as one of ``world_size`` ranks would, behind the step that makes the optimizer's states.
+
+    Args:
+        trainer: Of ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices do not count.
+        module: Built on the meta device, or building its model there in ``configure_model``. Sharded in place, and of
+            no use afterwards.
+        batch: A micro-batch of one data parallel rank; of its values only ``position_ids`` that restart count.
+        world_size: Number of ranks.
+        num_nodes: What ``dp_replicate_size="auto"`` stands for.
+        rank: Which of them.
+        change: Called with ``module`` when its model is built, and before it is sharded.
+
+    Raises:
+        RuntimeError: When this process belongs to a process group.
+        TypeError: When the strategy is another.
+        ValueError: What the strategy would raise for these sizes and this model; when the step depends on values.
+    """
+    strategy = check_strategy(trainer.strategy)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    packed = assume_documents(batch["position_ids"]) if is_packed(batch) else assume_unpacked_sequences()
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
+        _build_model(trainer, module, mesh, mode)
+        change(module)
+        dtypes = get_dtypes(strategy.manager, module)
+        strategy.setup_module()
+        is_even = _is_even(module)
+        description = describe_sharded(strategy, module, mesh, dtypes)
+        with mode, _explain_dependence_on_data(module):
+            strategy.setup_training(trainer)
+            _choose_foreach(trainer.optimizers)
+            module.log = partial(_log_with_values, module.log)  # type: ignore[method-assign]
+            for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+                call._call_lightning_module_hook(trainer, hook)
+            fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP makes its buckets anew in the second
+                _run_step(trainer, fake_batch, micro_batches=1)
+            with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
+                _label_state(recorder, module, trainer.optimizers, fake_batch)
+                recorder.label(get_buckets(strategy), COMMUNICATION_BUFFERS)
+                with _mark_blocks(recorder, module):
+                    _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
+                recording = recorder.get_recording()
+        strategy.teardown()
+    if all(name != "backward" for _, name in recording.phases):
+        raise ValueError(
+            f"{get_class_name(module)}: there is no backward in its step, and so nothing to plan; return a loss from"
+            " training_step, or call manual_backward."
+        )
+    return Simulation(description, recording, is_even)
+
+
+def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
+    """Text of the module that :func:`simulate` would train: its tensors, its models' configs, its optimizers."""
+    strategy = check_strategy(trainer.strategy)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
+        _build_model(trainer, module, mesh, mode)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
+        texts += [str(model.config) for model in get_hf_models(module)]
+        strategy.setup_module()
+        with mode:
+            strategy.setup_training(trainer)
+        return "\n".join([str(module), str(module.hparams), *texts, *map(repr, trainer.optimizers)])
+
+
+def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
+    """Return a strategy whose steps can be simulated.
+
+    Raises:
+        TypeError: When this one's cannot.
+    """
+    if isinstance(strategy, FSDP2Strategy | DDPStrategy):
+        return strategy
+    raise TypeError(
+        f"plan runs the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them, such"
+        " as trainer.strategy=fsdp2, or measure on devices. (Megatron-FSDP works in buffers that it makes on CUDA.)"
+    )
+
+
+def is_packed(batch: Any) -> bool:
+    """Whether sequences hold several documents, which transformers looks for in values."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None
+    return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMode) -> None:
+    _connect(trainer, module)
+    replace_manager(trainer.strategy, mode)
+    trainer.strategy.enter_mesh(mesh)
+    with torch.device("meta"):
+        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+        call._call_configure_model(trainer)
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if real:
+        raise ValueError(
+            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, which a plan has no"
+            " place for; make the module under `with torch.device('meta')`, or its model in configure_model."
+        )
+
+
+def _connect(trainer: Any, module: Any) -> None:
+    """What ``Trainer.fit`` does first."""
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.state.stage = RunningStage.TRAINING
+    # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
+    trainer.fit_loop._combined_loader = SimpleNamespace(iterables=())
+    trainer.fit_loop.max_batches = _BATCHES
+    trainer.fit_loop.max_epochs = 1
+
+
+def _choose_foreach(optimizers: list[Optimizer]) -> None:
+    """Let optimizers do what they do by default on a GPU, and not on a CPU: all parameters in one operation."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+
+
+def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRecorder | None = None) -> None:
+    """What the Trainer's training loop does with ``micro_batches`` of an optimizer step, or all if it has less."""
+    loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+    micro_batches = min(accumulated, micro_batches)
+    trainer.accumulate_grad_batches = micro_batches
+    loop.batch_progress.current.reset()  # a step begins where the number of batches divides
+    callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
+    for micro_batch in range(micro_batches):
+        if recorder is not None:
+            recorder.begin("forward")
+            recorder.times = accumulated - 2 if micro_batch == 1 < micro_batches - 1 else 1
+        index = loop.batch_progress.current.ready
+        loop.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, index)
+        kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+        outputs: Any
+        if trainer.lightning_module.automatic_optimization:
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+        else:
+            outputs = loop.manual_optimization.run(kwargs)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
+        with with_values():  # of what was logged
+            trainer._logger_connector.on_batch_end()
+    trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
+
+
+def _log_with_values(log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """Log zeros, which Lightning can keep and send; of fake tensors it can make no copies."""
+    with with_values():
+        log(name, torch.zeros(value.shape) if isinstance(value, Tensor) else value, *args, **options)
+
+
+class _Phases(Callback):
+    """Tells a recorder what the step is at."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def on_before_backward(self, trainer: "Trainer", pl_module: "LightningModule", loss: Tensor) -> None:
+        self._recorder.label_rest(ACTIVATIONS, phase="forward")
+        self._recorder.begin("backward", part=self._recorder.part.replace("forward", "backward"))
+
+    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer) -> None:
+        self._recorder.begin("optimizer")
+        self._recorder.label(_get_gradients(pl_module), GRADIENTS)
+
+
+@contextmanager
+def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
+    """Let the recorder know which block of layers computes; a head must do without hooks for its loss in chunks."""
+
+    def begin_forward(name: str, block: nn.Module, args: Any) -> None:
+        recorder.mark(f"{'recomputation' if is_in_backward() else 'forward'} of {name}")
+
+    def end_forward(name: str, block: nn.Module, args: Any, output: Any) -> None:
+        if is_in_backward():
+            recorder.mark(f"backward of {name}")
+            return
+        recorder.mark(f"forward behind {name}")
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: recorder.mark(f"backward of {name}"))
+
+    names = {block: name for name, block in module.named_modules()}
+    handles = []
+    for block in (block for blocks in get_layer_lists(module) for block in blocks):
+        # before FSDP2's own, which gathers the unit
+        handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
+        handles.append(block.register_forward_hook(partial(end_forward, names[block])))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except DATA_DEPENDENT_ERRORS as error:
+        where = _find_user(error.__traceback__)
+        raise ValueError(
+            f"{get_class_name(module)}: what its step does depends on values, which a plan has none of: {error.func} in"
+            f" {where}. Choose by shapes or options there, or measure the run on devices."
+        ) from error
+
+
+def _find_user(trace: TracebackType | None) -> str:
+    """The innermost line outside of torch."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if Path(torch.__file__).parent not in Path(frame.filename).parents
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+
+
+def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Optimizer], batch: Any) -> None:
+    recorder.label(module.parameters(), WEIGHTS)
+    recorder.label(_get_gradients(module), GRADIENTS)
+    for optimizer in optimizers:
+        recorder.label((t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, Tensor)), OPTIMIZER_STATES)
+    recorder.label((t for t in (*module.buffers(), *tree_leaves(batch)) if isinstance(t, Tensor)), ACTIVATIONS)
+
+
+def _get_gradients(module: nn.Module) -> list[Tensor]:
+    # those that are parts of DDP's buckets have values, and are looked at as operations see them
+    return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def _is_even(module: nn.Module) -> bool:
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        parts = [1] * parameter.ndim
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if not placement.is_replicate():
+                parts[cast(Any, placement).dim] *= ranks
+        if any(size % number for size, number in zip(parameter.shape, parts, strict=True)):
+            return False
+    return True
+
+
+def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
+    """By torch's names of process groups, of which several may join the same ranks."""
+    axes: dict[tuple[int, ...], list[str]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    for view in get_views(mesh):
+        for axis in view.mesh_dim_names or ():
+            group = view.get_group(axis)
+            ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
+            axes.setdefault(ranks[group.group_name], []).append(axis)
+    return {name: Group(tuple(axes[members]), members) for name, members in ranks.items()}
+
+
+def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
+    """Sizes of the vocabularies, and of what a tensor parallel rank has of them, unless other things are as large."""
+    tp = get_mesh(mesh, TENSOR_PARALLEL).size()
+    sizes = {cast(Any, model).config.get_text_config().vocab_size for model in get_hf_models(module)}
+    others = {
+        size for parameter in module.parameters() if sizes.isdisjoint(parameter.shape) for size in parameter.shape
+    }
+    return _add_parts(sizes, tp) - _add_parts(others, tp)
+
+
+def _add_parts(sizes: set[int], parts: int) -> set[int]:
+    return sizes | {-(-size // parts) for size in sizes}

@@ -1,0 +1,1 @@
+"""Devices, their rates, and what a recorded step costs on them."""

@@ -1,0 +1,120 @@
+"""How long a step takes at the least, at the rates of the data sheet, and how long by what kernels reach of them.
+
+The roofline model (https://doi.org/10.1145/1498765.1498785): an operation takes as long as its products at the peak
+rate, or as its reads and writes at the memory's, whichever is longer. A collective takes as long as a ring needs for
+its bytes over the slowest link of its group, latency left out. At the rates of the data sheet that is a bound, at those
+of :mod:`~lightning_fsdp2.plan.timing.rates` an estimate.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lightning_fsdp2.mesh import DP_REPLICATE
+from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operation
+from lightning_fsdp2.plan.timing.devices import Device
+
+_ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "broadcast": 1}
+"""How often the bytes of a collective go around a ring: an all-reduce is a reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step on one rank."""
+
+    compute: float
+    """Of all operations, one after the other."""
+
+    exposed: float
+    """Of collectives that the next operation waits for: those of tensor and context parallelism."""
+
+    overlappable: float
+    """Of collectives that can run beside operations: gathering weights ahead, and reducing gradients behind."""
+
+    @property
+    def shortest(self) -> float:
+        """If all that can overlap does."""
+        return max(self.compute + self.exposed, self.overlappable)
+
+    @property
+    def longest(self) -> float:
+        """If nothing does."""
+        return self.compute + self.exposed + self.overlappable
+
+
+def get_step_time(
+    operations: Iterable[Operation],
+    device: Device,
+    *,
+    overlapped_axes: Collection[str] = (DP_REPLICATE,),
+    as_reached: bool = False,
+) -> StepTime:
+    """Add up the operations of a step.
+
+    Args:
+        operations: Of one rank.
+        device: Of every rank.
+        overlapped_axes: Those of the mesh whose collectives run beside operations, as those of FSDP2's units do.
+        as_reached: Whether to take what kernels reach, not the data sheet.
+    """
+    compute, exposed, overlappable = 0.0, 0.0, 0.0
+    for operation in operations:
+        seconds = get_seconds(operation, device, as_reached=as_reached) * operation.times
+        if operation.collective is None:
+            compute += seconds
+        elif operation.collective.is_of_unit or operation.collective.axis in overlapped_axes:
+            overlappable += seconds
+        else:
+            exposed += seconds
+    return StepTime(compute=compute, exposed=exposed, overlappable=overlappable)
+
+
+def get_seconds(operation: Operation, device: Device, *, as_reached: bool = False) -> float:
+    """Return the seconds of one call, by the data sheet or by what kernels reach of it."""
+    if operation.collective is not None:
+        seconds = _get_collective_seconds(operation.collective, device)
+        return seconds / device.rates.links if as_reached else seconds
+    rate, bandwidth = _get_peak(device, operation.dtype), device.memory_bandwidth
+    if as_reached:
+        rate, bandwidth = rate * _get_share(operation, device), bandwidth * device.rates.memory
+    return max(operation.flops / rate, operation.bytes / bandwidth)
+
+
+def _get_share(operation: Operation, device: Device) -> float:
+    """Return the share of the peak that the products of an operation reach."""
+    if (attention := operation.attention) is None:
+        return device.rates.products
+    reached = device.rates.get_attention(
+        head_size=attention.head_size,
+        length=attention.length,
+        is_causal=attention.is_causal,
+        is_backward=attention.is_backward,
+    )
+    return reached / _get_peak(device, torch.bfloat16)  # what is published is for 16 bits
+
+
+@cache
+def get_bandwidth(group: Group, device: Device) -> float:
+    """Bytes per second from one rank of ``group`` to the next.
+
+    Over several nodes a ring goes through as many network adapters at once as a node has ranks of the group.
+    """
+    nodes = {rank // device.per_node for rank in group.ranks}
+    if len(nodes) == 1:
+        return device.link_bandwidth
+    return min(device.link_bandwidth, device.network_bandwidth * len(group.ranks) / len(nodes))
+
+
+def _get_collective_seconds(collective: Collective, device: Device) -> float:
+    ranks = len(collective.group.ranks)
+    if ranks < 2:
+        return 0.0
+    share = (ranks - 1) / ranks
+    return _ROUNDS.get(collective.kind, 1) * collective.bytes * share / get_bandwidth(collective.group, device)
+
+
+@cache
+def _get_peak(device: Device, dtype: torch.dtype | None) -> float:
+    return device.get_peak_flops(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32)

@@ -1,0 +1,224 @@
+"""The collectives of tensor and sequence parallelism as differentiable functions of plain local tensors.
+
+Each is its neighbour's backward, and which one is right follows from what the ranks hold:
+
+===================  ====================================  ==================  =====================
+function             what goes in, what comes out          forward             backward
+===================  ====================================  ==================  =====================
+copy_to_ranks        equal -> equal, used differently      nothing             all-reduce
+reduce_from_ranks    summands -> equal                     all-reduce          nothing
+gather               shards -> equal, used equally         all-gather          slice
+gather_for_ranks     shards -> equal, used differently     all-gather          reduce-scatter
+split                equal -> shards                       slice               all-gather
+reduce_scatter       summands -> shards                    reduce-scatter      all-gather
+sum_over_ranks       summands -> equal, used differently   all-reduce          all-reduce
+===================  ====================================  ==================  =====================
+
+:data:`KINDS` says the same to :mod:`~lightning_fsdp2.parallel.tensor.verification`.
+
+*Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
+that each rank computes another part of the result, so that its gradient is a summand. The first two are *f* and *g*
+of Megatron-LM (https://arxiv.org/abs/1909.08053), ``gather`` and ``reduce_scatter`` those of its sequence parallelism
+(https://arxiv.org/abs/2205.05198). They trace under ``torch.compile``.
+
+Shards are those of :func:`torch.chunk`: where the size is not divisible the last ranks hold less, or nothing.
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, reduce_scatter_tensor
+
+
+def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return ``tensor``, whose gradient becomes the sum over the ranks."""
+    return _Copy.apply(group, tensor)[0]
+
+
+def copy_last_to_ranks(tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`copy_to_ranks` for the last ``features`` of the last dim alone."""
+    return _CopyLast.apply(tensor, features, group)
+
+
+def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """As :func:`copy_to_ranks` for several small tensors, with one all-reduce in float32 for all of them."""
+    return list(_Copy.apply(group, *tensors))
+
+
+def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks."""
+    return _Reduce.apply(tensor, group)
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks, of which each rank goes on to compute something else."""
+    return copy_to_ranks(reduce_from_ranks(tensor, group), group)
+
+
+def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the shards of all ranks along ``dim``, which has ``size`` elements in all."""
+    return _Gather.apply(tensor, dim % tensor.ndim, size, group)
+
+
+def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`gather`, for shards of one size and where each rank computes another part of what follows."""
+    return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
+
+
+def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return what :func:`gather` and :func:`gather_for_ranks` would, with one all-gather and one memory."""
+    size = tensor.size(dim) * group.size()
+    complete = gather(tensor, dim, size, group)
+    return complete, _Twin.apply(tensor, complete, dim % tensor.ndim, group)
+
+
+def split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of ``tensor`` along ``dim``."""
+    return _Split.apply(tensor, dim % tensor.ndim, group)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard, along ``dim``, of the sum over the ranks; the size of ``dim`` is divisible."""
+    return _ReduceScatter.apply(tensor, dim % tensor.ndim, group)
+
+
+def get_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return start and length of the shard of ``rank`` along a dim of ``size``, as :func:`torch.chunk` cuts it."""
+    chunk = -(-size // ranks)
+    start = min(rank * chunk, size)
+    return start, min(chunk, size - start)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if len(gradients) == 1:
+            return None, all_reduce_tensor(gradients[0], ctx.group)
+        flat = all_reduce_tensor(torch.cat([gradient.flatten().float() for gradient in gradients]), ctx.group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return None, *(p.view(g.shape).to(g.dtype) for p, g in zip(parts, gradients, strict=True))
+
+
+class _CopyLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.features, ctx.group = features, group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rest, last = gradient.split([gradient.size(-1) - ctx.features, ctx.features], -1)
+        return torch.cat([rest, all_reduce_tensor(last.contiguous(), ctx.group)], -1), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce_tensor(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _concatenate(tensor, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _take(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _GatherForRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather_tensor(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return reduce_scatter_tensor(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Twin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gathered: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return reduce_scatter_tensor(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, tensor.size(dim), group
+        return _take(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _concatenate(gradient, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter_tensor(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_gather_tensor(gradient, ctx.dim, ctx.group), None, None
+
+
+class Kind(Enum):
+    """What the ranks hold of a value, in the words of the table above."""
+
+    EQUAL = "equal"
+    OWN = "shards or summands, or what a rank computed with them"
+    EITHER = "both in one tensor, or a DTensor, which knows for itself"
+
+
+KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
+    _Copy: (Kind.EQUAL, Kind.OWN),
+    _CopyLast: (Kind.EQUAL, Kind.EITHER),
+    _Reduce: (Kind.OWN, Kind.EQUAL),
+    _Gather: (Kind.OWN, Kind.EQUAL),
+    _GatherForRanks: (Kind.OWN, Kind.OWN),
+    _Split: (Kind.EQUAL, Kind.OWN),
+    _ReduceScatter: (Kind.OWN, Kind.OWN),
+    _Twin: (Kind.EITHER, Kind.OWN),  # it reads the gathered tensor too
+}
+"""What goes into and what comes out of the autograd functions."""
+
+
+def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    start, length = get_shard_range(tensor.size(dim), group.rank(), group.size())
+    # always a copy: torch 2.11 compiles a function that returns a part of its input with a gradient of zero for it
+    return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather shards that may be of unequal size; only the last ones are short, so that the padding comes last."""
+    chunk = -(-size // group.size())
+    missing = chunk - tensor.size(dim)
+    if missing:
+        tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
+    gathered = all_gather_tensor(tensor, dim, group)
+    # nothing else refers to the padding, so that this is no view to anybody: FSDP2 warns of units that return one
+    return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

@@ -1,0 +1,129 @@
+"""What ranks do together around files: they meet, one acts, or all do, and every rank learns of a failure."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_fsdp2.compat.torch import set_group_timeout
+from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_portable
+
+T = TypeVar("T")
+
+_groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
+
+
+def get_rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A CPU group of all ranks for one purpose: one per process, however many Trainers it sees.
+
+    Args:
+        purpose: What communicates on the group cannot be mixed up with what has another purpose.
+        timeout: Of its collectives, and of the ranks' coming together to make it.
+    """
+    key = (dist.group.WORLD, purpose)
+    if key not in _groups:
+        _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
+    set_group_timeout(_groups[key], timeout)
+    return _groups[key]
+
+
+def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
+    """Wait until every rank has come to the same place, or explain which did not.
+
+    ``monitored_barrier`` keeps its timeout on rank 0 only, and takes ranks that are at different places for one.
+
+    Args:
+        purpose: What this rank is about to do, as in "rank 0 wants to ...".
+        timeout: How long to wait.
+        remedy: What to do instead.
+
+    Raises:
+        RuntimeError: When some rank did not come, or came to do something else.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return
+    code = zlib.crc32(purpose.encode())
+    codes = torch.tensor([code, -code])
+    # a collective that is given up does not tell who is missing
+    store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
+    store.set(keys[dist.get_rank()], "")
+    try:
+        group = get_group("rendezvous", timeout)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}"
+            f"{_name_missing_ranks(store, keys)}. {remedy}"
+        ) from error
+    store.delete_key(keys[dist.get_rank()])
+    # this may be the last call of a script, and the store ends with the process of rank 0
+    dist.barrier(group)
+    if codes.tolist() != [code, -code]:
+        raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
+
+
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank.
+
+    Args:
+        action: What it returns is pickled.
+        group: Of all ranks; a CPU group spares the accelerator.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    if get_rank() == 0:
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    result, other = broadcast((result, make_portable(failure)), group)
+    if other is not None:
+        raise failure or other
+    return cast(T, result)
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on every rank and return its result; where it fails on any, raise an error on all.
+
+    Args:
+        action: Must not communicate, since it may fail on some ranks only.
+        group: Of all ranks.
+    """
+    groups = [cast(dist.ProcessGroup, group or dist.group.WORLD)] if dist.is_initialized() else []
+    with fail_together(groups):
+        return action()
+
+
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's ``value``."""
+    if not dist.is_initialized():
+        return value
+    message = [value]
+    dist.broadcast_object_list(message, src=0, group=group)
+    return message[0]
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
+    try:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:  # the rank that holds the store has ended
+        return ""
+    return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

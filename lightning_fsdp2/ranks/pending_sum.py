@@ -1,0 +1,167 @@
+"""A sum over the tensor parallel ranks that is not computed before it is known what it is for."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, reduce_scatter_tensor
+from lightning_fsdp2.ranks.collectives import split
+
+_FREE = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
+    Tensor.register_hook,  # FSDP2 has one for its backward, and looks for a base first
+    torch.is_floating_point,
+}
+"""Functions that do not read the tensor that they are given."""
+
+
+class Summands:
+    """The ranks' summands of an embedding, until they are added up or the forward is over.
+
+    Args:
+        tensor: That of this rank.
+        group: The ranks.
+        is_watched: Whether a hook of the user's may read the sum on this rank alone.
+    """
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> None:
+        self.group = group
+        self.is_watched = is_watched
+        self._tensor: Tensor | None = tensor
+        self._sum: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    @property
+    def is_added(self) -> bool:
+        """Whether something has read the sum, and may have changed it."""
+        return self._sum is not None
+
+    def add(self) -> Tensor:
+        """Return the whole sum, without gradients; it is computed once, and changes in place stay."""
+        if self._sum is None:
+            if self.is_watched:
+                raise RuntimeError(
+                    "sequence_parallel=True: the output of the input embedding, which has a forward hook that it did"
+                    " not have in the first forward, is read, on this rank or on all. Register the hook before the"
+                    " first forward, or use sequence_parallel=False."
+                )
+            self._sum = all_reduce_tensor(self._get_tensor(), self.group)
+            self._tensor = None
+        return self._sum
+
+    def scatter(self, dim: int) -> Tensor:
+        """Return this rank's part of the sum along ``dim``, without gradients; it is computed once.
+
+        A checkpoint around the first layer's call asks again in backward.
+        """
+        if dim not in self._parts:
+            self._parts[dim] = reduce_scatter_tensor(self._get_tensor(), dim, self.group)
+        return self._parts[dim].detach()
+
+    def end(self) -> None:
+        """Let the summands go: from here on, ranks may do different things, and a collective would wait forever."""
+        self._tensor = None
+
+    def _get_tensor(self) -> Tensor:
+        if self._tensor is None:
+            raise RuntimeError(
+                "sequence_parallel=True: the output of the input embedding was kept, and read after the forward of its"
+                " model, when the ranks no longer add it up. Read it in the forward or in a forward hook of the"
+                " embedding, or use sequence_parallel=False."
+            )
+        return self._tensor
+
+
+class PendingSum(Tensor):
+    """The sum of :class:`Summands`, as the input embedding of a sequence parallel model returns it.
+
+    Between embedding and first layer most models ask such a tensor for its shape, dtype and device alone, and the layer
+    then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Whatever else reads it, a sum
+    with learned positions, a scale, the embeddings of an image, gets the whole sum, by one all-reduce.
+
+    Autograd knows it as a tensor of the whole shape, whose gradient is equal on all ranks.
+    """
+
+    summands: Summands
+    _whole: Tensor | None = None
+
+    @staticmethod
+    def make(tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> "PendingSum":
+        """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
+        return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
+
+    # `like` is a Tensor; by that type jsonargparse would list every class of tensors within each of them
+    @staticmethod
+    def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
+        pending = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        pending.summands = summands
+        return pending
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def get_whole(self) -> Tensor:
+        """Return the sum, a plain tensor; it is computed once."""
+        if self._whole is None:
+            # who reads it first may want no gradients, and the next one some
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = _Whole.apply(self)
+        return self._whole
+
+    def get_part(self, dim: int) -> Tensor:
+        """Return this rank's part of the sum along ``dim``, whose size the ranks divide."""
+        if self.summands.is_added:
+            return split(self.get_whole(), dim, self.summands.group)
+        return _Part.apply(self, dim)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FREE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:  # autograd saves it: the input of a checkpoint
+            return PendingSum(args[0].summands, args[0])
+        # what comes by without __torch_function__ has its gradient from autograd, which is above
+        args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Pend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, summands: Summands) -> PendingSum:
+        return PendingSum(summands, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: PendingSum) -> Tensor:
+        return pending.summands.add().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: PendingSum, dim: int) -> Tensor:
+        ctx.dim, ctx.group = dim, pending.summands.group
+        return pending.summands.scatter(dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_gather_tensor(gradient, ctx.dim, ctx.group), None

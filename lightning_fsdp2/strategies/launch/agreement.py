@@ -1,0 +1,166 @@
+"""Nodes that differ: another config, a folder of their own; refused before they train."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fsdp2.checkpoint.files.drafts import get_path, is_local
+from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
+from lightning_fsdp2.ranks.coordination import all_gather, on_first_rank
+from lightning_fsdp2.ranks.failures import describe_ranks
+from lightning_fsdp2.strategies.launch.rendezvous import refuse, tell_differences
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_OPTIONS_OF_TRAINER = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "num_sanity_val_steps",
+    "precision",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
+)
+
+_NAMES_OF_FILES = ("config", "ckpt_path")
+"""What is in the one is compared, and rank 0's other one counts."""
+
+_TIME_TO_APPEAR = timedelta(minutes=1)
+"""For a file on a network file system, at most; less under a short ``timeout``, in which the other ranks wait."""
+
+
+def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse ranks with another config; every rank calls it.
+
+    The config is that of the command line, all of it; without one, what Trainer and strategy say. Hyperparameters that
+    a script has saved are only warned of: they may hold the rank, or a folder of its own.
+
+    Args:
+        trainer: Its strategy has its sizes, and its module is connected.
+        hosts: Of all ranks.
+        group: Of all ranks, on the host.
+
+    Raises:
+        ValueError: On every rank, with what differs and where.
+    """
+    if differences := _compare(_describe_config(trainer), hosts, group):
+        raise ValueError(refuse(differences))
+    if differences := _compare(_describe_hyperparameters(trainer), hosts, group):
+        rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank goes by its own: {differences}.")
+
+
+def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse a folder of ``ModelCheckpoint`` that hosts do not share; every rank calls it.
+
+    Args:
+        trainer: Its callbacks are set up.
+        hosts: Of all ranks.
+        group: Of all ranks, on the host.
+
+    Raises:
+        ValueError: On every rank, with the folder and the ranks that do not see it.
+    """
+    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # which saves nothing
+        return
+    patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_local(get_path(callback.dirpath)):
+            _check_shared(Path(callback.dirpath), hosts, group, patience)
+
+
+def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
+    digest = sha256(json.dumps(description).encode()).digest()
+    if len(set(all_gather(digest, group))) == 1:  # a description can be megabytes long
+        return ""
+    return tell_differences(all_gather(description, group), hosts)
+
+
+def _describe_config(trainer: Any) -> dict[str, str]:
+    strategy = trainer.strategy
+    config: dict[str, Any] = {"strategy": type(strategy).__name__, "mesh": strategy.sizes}
+    for owner in (strategy.config, strategy.checkpoint_config):
+        config |= {f"{type(owner).__name__}.{name}": value for name, value in vars(owner).items()}
+    config |= {f"trainer.{name}": getattr(trainer, name, None) for name in _OPTIONS_OF_TRAINER}
+    for callback in trainer.callbacks:
+        if isinstance(callback, SaveConfigCallback):
+            config |= {name: value for name, value in callback.config.items() if name not in _NAMES_OF_FILES}
+    return {name: _write(name, value) for name, value in config.items()}
+
+
+def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
+    return {
+        f"{type(owner).__name__}.{name}": _write(name, value)
+        for owner in (trainer.lightning_module, trainer.datamodule)
+        for name, value in getattr(owner, "hparams_initial", {}).items()
+    }
+
+
+def _write(name: str, value: Any) -> str:
+    """The value where it says what it is; of an object, which says where it is, the class."""
+    if is_secret(name.rpartition(".")[2]):
+        return "hidden"
+    if isinstance(value, Namespace):
+        value = value.as_dict()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_write(name, item) for item in value) + "]"
+    if isinstance(value, set | frozenset):  # whose order is another one in every process
+        return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
+    if isinstance(value, torch.device):
+        return value.type
+    text = hide_secrets(repr(value))
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
+    # a name that no host has asked for before, and so none remembers as absent
+    probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
+    sees = all_gather(_appears(probe, patience), group)
+    on_first_rank(lambda: probe.unlink(missing_ok=True), group)
+    if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
+        raise ValueError(
+            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the folder of checkpoints, and what rank"
+            f" {describe_ranks([0], hosts)} writes there does not appear on {describe_ranks(blind, hosts)}. Choose one"
+            " on a shared file system, or in an object store."
+        )
+
+
+def _make_file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def _appears(path: Path, patience: timedelta) -> bool:
+    deadline = time.monotonic() + patience.total_seconds()
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent)  # a network file system then asks again
+        time.sleep(0.2)
+    return True

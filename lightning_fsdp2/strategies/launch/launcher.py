@@ -1,0 +1,89 @@
+"""The launcher of ``python script.py``: the first process of a node starts the others, and they end with it."""
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher, subprocess_script
+from typing_extensions import override
+
+from lightning_fsdp2.strategies.launch import end_with_parent
+
+_LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
+"""In the environment of the processes that the launcher starts, which could not tell otherwise."""
+
+_SECONDS_AFTER_ERROR = 5.0
+"""How long a process that failed waits for the ranks that it has started, before they end with it."""
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, but that no rank outlives the process that started it, whatever ends that.
+
+    Lightning tells the ranks of errors and of some signals, during a fit. A process that is killed while its ranks
+    still import torch, or by a signal that nobody handles, would leave them behind, with the devices that they hold.
+
+    Args:
+        environment: Which asks for processes.
+        devices: Processes of this node.
+        nodes: Their number.
+        check: Called before the first process is started; Lightning overwrites variables of the environment then.
+    """
+
+    has_started: ClassVar[bool] = False
+    """Whether this process has started others; it does so once, for all its Trainers."""
+
+    has_failed: ClassVar[bool] = False
+    """Whether the last run of this process, of whatever Trainer, has ended by an error, caught by its script or not."""
+
+    _has_killed = False
+
+    def __init__(self, environment: ClusterEnvironment, devices: int, nodes: int, check: Callable[[], None]) -> None:
+        super().__init__(environment, devices, nodes)
+        self._check = check
+
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().launch(*args, **kwargs)
+
+    @override
+    def _call_children_scripts(self) -> None:
+        module: Any = subprocess_script
+        module.subprocess = SimpleNamespace(Popen=_start)  # there is no other place between the command and its start
+        try:
+            super()._call_children_scripts()
+        finally:
+            module.subprocess = subprocess
+        RankLauncher.has_started = True
+        atexit.register(self._wait_for_ranks)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        self._has_killed = True
+        super().kill(signum)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until the other ranks have come to the end of the script, too; after an error, for a moment only."""
+        has_failed = self._has_killed or self.has_failed or getattr(sys, "last_value", None) is not None
+        for process in self.procs:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_AFTER_ERROR if has_failed else None)
+
+
+def is_of_launcher() -> bool:
+    """Whether this process has started the other ranks of its node, or was started by the one that has."""
+    return RankLauncher.has_started or _LAUNCHED in os.environ
+
+
+def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
+    # the kernel takes the end of the thread that starts a process for the end of its parent
+    is_watched = threading.current_thread() is threading.main_thread()
+    script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
+    return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

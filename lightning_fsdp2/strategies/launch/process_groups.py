@@ -1,0 +1,178 @@
+"""The process group's life, and collectives with the defaults that the strategies need."""
+
+import atexit
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.compat.torch import all_gather_with_gradient, set_group_timeout
+from lightning_fsdp2.loggers.run_identity import get_versions
+from lightning_fsdp2.mesh import (
+    MeshSizes,
+    check_bound_device,
+    create_device_mesh,
+    destroy_process_group,
+    get_default_backend,
+    get_views,
+)
+from lightning_fsdp2.ranks.whole_tensors import gather
+from lightning_fsdp2.strategies.launch.rendezvous import meet
+
+
+def init_process_group(
+    environment: ClusterEnvironment,
+    backend: str | None,
+    device: torch.device,
+    *,
+    bind_device_id: bool = False,
+    timeout: timedelta,
+    rendezvous_timeout: timedelta,
+) -> None:
+    """Start the default process group, unless the user did; it ends with the interpreter.
+
+    Lightning calls ``teardown`` after every stage, and the sharded module outlives it.
+
+    Args:
+        environment: Says who this rank is.
+        backend: None chooses by ``device``, or takes what the group has.
+        device: This rank's.
+        bind_device_id: Whether the group is bound to ``device``.
+        timeout: Of its collectives.
+        rendezvous_timeout: How long to wait for the other ranks.
+
+    Raises:
+        TimeoutError: When some rank does not come.
+        ValueError: When there is a group of another size, backend or device, the ranks have other versions or backends,
+            or there is no device to bind the group to.
+    """
+    if bind_device_id:
+        check_bound_device(backend or get_default_backend(device), device)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise ValueError(
+                f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process belongs to a group"
+                f" of {dist.get_world_size()} already; use the same number, or start a new process."
+            )
+        if backend is not None and not _has_backend(backend, device):
+            raise ValueError(
+                f"config.backend={backend!r}, but this process belongs to a group of {dist.get_backend_config()!r}"
+                " already; leave `backend` out to use that group, or start a new process."
+            )
+        return
+    backend = backend or get_default_backend(device)
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    if world_size > 1:
+        os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        store = meet(
+            environment.main_address,
+            environment.main_port,
+            rank,
+            world_size,
+            timeout=rendezvous_timeout,
+            run={"the backend": backend, **_get_versions()},
+        )
+        store.set_timeout(timeout)  # of what groups exchange through it later
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if bind_device_id else None,
+    )
+    atexit.register(destroy_process_group)
+
+
+def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """The mesh of these sizes: one per process, since every mesh makes process groups, and those hold device memory."""
+    device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
+    for group in get_groups(device_mesh):
+        set_group_timeout(group, timeout)
+    return device_mesh
+
+
+def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of all views of ``device_mesh``."""
+    return [group for view in get_views(device_mesh) for group in view.get_all_groups()]
+
+
+def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
+    """All-reduce a copy of ``tensor``; a DTensor is gathered first.
+
+    Args:
+        tensor: Any shape and dtype; the mean of integers is a float.
+        group: Ranks to reduce over.
+        op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
+    """
+    result = gather(tensor).clone()
+    is_mean = op is None or str(op).lower() in ("mean", "avg") or op == dist.ReduceOp.AVG
+    if is_mean and not result.is_floating_point():
+        result = result.float()
+    reduce_op = dist.ReduceOp.SUM if is_mean else _get_reduce_op(op)
+    dist.all_reduce(result, op=reduce_op, group=group)
+    return result / group.size() if is_mean else result
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
+    """Gather equally shaped tensors of all ranks into ``[ranks, *tensor.shape]``, with gradients if asked for."""
+    tensor = gather(tensor)
+    if sync_grads:
+        return all_gather_with_gradient(tensor.contiguous()[None], group)
+    result = [torch.empty_like(tensor) for _ in range(group.size())]
+    with torch.no_grad():
+        dist.all_gather(result, tensor.contiguous(), group=group)
+    return torch.stack(result)
+
+
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
+    """Give every rank the values of rank 0, in place and in one message per device.
+
+    Args:
+        tensors: Of any dtype, strided, equal in shape and dtype on all ranks.
+    """
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device == device]
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
+        message = torch.cat(parts)
+        dist.broadcast(message, src=0)
+        for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
+            tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@cache
+def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type: str) -> DeviceMesh:
+    return create_device_mesh(
+        dp_size=sizes.dp,
+        dp_replicate_size=sizes.dp_replicate,
+        tp_size=sizes.tp,
+        cp_size=sizes.cp,
+        device_type=device_type,
+    )
+
+
+def _has_backend(backend: str, device: torch.device) -> bool:
+    """Whether the default group is one of ``backend`` for tensors on ``device`` and, if it says, on the host."""
+    asked, existing = (
+        dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
+    )
+    return all(asked.get(kind) == existing.get(kind) for kind in {device.type, *({"cpu"} & asked.keys())})
+
+
+def _get_reduce_op(op: Any) -> Any:
+    return getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
+
+
+def _get_versions() -> dict[str, str]:
+    """Of packages; an older Python does the same."""
+    return {f"the version of {name}": str(version) for name, version in get_versions().items() if name != "python"}

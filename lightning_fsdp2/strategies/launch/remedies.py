@@ -1,0 +1,61 @@
+"""What to do about errors of torch and Lightning that do not say why they come."""
+
+from collections.abc import Sequence
+from traceback import walk_tb
+from types import CodeType
+
+from lightning.pytorch.utilities import grad_norm
+
+from lightning_fsdp2.strategies.launch.rendezvous import say_who_answers
+
+_PEER_IS_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "No route to host",
+    "remote server shutdown",
+    "remote process exited",
+    "Timed out waiting",
+    "collective operation timeout",
+)
+"""What gloo, the store and nccl say where another rank is no longer there, or does not answer within the timeout."""
+
+
+def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
+    """What to do where torch and Lightning fail without saying why.
+
+    Args:
+        exception: What a stage failed with.
+        hosts: Of all ranks; empty before they have met.
+    """
+    if "mixed torch.Tensor and DTensor" in str(exception):
+        return (
+            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
+            " read weights, gather them first:"
+            " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through"
+            " another method than `forward`, make it one that gathers, in `on_fit_start`:"
+            ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
+        )
+    if "setStorage" in str(exception) and "storage of size 0" in str(exception):
+        return (
+            "The backward needs weights that were freed behind their forward. Either for a gradient of a gradient"
+            " (`create_graph=True`): sharded weights have no second-order gradients; train such a loss under a strategy"
+            " that does not shard. Or because the forward of one module reads the weights of another without calling"
+            " it: under MegatronFSDPStrategy name the class that holds both in `megatron_fsdp_unit_modules`, or use"
+            " `zero_dp_strategy=2`."
+        )
+    is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
+    if is_lost and len(hosts) > 1:
+        return f"Another rank ended before this one, or answers no longer. {say_who_answers(hosts)}"
+    if is_raised_in(grad_norm.__code__, exception):
+        return (
+            "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"
+            " `torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).full_tensor()` on all ranks, and"
+            " `p.grad.norm().full_tensor()` for a single parameter."
+        )
+    return None
+
+
+def is_raised_in(code: CodeType, exception: BaseException) -> bool:
+    """Whether ``exception`` comes from the function of ``code`` itself."""
+    return [frame.f_code for frame, _ in walk_tb(exception.__traceback__)][-1:] == [code]

@@ -1,0 +1,1 @@
+"""How shards get their values: from nothing, from pretrained files, from adapters."""

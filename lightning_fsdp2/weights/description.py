@@ -1,0 +1,178 @@
+"""What a checkpoint says of the Hugging Face models in it, so that they can be exported without the code around them.
+
+A description is made of plain JSON types::
+
+    {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
+     "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None,
+     "has_adapters": False, "adapters": {"default": {"peft_type": "LORA", ...}}}
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
+from lightning_fsdp2.weights.adapters import INSTALL, without_adapters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+DESCRIPTIONS_KEY = "hf_models"
+"""Where ``meta.json`` of a checkpoint directory, or the dict of a single file, keeps the descriptions."""
+
+Description = dict[str, Any]
+
+
+def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Description]:
+    """Describe every Hugging Face model in ``module``, itself included, in plain JSON types.
+
+    Args:
+        module: Sharded or not.
+        tokenizer: That of the training data; its ``name_or_path`` is kept. None for that of the model.
+
+    Returns:
+        One description per model, in registration order.
+    """
+    names = {submodule: name for name, submodule in module.named_modules()}
+    tokenizer_name = getattr(tokenizer, "name_or_path", "")
+    # prompts and prefixes are trained beside the model, which looks like any other
+    adapted = {model: wrapper for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
+    return [
+        {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
+        for model in get_hf_models(module)
+    ]
+
+
+def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the described model on the meta device.
+
+    Raises:
+        ValueError: When its class is not one of transformers.
+    """
+    import transformers
+
+    name = description["class"]
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"The checkpoint holds a {name}, which the installed transformers {transformers.__version__} does not have."
+            " Where it can be imported, build your module, load the checkpoint, and export the module."
+        )
+    # a class may serve several kinds of configs
+    kind = description["config"].get("model_type")
+    has_class = kind in transformers.CONFIG_MAPPING
+    config_class = transformers.CONFIG_MAPPING[kind] if has_class else model_class.config_class
+    return build_skeleton(model_class, config_class, description)
+
+
+def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
+    """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    def build_config() -> Any:
+        return config_class.from_dict(copy.deepcopy(description["config"]))
+
+    with torch.device("meta"):
+        skeleton = model_class._from_config(build_config())
+    skeleton.config = build_config()  # without what building the model has added
+    if description["generation_config"] is not None:
+        skeleton.generation_config = _build_generation_config(description)
+    if (used := description["weight_conversions"]) is not None:
+        # `revert_weight_conversion` of transformers looks for them here
+        skeleton._weight_conversions = [
+            transform for transform in get_model_conversion_mapping(skeleton) if _identify(transform) in used
+        ]
+    return skeleton
+
+
+def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str, Any]) -> "PeftModel | None":
+    """Put the described adapters, without weights, around the modules of ``skeleton``.
+
+    Returns:
+        peft's model around it, or None if there are none to put there.
+
+    Raises:
+        ImportError: When peft is not installed.
+    """
+    if len(description.get("adapters", ())) != 1:
+        return None
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError(f"The {type(skeleton).__name__} has adapters of peft; {INSTALL}.") from error
+    ((name, fields),) = description["adapters"].items()
+    config = LoraConfig(**{key: value for key, value in fields.items() if key != "peft_type"})
+    return get_peft_model(skeleton, config, name, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+
+
+def restore_generation_configs(module: nn.Module, descriptions: Sequence[Description]) -> None:
+    """Give the Hugging Face models in ``module`` the generation configs they were saved with."""
+    models = {name: model for name, model in module.named_modules() if is_hf_model(model)}
+    for description in descriptions:
+        model: Any = models.get(description["path"])
+        if model is not None and description["generation_config"] is not None:
+            model.generation_config = _build_generation_config(description)
+
+
+def get_model_class(model: nn.Module) -> Any:
+    """The class of a model before ``fully_shard`` and tensor parallelism gave it others of the same name."""
+    name = get_class_name(model)
+    return [base for base in type(model).__mro__ if base.__name__ == name][-1]
+
+
+def _build_generation_config(description: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_dict(copy.deepcopy(description["generation_config"]))
+
+
+def _describe(model: Any, path: str, tokenizer: str) -> Description:
+    model_class = get_model_class(model)
+    is_own = model_class.__module__.startswith("transformers.")
+    used: Sequence[Any] | None = getattr(model, "_weight_conversions", None)
+    generation_config = getattr(model, "generation_config", None)
+    return {
+        "path": path,
+        "class": model_class.__name__ if is_own else f"{model_class.__module__}.{model_class.__qualname__}",
+        "config": _to_json(model.config),
+        "generation_config": None if generation_config is None else _to_json(generation_config),
+        "tokenizer": tokenizer or model.name_or_path,
+        "tied": _list_tied(model),
+        "weight_conversions": None if used is None else [_identify(transform) for transform in used],
+    }
+
+
+def _describe_adapters(wrapper: Any) -> Description:
+    """The configs of LoRA; other adapters are known by name only."""
+    configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
+    has_lora = all(config.peft_type == "LORA" for config in configs.values())
+    described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}
+    return {"has_adapters": wrapper is not None, "adapters": described}
+
+
+def _to_plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _list_tied(model: Any) -> list[str]:
+    """Names whose tensors are stored under another one: tied when the model was built, and not untied since."""
+    with without_adapters(model):
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        tensors = dict(named)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return sorted(name for name, source in tied.items() if tensors.get(name) is tensors.get(source))
+
+
+def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
+    # a checkpoint must not fail because of a field that nobody will read
+    return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=default)))
+
+
+def _identify(transform: Any) -> list[str]:
+    """What tells a ``WeightTransform`` from the others of a model; saving with transformers changes its lists."""
+    return [transform.scope_prefix or "", transform.compiled_sources.pattern]

@@ -1,0 +1,283 @@
+"""From a sharded model on the meta device to one with weights, without the full model on any rank.
+
+The weights are those of one process: every rank draws the same random numbers for a whole parameter and keeps its
+shard, so that a seed gives one model on any mesh. One module is held in full at a time.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_fsdp2.modules.structure import is_hf_model
+from lightning_fsdp2.ranks.failures import describe_ranks
+from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
+from lightning_fsdp2.weights.adapters import check_can_initialize as check_adapters_can_initialize
+from lightning_fsdp2.weights.adapters import initialize_adapters
+
+_RANDOM_FILLS = (
+    torch.ops.aten.normal_,
+    torch.ops.aten.uniform_,
+    torch.ops.aten.bernoulli_,
+    torch.ops.aten.exponential_,
+    torch.ops.aten.random_,
+)
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``module`` is on the meta device."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
+    """Allocate what is on the meta device and initialise it as the model's authors do.
+
+    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``, and LoRA in
+    them as peft does; any other module that holds tensors by its ``reset_parameters`` (or ``_reset_parameters``).
+    Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. What is not on the meta device
+    is left alone. The random state of the caller is left as it was; that of the mesh's first rank is used on every
+    rank.
+
+    Args:
+        model: Any module; parameters may be DTensors of any placement.
+        device: Where to allocate.
+        device_mesh: Its first rank's random state counts; None for one process.
+
+    Raises:
+        ValueError: When a module has tensors on the meta device and no way to initialise them.
+    """
+    if not is_meta(model):
+        return
+    _check_can_initialize(model)
+    check_adapters_can_initialize(model)
+    fresh = allocate(model, device)
+    with random_numbers_of_one_process(device, device_mesh):
+        _initialize(model, fresh)
+        initialize_adapters(model, fresh.is_allocated)
+
+
+def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh its first rank's parameters and buffers, as DDP does: seeds may differ by rank.
+
+    Args:
+        model: Not sharded yet; tensors on the meta device are skipped.
+        device: Where the mesh's groups can communicate.
+        device_mesh: All of its axes are broadcast over.
+
+    Raises:
+        ValueError: On every rank, when ranks have other tensors.
+    """
+    if device_mesh.size() == 1:
+        return
+    _check_same_tensors(model, get_groups(device_mesh))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        message = tensor.detach().to(device).contiguous()
+        for group in get_groups(device_mesh):
+            dist.broadcast(message, group=group, group_src=0)
+        tensor.data.copy_(message)
+
+
+@contextmanager
+def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
+    """Let DTensors be filled with the random numbers that one process would draw for the whole tensors.
+
+    Those of the mesh's first rank count; the random state of the caller is left as it was. Every rank must enter it,
+    and draw the same numbers in the same order.
+    """
+    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
+        yield
+
+
+class _Fresh:
+    """The tensors that were allocated here, and which of them have no values yet."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._all = set(tensors)
+        self._uninitialized = set(self._all)
+
+    def is_allocated(self, tensor: Tensor) -> bool:
+        return tensor in self._all
+
+    def is_in(self, module: nn.Module) -> bool:
+        return any(tensor in self._all for tensor in _direct_tensors(module))
+
+    def is_below(self, module: nn.Module) -> bool:
+        return any(self.is_in(submodule) for submodule in module.modules())
+
+    def is_uninitialized(self, tensor: Tensor) -> bool:
+        return tensor in self._uninitialized
+
+    def mark_initialized(self, module: nn.Module) -> None:
+        self._uninitialized.difference_update(_direct_tensors(module))
+
+
+def allocate(model: nn.Module, device: torch.device) -> _Fresh:
+    """Replace every meta tensor by an uninitialised one; a tensor that several modules hold is replaced by one."""
+    replaced: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in replaced:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    replaced[tensor].__dict__.update(tensor.__dict__)
+                slots[name] = replaced[tensor]  # type: ignore[assignment]
+    return _Fresh(replaced.values())
+
+
+def _initialize(module: nn.Module, fresh: _Fresh, init: Callable[[nn.Module], None] | None = None) -> None:
+    """Initialise ``module``, children first; ``init`` is that of the Hugging Face model around it, if any."""
+    guard: AbstractContextManager[Any] = nullcontext()
+    if is_hf_model(module):
+        from transformers.initialization import guard_torch_init_functions
+
+        init, guard = cast(Any, module)._init_weights, guard_torch_init_functions()
+    with guard:
+        for child in module.children():
+            _initialize(child, fresh, init)
+        if init is not None and fresh.is_below(module):
+            with _whole_parameters(module, fresh):
+                init(module)
+        elif init is None and fresh.is_in(module):
+            with _whole_parameters(module, fresh):
+                _get_reset(module)()
+
+
+@contextmanager
+def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
+    """Put unsharded parameters in place of the DTensors that ``module`` holds, and keep their shards at the end.
+
+    A parameter that has its values already, from before or through a module it is tied to, keeps them.
+    """
+    sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
+    plain = {name: p for name, p in module._parameters.items() if p is not None and name not in sharded}
+    kept = {name: p.detach().clone() for name, p in plain.items() if not fresh.is_uninitialized(p)}
+    module._parameters.update(whole)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
+    for name, parameter in sharded.items():
+        if fresh.is_uninitialized(parameter):
+            copy_shard_(parameter, whole[name].detach())
+    for name, value in kept.items():
+        plain[name].detach().copy_(value)
+    fresh.mark_initialized(module)
+
+
+def copy_shard_(target: DTensor, whole: Tensor) -> None:
+    """Copy this rank's part of ``whole``, which is the same on every rank, into ``target``, without communication."""
+    mesh, placements = target.device_mesh, target.placements
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target.to_local().copy_(replicated.redistribute(mesh, placements).to_local())
+
+
+class _WholeRandomNumbers(TorchDispatchMode):
+    """Fill a DTensor with the part of the whole tensor's random numbers that its rank holds.
+
+    For initialisers that reach below the module they are called on. DTensor's own random state differs between CPU
+    and CUDA and would depend on the mesh.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _RANDOM_FILLS and isinstance(args[0], DTensor):
+            whole = _empty_whole(args[0])
+            func(whole, *args[1:], **(kwargs or {}))
+            copy_shard_(args[0], whole)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
+    own = get_torch_random_state(device)
+    states = [own]
+    for group in get_groups(device_mesh):
+        dist.broadcast_object_list(states, group=group, group_src=0)
+    set_torch_random_state(states[0], device)
+    try:
+        yield
+    finally:
+        set_torch_random_state(own, device)
+
+
+def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Groups along which a broadcast, one after the other, reaches the whole mesh from its first rank."""
+    if device_mesh is None:
+        return []
+    return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+
+
+def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
+    """Refuse a module that is another one on some rank, before collectives that do not fit meet."""
+    if any(dist.get_backend(group) == "fake" for group in groups):
+        return
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    own = [(name, [*tensor.shape], tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    digest = zlib.crc32(repr(own).encode())
+    if len(set(_gather({dist.get_rank(): digest}, groups).values())) == 1:
+        return
+    known = _gather({dist.get_rank(): own}, groups)
+    first = known[min(known)]
+    others = [rank for rank, described in sorted(known.items()) if described != first]
+    pairs = zip_longest(first, known[others[0]], fillvalue="nothing")
+    here, there = next((here, there) for here, there in pairs if here != there)
+    raise ValueError(
+        "The module is not the same on all ranks: its parameters and buffers are others on the ranks"
+        f" {describe_ranks(others)} than on rank {min(known)}, first {there} in place of {here} (name, shape, dtype,"
+        " whether it is trained). Build it alike everywhere, whatever the rank, its data and its files."
+    )
+
+
+def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int, Any]:
+    """Return the values of all ranks of a mesh, by rank."""
+    for group in groups:
+        parts: list[dict[int, Any]] = [{}] * group.size()
+        dist.all_gather_object(parts, values, group=group)
+        values = {rank: value for part in parts for rank, value in part.items()}
+    return values
+
+
+def _check_can_initialize(model: nn.Module) -> None:
+    inside_hf = {module for hf in model.modules() if is_hf_model(hf) for module in hf.modules()}
+    stuck = [
+        f"{name or 'the root'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if module not in inside_hf
+        and any(tensor.is_meta for tensor in _direct_tensors(module))
+        and _get_reset(module) is None
+    ]
+    if stuck:
+        raise ValueError(
+            f"These modules were built on the meta device and cannot be initialised: {', '.join(stuck)}. Give each a"
+            " `reset_parameters()` method that fills its own parameters and buffers, or build it outside of"
+            ' `torch.device("meta")`.'
+        )
+
+
+def _get_reset(module: nn.Module) -> Any:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _direct_tensors(module: nn.Module) -> list[Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _empty_whole(tensor: DTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)

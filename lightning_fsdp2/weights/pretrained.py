@@ -1,0 +1,454 @@
+"""Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.ranks.failures import fail_together, list_names
+from lightning_fsdp2.weights.adapters import get_peft_models, without_adapters
+from lightning_fsdp2.weights.materialize import get_groups, random_numbers_of_one_process
+from lightning_fsdp2.weights.pretrained_adapters import load_adapters
+from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_shards
+
+_SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
+
+_FINGERPRINT_BYTES = 64
+"""Of each tensor: training changes all of them in nearly all places."""
+
+_LOADED_ATTRIBUTE = "_lightning_fsdp2_loaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    folder: Path
+
+    conversions: list[Any]
+    """transformers' ``WeightTransform``s from names and shapes in the files to those of the model."""
+
+    allow_missing: Sequence[str]
+
+
+class PretrainedFiles:
+    """The files that a model was read from.
+
+    Args:
+        folder: Of the pretrained model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """:func:`get_fingerprint`, read when it is asked for: a little of every tensor, and files may fail by then."""
+        return get_fingerprint(self.folder)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    files: PretrainedFiles
+
+    slots: frozenset[Slot]
+    """Where the weights are that were read: names change with what is put around a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """Weights that are not trained and can be read from files again."""
+
+    files: PretrainedFiles
+
+    names: list[str]
+    """In the state dict of the module around it."""
+
+
+def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
+    """Say that ``model``, built on the meta device, takes its weights from ``folder`` once it is sharded.
+
+    Args:
+        model: A Hugging Face model, not sharded yet.
+        folder: A local directory with ``*.safetensors`` files.
+        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack: they are
+            initialised as transformers does.
+
+    Raises:
+        FileNotFoundError: When there are none.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    get_weight_files(folder)
+    source = _Source(
+        folder=Path(folder),
+        # here, because they are found by the names of classes, which `fully_shard` changes
+        conversions=get_model_conversion_mapping(cast(Any, model)),
+        allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
+    )
+    setattr(model, _SOURCE_ATTRIBUTE, source)
+
+
+def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
+    """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
+
+    One that has adapters of peft is read as it was without them, and then the adapters that
+    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called for. Weights that the files may
+    lack are initialised as transformers does, to the same values on any mesh; tied weights and non-persistent buffers
+    are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a mixture's experts, are
+    converted on the fly.
+
+    Args:
+        model: Sharded, or whole on one rank; on the meta device.
+        device: Where the weights go.
+        device_mesh: Its first rank's random state counts; None for one process.
+
+    Raises:
+        FileNotFoundError: When a file is missing.
+        ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
+            shape, left over although the model has their module, or differ although they are tied. On every rank of
+            the mesh.
+    """
+    for module in model.modules():
+        source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
+        if source is None:
+            continue
+        with without_adapters(module):
+            # weights that it has by now are from elsewhere, such as a checkpoint
+            if any(parameter.is_meta for parameter in module.parameters()):
+                _load(module, source, device, device_mesh)
+    if get_peft_models(model):
+        with fail_together(get_groups(device_mesh)):
+            _forget(model, load_adapters(model, device))
+
+
+def list_frozen(root: nn.Module) -> list[Frozen]:
+    """Return which parameters in ``root`` are frozen and were read by :func:`load_pretrained`, model by model."""
+    models: list[_Loaded] = [m.__dict__[_LOADED_ATTRIBUTE] for m in root.modules() if _LOADED_ATTRIBUTE in m.__dict__]
+    found = []
+    for loaded in models:
+        names = [
+            f"{path}.{name}" if path else name
+            for path, module in root.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and (module, name) in loaded.slots
+        ]
+        found.append(Frozen(files=loaded.files, names=names))
+    return found
+
+
+@torch.no_grad()
+def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read some of a model's tensors from ``folder``, whole and in host memory.
+
+    Args:
+        model: Of transformers, on the meta device, and not used for anything else: what is read stays in it.
+        folder: As for :func:`set_pretrained`.
+        names: Of the tensors, in the model.
+        dtype: Of those with floating point.
+
+    Raises:
+        FileNotFoundError: When a file is missing.
+        ValueError: When a file is damaged or lacks a tensor.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    conversions = get_model_conversion_mapping(model)
+    files = _open_files(Path(folder))
+    wanted = {tied for name in names for tied in _get_tied_names(model, name)}
+    stored = {key: files[key] for key, made in get_targets(model, files, conversions).items() if wanted & {*made}}
+    cpu = torch.device("cpu")
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(folder),
+        device_map={"": cpu},
+        dtype=dtype,
+        weight_mapping=cast(Any, conversions),
+    )
+    with _only_first_rank_reports():
+        read_shards(model, stored, config, cpu)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    found = {name: _find_read(own, _get_tied_names(model, name)) for name in names}
+    if missing := [name for name, tensor in found.items() if tensor is None]:
+        raise ValueError(f"pretrained={str(folder)!r} lacks {list_names(missing)}; give the directory of that model.")
+    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+
+
+def get_fingerprint(folder: str | Path) -> str:
+    """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however files are split.
+
+    Raises:
+        FileNotFoundError: When ``folder`` holds no safetensors files.
+    """
+    tensors = {}
+    for name in get_weight_files(folder):
+        with open(name, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            for key, entry in header.items():
+                start, end = entry["data_offsets"]
+                file.seek(8 + size + start)
+                tensors[key] = (entry["dtype"], entry["shape"], file.read(min(end - start, _FINGERPRINT_BYTES)).hex())
+    return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+
+
+def get_weight_files(folder: str | Path) -> list[str]:
+    """Return the safetensors files of a model directory that transformers would read, in order.
+
+    Raises:
+        FileNotFoundError: When the directory holds none.
+        ValueError: When ``folder`` is a file, or a checkpoint of a training run, or its index is damaged.
+    """
+    folder = Path(folder)
+    _check_model_folder(folder)
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [str(whole)]
+    if index.exists():
+        return [str(folder / name) for name in _read_index(index)]
+    raise FileNotFoundError(
+        f"pretrained={str(folder)!r} holds neither model.safetensors nor model.safetensors.index.json. Give the"
+        " directory of a model saved by `save_pretrained()`; convert older `.bin` weights by loading and saving them"
+        " once with transformers."
+    )
+
+
+def _read_index(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} is damaged or no index of safetensors files ({type(error).__name__}: {error}); copy or download"
+            " it again."
+        ) from error
+
+
+def _check_model_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise ValueError(
+            f"pretrained={str(folder)!r} is a file; give the directory of a model saved by `save_pretrained()`."
+        )
+    if (folder / ".metadata").exists():
+        raise ValueError(
+            f"pretrained={str(folder)!r} is a checkpoint of a training run. To go on with that run, pass it as"
+            " `ckpt_path`; to start from its weights, export it first with `lightning_fsdp2.export_hf`."
+        )
+
+
+def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
+    # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
+    # whole model on one rank or get packed experts wrong
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(source.folder),
+        device_map={"": device},
+        dtype=next(model.parameters()).dtype,
+        weight_mapping=cast(Any, source.conversions),
+        ignore_mismatched_sizes=True,  # to say below which they are
+    )
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
+        info = read_shards(model, _open_files(source.folder), config, device)
+        _check_loaded(model, info, source)
+        _check_ties(model, info, source)
+    with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
+        type(model)._finalize_model_loading(model, config, info)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    setattr(model, _LOADED_ATTRIBUTE, _Loaded(PretrainedFiles(source.folder), _get_loaded(model, info)))
+
+
+class _StoredTensor:
+    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it."""
+
+    def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
+        self._reader, self._file, self._name, self._shape = reader, file, name, shape
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._reader.read(self._file, self._name, index)
+
+
+class _Reader:
+    """Maps one file at a time, and anew after so many bytes.
+
+    The pages of a whole model would add up, and opening a file for each of a mixture's experts can take a hundred times
+    longer than reading it. Several threads may read: where they replace each other's file it is opened once more.
+    """
+
+    _MOST_BYTES = 64 * 1024**2
+
+    def __init__(self) -> None:
+        self._mapped: tuple[str, Any, int] = ("", None, 0)
+
+    def read(self, file: str, name: str, index: Any) -> Tensor:
+        mapped, handle, count = self._mapped
+        if mapped != file:
+            handle, count = safe_open(file, framework="pt", device="cpu"), 0
+        stored = handle.get_slice(name)
+        # a copy: weights that are pages of a file would change with it
+        part: Tensor = stored[index].clone()
+        count += math.prod(stored.get_shape()) * part.element_size()
+        self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
+        return part
+
+
+def _open_files(folder: Path) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    reader = _Reader()
+    for name in get_weight_files(folder):
+        try:
+            with safe_open(name, framework="pt", device="cpu") as file:
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{name} is missing, although the index of pretrained={str(folder)!r} names it; copy or download the"
+                " model again."
+            ) from error
+        except SafetensorError as error:
+            raise ValueError(
+                f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
+                " download it again."
+            ) from error
+        tensors.update({key: _StoredTensor(reader, name, key, shape) for key, shape in shapes.items()})
+    return tensors
+
+
+def _check_loaded(model: Any, info: Any, source: _Source) -> None:
+    """Refuse what transformers only warns of: a model that would train from weights that are not the files'."""
+    info = copy.copy(info)
+    model._adjust_missing_and_unexpected_keys(info)  # for what a family's authors know to be harmless
+    missing = {
+        name
+        for name in info.missing_keys
+        if _get_tied_names(model, name) <= info.missing_keys
+        and not any(fnmatchcase(name, pattern) for pattern in source.allow_missing)
+    }
+    left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
+    problems = [
+        *_describe("missing in the files", missing - info.conversion_errors.keys()),
+        *_describe("in the files, but not in the module that would use them", left_over),
+        *_describe("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
+        *_describe("not convertible to the model's", info.conversion_errors),
+        *(f"the first error is {_shorten(text)}" for text in [*info.conversion_errors.values()][:1]),
+    ]
+    if problems:
+        raise ValueError(
+            f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
+            f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
+            " architecture. A new part of the model, such as a head, is named in `allow_missing`; tensors that the"
+            " model is to compute without are removed from the files."
+        )
+
+
+def _check_ties(model: Any, info: Any, source: _Source) -> None:
+    """Refuse files whose tensors differ where the config ties them: they would be two parameters, sharded as one."""
+    for name, other in model.all_tied_weights_keys.items():
+        if {name, other} & info.missing_keys:
+            continue
+        first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
+        if not torch.equal(first, second):
+            raise ValueError(
+                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both and"
+                ' they differ. To train them both, set `"tie_word_embeddings": false` in its config.json, or give'
+                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; else remove one from the files.'
+            )
+
+
+def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
+    read = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in info.missing_keys
+    }
+    return frozenset(
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in read
+    )
+
+
+def _forget(root: nn.Module, slots: set[Slot]) -> None:
+    """Let weights that were read count as others: an adapter's file has had its own."""
+    for module in root.modules():
+        if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
+            setattr(module, _LOADED_ATTRIBUTE, replace(loaded, slots=loaded.slots - slots))
+
+
+def _find_read(own: dict[str, nn.Parameter], names: set[str]) -> Tensor | None:
+    return next((own[name] for name in names if name in own and not own[name].is_meta), None)
+
+
+def _get_local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _get_tied_names(model: Any, name: str) -> set[str]:
+    """``name`` and the names of what is tied to it, of which the files need one only."""
+    ties: dict[str, str] = model.all_tied_weights_keys
+    source = ties.get(name, name)
+    return {name, source, *(target for target, other in ties.items() if other == source)}
+
+
+def _has_module_of(model: nn.Module, name: str) -> bool:
+    """Whether the model has the module of a stored tensor, with weights of its own, and would compute without it.
+
+    A bias or the scales of a quantised weight then change the results; a layer or head that the model lacks does not.
+    """
+    try:
+        module = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return False
+    return module is not model and bool(module._parameters)
+
+
+def _describe(problem: str, names: Collection[str], model: nn.Module | None = None) -> list[str]:
+    if not names:
+        return []
+    own = {} if model is None else model.state_dict()
+    described = [f"{name} is {tuple(own[name].shape)} here" if name in own else name for name in names]
+    return [f"{problem}: {list_names(described)}"]
+
+
+def _shorten(error: str) -> str:
+    """The last lines of transformers' text for a failed conversion: the message, and which operation it is from."""
+    return " ".join(error.strip().splitlines()[-2:])
+
+
+@contextmanager
+def _only_first_rank_reports() -> Iterator[None]:
+    """Every rank reads its shards, but only rank 0 needs to show progress and warnings."""
+    from transformers.utils import logging
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        yield
+        return
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,103 @@
+"""Adapters that peft has saved, read into shards, and refused where they are those of another base."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.weights.adapters import get_adapter_names, get_peft_models
+from lightning_fsdp2.weights.materialize import copy_shard_
+
+CONFIG_FILE = "adapter_config.json"
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+Slot = tuple[nn.Module, str]
+
+_SOURCE_ATTRIBUTE = "_lightning_fsdp2_adapter"
+
+
+@dataclass(frozen=True)
+class _Source:
+    file: Path
+
+    keys: Mapping[str, str]
+    """Names in the file, by those in the model."""
+
+
+def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> None:
+    """Say that a ``PeftModel`` takes the weights of ``adapter`` from what peft saved in ``folder``, once it is sharded.
+
+    Raises:
+        ValueError: When the file holds other tensors than the adapter has.
+    """
+    file, keys = folder / WEIGHTS_FILE, get_adapter_names(model, adapter)
+    with safe_open(file, framework="pt") as opened:
+        stored = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 - not a dict
+    # peft adds the weights of an embedding or head that has an adapter
+    keys |= {name: name for name in stored.keys() & model.state_dict().keys()}
+    own = {key: list(model.get_parameter(name).shape) for name, key in keys.items()}
+    _check_same_tensors(file, stored, own, model.peft_config[adapter].base_model_name_or_path)
+    setattr(model, _SOURCE_ATTRIBUTE, _Source(file, keys))
+
+
+@torch.no_grad()
+def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
+    """Load what :func:`set_adapter_weights` said into shards: each rank reads a tensor at a time and keeps its part.
+
+    Args:
+        root: Sharded, or whole on one rank; on the meta device or not.
+        device: Where weights go that are on the meta device.
+
+    Returns:
+        Where weights have been loaded.
+    """
+    loaded = set()
+    for model in get_peft_models(root):
+        source: _Source | None = model.__dict__.pop(_SOURCE_ATTRIBUTE, None)
+        if source is None:
+            continue
+        with safe_open(source.file, framework="pt") as file:
+            for name, key in source.keys.items():
+                slot = _get_slot(model, name)
+                _load(*slot, file.get_tensor(key), device)
+                loaded.add(slot)
+    return loaded
+
+
+def _load(module: nn.Module, name: str, value: Tensor, device: torch.device) -> None:
+    own: Any = module._parameters[name]
+    if own.is_meta:
+        allocated = nn.Parameter(torch.empty_like(own, device=device), own.requires_grad)
+        allocated.__dict__.update(own.__dict__)
+        module._parameters[name] = own = allocated
+    if isinstance(own, DTensor):
+        copy_shard_(own, value.to(own.to_local().device, own.dtype))
+    else:
+        own.copy_(value)
+
+
+def _check_same_tensors(
+    file: Path, stored: Mapping[str, list[int]], own: Mapping[str, list[int]], base: str | None
+) -> None:
+    problems = [
+        *(f"{key} is {stored[key]}, here {own[key]}" for key in sorted(own) if stored.get(key, own[key]) != own[key]),
+        *(f"it lacks {key}" for key in sorted(own.keys() - stored.keys())),
+        *(f"{key} is nothing of this model's" for key in sorted(stored.keys() - own.keys())),
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(
+            f"{file} is an adapter for another base, {base or 'whose name it does not say'}: {problems[0]}{more}. Give"
+            " the model that it was trained on as `pretrained`, or the fields of a new adapter as `lora`."
+        )
+
+
+def _get_slot(model: nn.Module, name: str) -> Slot:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key

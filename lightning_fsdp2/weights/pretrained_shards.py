@@ -1,0 +1,222 @@
+"""Weights that cannot be cut before they are converted, and transformers' loader, which cuts first.
+
+It reads of every stored tensor what this rank's shard of the *converted* one says, and converts that. Experts that are
+stacked bear it. What is split, interleaved, or concatenated along a sharded dim does not: the rank has a part of each
+piece where it should have one of the whole, of the right shape, and there is no error. (transformers 5.17 to 5.23;
+``core_model_loading.Split`` says of itself that it is "not TP-safe".)
+"""
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_fsdp2.compat.torch import StridedShard
+
+Slot = tuple[nn.Module, str]
+
+
+def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
+    """Fill ``model`` with transformers' loader, converting first what it must not cut first.
+
+    Each rank keeps its shards only. Parameters that must not be cut are read whole on every rank, along the dims that
+    the conversion mixes, one after the other. Those that a rank has no part of are not read there: the loader can
+    neither stack nor concatenate nothing.
+
+    Args:
+        model: Of transformers, on the meta device; DTensors have their final placements.
+        stored: The tensors in the files, by name.
+        config: transformers' ``LoadStateDictConfig``.
+        device: Where shards are kept: host memory too, which the loader cannot do for a mesh of GPUs.
+
+    Returns:
+        transformers' ``LoadStateDictInfo``.
+    """
+    keeper = _ShardKeeper(device)
+    to_read, not_read, converters = _sort(model, stored, config.weight_mapping)
+    for name, converter in converters.items():
+        keeper.read_before_sharding(model, name, converter)
+    for name in not_read:
+        module, key = _get_slot(model, name)
+        module._parameters[key] = _make_empty(module._parameters[key], device)
+    config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
+    hook = register_module_parameter_registration_hook(cast(Any, keeper))  # it may return a parameter
+    try:
+        with _reading_one_after_the_other() if keeper.originals else nullcontext():
+            info, _ = type(model)._load_pretrained_model(model, to_read, None, config)
+    finally:
+        hook.remove()
+        keeper.restore()
+    info.missing_keys.difference_update(not_read)
+    return info
+
+
+def _sort(
+    model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
+) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """Stored tensors that this rank reads, parameters that it has no part of, and conversions by what they make."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
+    empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
+    to_read, not_read, converters = dict(stored), set(), {}
+    for name, (targets, converter) in _sort_targets(model, stored, conversions).items():
+        if targets and empty.issuperset(targets):
+            del to_read[name]
+            not_read.update(targets)
+        elif converter is not None:
+            converters.update(dict.fromkeys(sharded.keys() & targets, converter))
+    return to_read, not_read, converters
+
+
+@contextmanager
+def _reading_one_after_the_other() -> Iterator[None]:
+    """Without threads that read ahead: they would hold many whole tensors at a time."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class _ShardKeeper:
+    """Hook of ``nn.Module`` that is called with every parameter that was loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.originals: dict[Slot, Any] = {}
+        """In their place stand others that are whole along some dims, until they are loaded."""
+        self.on_host: set[str] = set()
+        """Their names. They are converted there: an accelerator may have no room for it."""
+
+    def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
+        """Let what ``converter`` makes stand whole along the dims that it mixes, if those are sharded."""
+        module, key = slot = _get_slot(model, name)
+        original: Any = module._parameters[key]
+        placements = _get_placements_to_read(original, converter)
+        if placements != original.placements:
+            self.originals[slot] = original
+            self.on_host.add(name)
+            module._parameters[key] = _make_meta_parameter(original, placements)
+
+    def restore(self) -> None:
+        """Put back the parameters that the files lack."""
+        for (module, name), original in self.originals.items():
+            module._parameters[name] = original
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        original = self.originals.pop((module, name), None)
+        if original is None and not (isinstance(parameter, DTensor) and parameter.device.type != self.device.type):
+            return None
+        kept: DTensor = parameter
+        if original is not None:
+            loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
+            # from whole to sharded each rank takes its part, without communication
+            part = loaded.redistribute(placements=original.placements).to_local()
+            # a copy, where the part would keep the whole tensor in memory
+            kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
+        result = nn.Parameter(kept.to(self.device), parameter.requires_grad)
+        result.__dict__.update(parameter.__dict__)
+        return result
+
+
+def _get_slot(model: nn.Module, name: str) -> Slot:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def get_targets(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> dict[str, list[str]]:
+    """Return which of the model's tensors each stored one is for."""
+    return {name: targets for name, (targets, _) in _sort_targets(model, stored, conversions).items()}
+
+
+def _sort_targets(
+    model: Any, stored: Collection[str], conversions: Sequence[Any]
+) -> dict[str, tuple[list[str], Any | None]]:
+    """Which of the model's tensors each stored one is for, and the conversion that makes them if there is one."""
+    # private, but what the loader itself asks, with the same arguments from 5.17 to 5.23
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    by_pattern = {
+        pattern: conversion
+        for conversion in conversions
+        if isinstance(conversion, WeightConverter)
+        for pattern in conversion.source_patterns
+    }
+    own: dict[str, Tensor] = model.state_dict()
+    found = {}
+    for name in stored:
+        target, pattern = rename_source_key(name, renamings, list(by_pattern.values()), model.base_model_prefix, own)
+        targets, converter = [target], None if pattern is None else by_pattern[pattern]
+        if converter is not None:
+            first, *others = converter.target_patterns
+            targets += [target.replace(first, other) for other in others]
+        found[name] = ([made for made in targets if made in own], converter)
+    return found
+
+
+def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
+    """The placements of ``parameter``, but whole along the dims for which cutting and converting do not commute."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in converter.operations]
+    stacks = MergeModulelist in kinds
+    if not set(kinds) <= {Concatenate, MergeModulelist}:
+        return (Replicate(),) * len(parameter.placements)
+    mixed = {operation.dim % parameter.ndim for operation in converter.operations if type(operation) is Concatenate}
+
+    def choose(placement: Any) -> Placement:
+        if placement.is_replicate() or placement.dim not in mixed:
+            return placement
+        alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
+        # a rank has its part of each of the pieces: that is how the loader cuts them when it stacks experts
+        parts = placement.split_factor if isinstance(placement, StridedShard) else 1
+        commutes = stacks and alone and parts == len(converter.source_patterns)
+        return placement if commutes else Replicate()
+
+    return tuple(choose(placement) for placement in parameter.placements)
+
+
+def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
+    """As ``original``, on the meta device, with other placements: of each dim sharded as it is, or whole."""
+    sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
+    local = original.to_local()
+    shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
+    meta = torch.empty(shape, dtype=original.dtype, device="meta")
+    # whole it is no DTensor, whose local tensor the loader would move to the device of the mesh
+    return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
+
+
+def _wrap(local: Tensor, like: Any, placements: tuple[Placement, ...]) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _replicate(whole: Tensor, like: Any) -> Any:
+    """As a DTensor on the device of ``whole``, where ``DTensor.from_local`` moves it to that of the mesh."""
+    placements = (Replicate(),) * len(like.placements)
+    meta = _wrap(torch.empty_like(whole, device="meta"), like, placements)
+    replicated: Any = torch.empty_like(meta, device=whole.device)
+    replicated.to_local().copy_(whole)
+    return replicated
+
+
+def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
+    """As ``original``, of which this rank has no part, not on the meta device."""
+    parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
+    parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
+    return cast(nn.Parameter, parameter)

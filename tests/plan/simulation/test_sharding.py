@@ -1,0 +1,233 @@
+"""What `describe` says of ranks that do not exist is what ranks that do exist hold."""
+
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import LLAMA, make_causal_lm
+from helpers.ranks import RankError, run_ranks
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_fsdp2 import (
+    CausalLM,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2Manager,
+    FSDP2Strategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+    create_device_mesh,
+)
+from lightning_fsdp2.plan.sharding_table import write_tables
+from lightning_fsdp2.plan.simulation.sharding import Description, describe
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+PARAMETERS_8B = 8_030_261_248
+NORMS_8B = 65 * 4096
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def run_describe(
+    strategy: Any, world_size: int, module: Any = None, *, precision: str = "32-true", num_nodes: int = 1
+) -> Description:
+    def run() -> Description:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            num_nodes=num_nodes,
+            precision=precision,
+            strategy=strategy,
+            logger=False,
+            plugins=[LightningEnvironment()],
+        )
+        with torch.device("meta"):
+            model = module() if module else CausalLM(config=LLAMA_8B)
+        description = describe(trainer, model, world_size=world_size)
+        assert not dist.is_initialized()
+        assert all(parameter.is_meta for parameter in model.parameters())
+        return description
+
+    return run_ranks(run, 1, group=False)[0]
+
+
+def get_table(description: Description) -> list[str]:
+    output = io.StringIO()
+    write_tables(description, output)
+    return [line.rstrip() for line in output.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [({}, {}), ({"tp_size": 2}, {"sequence_parallel": True, "activation_checkpointing": "full"})],
+    ids=["dp2", "tp2-sp"],
+)
+def test_shards_are_those_of_two_real_ranks(sizes: dict[str, int], flags: dict[str, Any]) -> None:
+    config = FSDP2Config(**flags)
+
+    def run() -> dict[str, tuple[int, ...]]:
+        mesh = create_device_mesh(config, device_type="cpu", **sizes)
+        model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(LLAMA))
+        return {f"model.{name}": tuple(p.to_local().shape) for name, p in model.named_parameters()}
+
+    held = run_ranks(run, 2)[0]
+    description = run_describe(FSDP2Strategy(config=config, **sizes), 2, lambda: CausalLM(config=LLAMA))
+    assert {p.name: p.shard_shape for unit in description.units for p in unit.parameters} == held
+
+
+def test_an_8b_model_on_512_ranks() -> None:
+    strategy = FSDP2Strategy(tp_size=8, dp_replicate_size="auto", config=FSDP2Config(sequence_parallel=True))
+    description = run_describe(strategy, 512, precision="bf16-mixed", num_nodes=4)
+    assert description.mesh == {"dp_replicate": 4, "dp_shard": 16, "context_parallel": 1, "tensor_parallel": 8}
+    shard = 4 * ((PARAMETERS_8B - NORMS_8B) // 128 + NORMS_8B // 16)  # norms are whole on tensor parallel ranks
+    assert description.totals == {
+        "ranks": 512,
+        "parameters": PARAMETERS_8B,
+        "trained_parameters": PARAMETERS_8B,
+        "weight_bytes": shard,
+        "gradient_bytes": shard,
+        "largest_gathered_bytes": 2 * (128256 * 4096 // 8 + 4096),  # of the head and its norm, in bfloat16
+    }
+    assert description.precision == {
+        "weights": "float32",
+        "gathered": "bfloat16",
+        "compute": "bfloat16",
+        "reduction": "float32",
+    }
+    embedding, *layers, head = description.units
+    assert embedding.modules == ["model.model.embed_tokens"]
+    assert [layer.modules for layer in layers] == [[f"model.model.layers.{index}"] for index in range(32)]
+    assert head.modules == ["model.model.norm", "model.lm_head"]
+    assert [unit.reshard_after_forward for unit in description.units] == [True] * 32 + [False] * 2
+    placements = {parameter.name.split(".", 4)[-1]: parameter.placements for parameter in layers[0].parameters}
+    assert placements["mlp.down_proj.weight"] == {
+        "dp_replicate": "whole",
+        "dp_shard_cp": "dim 0",
+        "tensor_parallel": "dim 1",
+    }
+    assert placements["input_layernorm.weight"]["tensor_parallel"] == "whole"
+
+
+def test_flags_that_need_cuda_can_be_described() -> None:
+    flags = {"sequence_parallel": True, "enable_compile": True, "enable_async_tensor_parallel": True}
+    description = run_describe(FSDP2Strategy(tp_size=2, cp_size=2, config=FSDP2Config(**flags)), 8)
+    assert description.mesh["context_parallel"] == 2
+    assert description.totals["parameters"] == PARAMETERS_8B
+
+
+def test_ddp_holds_the_whole_model_on_every_rank() -> None:
+    description = run_describe(DDPStrategy(), 4, precision="bf16-mixed")
+    assert description.totals["weight_bytes"] == 4 * PARAMETERS_8B
+    assert {
+        placement for unit in description.units for p in unit.parameters for placement in p.placements.values()
+    } == {"whole"}
+    assert description.totals["largest_gathered_bytes"] == 0
+    assert not any("Gathered" in line for line in get_table(description))
+
+
+def test_megatron_fsdp_steps_float32_weights() -> None:
+    description = run_describe(MegatronFSDPStrategy(), 8, precision="bf16-true")
+    assert description.precision == {
+        "weights": "float32",
+        "gathered": "bfloat16",
+        "compute": "bfloat16",
+        "reduction": "float32",
+    }
+    assert description.totals["weight_bytes"] == 4 * PARAMETERS_8B // 8
+    assert len(description.units) == 33
+    assert "takes CUDA to see" in description.notes[0]
+
+
+class ShardsItself(LightningModule):
+    def configure_model(self) -> None:
+        self.layer = fully_shard(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "error"),
+    [
+        (FSDP2Strategy(tp_size=3), None, "tp_size=3 = 3 does not divide the world size 4"),
+        (FSDP2Strategy(tp_size=4), lambda: CausalLM(config=LLAMA), "tp_size=4 does not divide num_key_value_heads=2"),
+        ("auto", None, "describe knows the strategies of lightning_fsdp2, not SingleDeviceStrategy"),
+        (FSDP2Strategy(), ShardsItself, "ShardsItself shards itself in `configure_model`"),
+        (MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=1)), None, "knows zero_dp_strategy 0 and 3"),
+    ],
+    ids=["sizes", "heads", "strategy", "own-sharding", "zero-1"],
+)
+def test_what_cannot_be_described_says_so(strategy: str | Strategy, module: Any, error: str) -> None:
+    with pytest.raises(RankError, match=error):
+        run_describe(strategy, 4, module)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+
+    def forward(self) -> None: ...
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self) -> None: ...
+
+
+class Mixture(LightningModule):
+    def configure_model(self) -> None:
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+
+def test_equal_layers_and_experts_are_one_line() -> None:
+    lines = get_table(run_describe(FSDP2Strategy(), 2, Mixture))
+    assert sum(line.startswith("layers.0-2 ") for line in lines) == 1
+    [row] = [line for line in lines if "experts" in line]
+    assert row.split() == [
+        *["experts.0-3.up.weight", "4", TIMES, "256", "B"],
+        *["16", TIMES, "8"],
+        "float32",
+        "dim",
+        "0",
+    ]
+    [frozen] = [line for line in lines if line.startswith(" weight")]
+    assert frozen.split()[-1] == "yes"
+
+
+def test_names_are_those_within_the_model_and_adapters_of_one_line() -> None:
+    module = partial(CausalLM, config=LLAMA_8B, lora={"r": 8, "target_modules": ["q_proj", "down_proj"]})
+    lines = get_table(run_describe(FSDP2Strategy(tp_size=2), 4, module))
+    assert "names       within model.base_model.model" in lines
+    names = [line.split()[0] for line in lines if line.startswith(" ") and len(line.split()) > 5]
+    assert {"self_attn.q_proj.base_layer.weight", "mlp.down_proj.lora_A.default.weight"} <= {*names}
+
+
+def test_tables_fit_100_columns() -> None:
+    strategy = FSDP2Strategy(tp_size=2, cp_size=2, dp_replicate_size=2, config=FSDP2Config(offload_policy=True))
+    lines = get_table(run_describe(strategy, 16, precision="bf16-mixed"))
+    assert max(map(len, lines)) <= 100
+    units = next(index for index, line in enumerate(lines) if line.startswith("Unit "))
+    layers = f"model.layers.0-31 32 {TIMES} 218.11 M 32 {TIMES} 208.0 MiB 32 {TIMES} 104.0 MiB resharded, 31 kept"
+    assert " ".join(lines[units + 3].split()) == layers
+    assert sum("q_proj" in line for line in lines) == 1
+    assert lines[-3:] == [
+        "The 2 ranks of dp_replicate hold the same shards.",
+        "",
+        "Weights, gradients and optimizer states are in host memory between uses.",
+    ]

@@ -1,0 +1,218 @@
+"""A simulated step is the step of processes that really train: the same collectives, and as much memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.planning import (
+    BATCH,
+    KEY_VALUE_WIDTH,
+    LAYERS,
+    LENGTH,
+    LLAMA,
+    MLP_WIDTH,
+    VOCABULARY,
+    WIDTH,
+    Call,
+    make_batch,
+    make_module,
+    make_trainer,
+    measure_peak,
+    train,
+)
+from helpers.ranks import run_ranks
+from torch.optim import AdamW
+
+from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
+from lightning_fsdp2.plan.simulation.recorder import (
+    ACTIVATIONS,
+    COMMUNICATION_BUFFERS,
+    OPTIMIZER_STATES,
+    UNSHARDED_WEIGHTS,
+    WEIGHTS,
+)
+from lightning_fsdp2.plan.simulation.step import Simulation, simulate
+from lightning_fsdp2.plan.timing.devices import DEVICES
+
+# elements
+EMBEDDING = HEAD = VOCABULARY * WIDTH
+LAYER_MATRICES = 2 * WIDTH * WIDTH + 2 * WIDTH * KEY_VALUE_WIDTH + 3 * WIDTH * MLP_WIDTH
+LAYER = LAYER_MATRICES + 2 * WIDTH
+MODEL = EMBEDDING + HEAD + LAYERS * LAYER + WIDTH
+TENSORS = 3 + 9 * LAYERS
+
+FULL = FSDP2Config(activation_checkpointing="full")
+SEQUENCE_PARALLEL = FSDP2Config(sequence_parallel=True)
+SELECTIVE_LOSS_PARALLEL = FSDP2Config(sequence_parallel=True, loss_parallel=True, activation_checkpointing="selective")
+
+CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
+    "1 rank": (1, FSDP2Strategy, {}),
+    "dp 2": (2, FSDP2Strategy, {}),
+    "dp 2, float32": (2, FSDP2Strategy, {"precision": "32-true"}),
+    "dp 2, bfloat16": (2, FSDP2Strategy, {"precision": "bf16-true"}),
+    "dp 2, full AC": (2, lambda: FSDP2Strategy(config=FULL), {}),
+    "dp 2, accumulation": (2, FSDP2Strategy, {"accumulate_grad_batches": 3}),
+    "dp 2, chunked loss": (2, FSDP2Strategy, {"module": {"loss": "chunked"}}),
+    "tp 2": (2, lambda: FSDP2Strategy(tp_size=2), {}),
+    "cp 2": (2, lambda: FSDP2Strategy(cp_size=2), {}),
+    "DDP": (2, DDPStrategy, {}),
+    "DDP, bfloat16": (2, DDPStrategy, {"precision": "bf16-true", "accumulate_grad_batches": 2}),
+    "dp 2 x tp 2, SP": (4, lambda: FSDP2Strategy(tp_size=2, config=SEQUENCE_PARALLEL), {}),
+    "dp 2 x tp 2, SP, loss parallel": (4, lambda: FSDP2Strategy(tp_size=2, config=SELECTIVE_LOSS_PARALLEL), {}),
+    "dp 2 x cp 2": (4, lambda: FSDP2Strategy(cp_size=2, config=FULL), {}),
+    "2 replicas x 2 shards": (4, lambda: FSDP2Strategy(dp_replicate_size=2), {}),
+    "dp 4": (4, FSDP2Strategy, {"accumulate_grad_batches": 2}),
+}
+SAMPLE = ("dp 2, accumulation", "DDP", "dp 2 x tp 2, SP", "dp 2 x cp 2")
+
+
+def plan(ranks: int, strategy: Any, *, rank: int = 0, module: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Simulate a rank in a process of its own."""
+
+    def run() -> tuple[RankPlan, list[Call], Simulation]:
+        trainer = make_trainer(strategy(), **options)
+        simulation = simulate(trainer, make_module(**(module or {})), make_batch(), world_size=ranks, rank=rank)
+        calls = [(call.kind, len(call.group.ranks), call.bytes) for call in simulation.recording.collectives]
+        planned = build_rank_plan(rank, simulation.recording, DEVICES["h100"], overlapped_axes=())
+        return planned, calls, simulation
+
+    return run_ranks(run, 1, group=False)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_simulated_step_is_that_of_processes_that_train(name: str) -> None:
+    ranks, strategy, options = CASES[name]
+    planned, calls, _ = plan(ranks, strategy, **options)
+    real_calls, added = train(strategy, ranks, **options)
+    assert calls == real_calls
+    kept = planned.peak[WEIGHTS] + planned.peak[OPTIMIZER_STATES]
+    if name.startswith("DDP"):
+        kept += planned.peak[COMMUNICATION_BUFFERS]  # its buckets
+    assert planned.peak_bytes - kept == pytest.approx(added, rel=0.05)
+
+
+WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 1024}
+"""Of which weights take more than a step of few tokens does."""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DDPStrategy, lambda: DDPStrategy(DDPConfig(gradient_as_bucket_view=True))],
+    ids=["DDP", "DDP, views of buckets"],
+)
+def test_all_that_is_held_is_what_processes_hold(strategy: Callable[[], Any]) -> None:
+    batch = make_batch(1, 32)
+
+    def run() -> int:
+        module = CausalLM(config=WIDE, optimizer=partial(AdamW, foreach=True))
+        recording = simulate(make_trainer(strategy()), module, batch, world_size=2).recording
+        return build_rank_plan(0, recording, DEVICES["h100"], overlapped_axes=()).peak_bytes
+
+    (planned,) = run_ranks(run, 1, group=False)
+    assert planned == pytest.approx(measure_peak(strategy, 2, WIDE, batch), rel=0.01)
+
+
+# ---------------------------------------------------------------------- numbers that can be computed by hand
+
+
+def test_memory_and_traffic_by_hand() -> None:
+    ranks = 4
+    planned, calls, simulation = plan(ranks, FSDP2Strategy)
+    shard = MODEL // ranks
+    assert planned.peak[WEIGHTS] == 4 * shard
+    assert planned.peak[OPTIMIZER_STATES] == 2 * 4 * shard + 4 * TENSORS  # AdamW's two moments, and its step numbers
+    # the peak is in the loss's backward: the head, the norm before it and the last layer are gathered, in bfloat16
+    assert planned.peak_at == f"backward behind model.model.layers.{LAYERS - 1}"
+    assert planned.peak[UNSHARDED_WEIGHTS] == 2 * (HEAD + WIDTH + LAYER)
+    gathered = [size for kind, _, size in calls if kind == "all-gather"]
+    reduced = [size for kind, _, size in calls if kind == "reduce-scatter"]
+    # all but the last layer and the head are gathered again in backward, and the embedding is not needed there
+    assert sum(gathered) == 2 * MODEL + 2 * (LAYERS - 1) * LAYER
+    assert sum(reduced) == 4 * MODEL
+    assert simulation.is_even
+
+
+def test_flops_by_hand() -> None:
+    planned, *_ = plan(2, FSDP2Strategy)
+    tokens = BATCH * LENGTH
+    products = 6 * tokens * (HEAD + LAYERS * LAYER_MATRICES)
+    # scores and values in forward; in backward the scores again, and two products for each; half of it, being causal
+    attention = LAYERS * (2 + 5) * BATCH * 2 * LENGTH * LENGTH * WIDTH // 2
+    assert planned.flops == pytest.approx(products + attention, rel=1e-3)
+
+
+def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide() -> None:
+    def count_activations(vocabulary: int) -> int:
+        module = CausalLM(config={**LLAMA, "vocab_size": vocabulary})
+        trainer = make_trainer(FSDP2Strategy(tp_size=2, config=SEQUENCE_PARALLEL))
+        recording = simulate(trainer, module, make_batch(), world_size=2).recording
+        return sum(c.bytes for c in recording.changes if c.category == ACTIVATIONS and c.bytes > 0)
+
+    def run() -> list[int]:
+        return [count_activations(2 * WIDTH), count_activations(2 * WIDTH + 2)]
+
+    as_wide, wider = run_ranks(run, 1, group=False)[0]
+    assert as_wide >= wider  # what cannot be told apart is no logits
+
+
+def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
+    few, many = (plan(2, FSDP2Strategy, accumulate_grad_batches=count)[0] for count in (4, 9))
+
+    def count(planned: RankPlan, kind: str) -> tuple[int, int]:
+        (entry,) = [entry for entry in planned.traffic if entry.kind == kind]
+        return entry.calls, entry.bytes
+
+    assert [9 * number for number in count(few, "all-gather")] == [4 * number for number in count(many, "all-gather")]
+    assert count(few, "reduce-scatter") == count(many, "reduce-scatter")  # once in a step
+    assert 4 * many.flops == 9 * few.flops
+    assert few.peak == many.peak
+
+
+def test_the_last_rank_of_uneven_shards_holds_less() -> None:
+    first, last = (plan(3, FSDP2Strategy, rank=rank) for rank in (0, 2))
+    assert not first[2].is_even
+    assert last[0].peak[OPTIMIZER_STATES] < first[0].peak[OPTIMIZER_STATES]
+    assert last[0].peak[WEIGHTS] == first[0].peak[WEIGHTS]  # FSDP2 fills shards up
+
+
+# ---------------------------------------------------------------------- what cannot be simulated
+
+
+class ChoosesByValue(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch).sum()
+        return loss if loss > 0 else -loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_step_that_depends_on_values_is_refused() -> None:
+    def run() -> str:
+        with torch.device("meta"):
+            module = ChoosesByValue()
+        with pytest.raises(ValueError, match="ChoosesByValue: what its step does depends on values") as error:
+            simulate(make_trainer(FSDP2Strategy()), module, torch.zeros(2, 4), world_size=2)
+        return str(error.value)
+
+    (message,) = run_ranks(run, 1, group=False)
+    assert "return loss if loss > 0 else -loss" in message
+
+
+def test_other_strategies_are_refused() -> None:
+    def run() -> None:
+        trainer = make_trainer("auto", precision="32-true")
+        with pytest.raises(TypeError, match="not of SingleDeviceStrategy: use one of them"):
+            simulate(trainer, make_module(), make_batch(), world_size=2)
+
+    run_ranks(run, 1, group=False)

@@ -1,0 +1,77 @@
+"""A failure on one rank is an error on all of them, and none waits for what will not come."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+
+from lightning_fsdp2.ranks.coordination import all_gather, on_every_rank, on_first_rank, wait_for_all_ranks
+
+
+class StubbornError(Exception):
+    """One that cannot be unpickled."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def test_every_rank_learns_what_the_first_one_did() -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        assert on_first_rank(lambda: rank + 10) == 10
+        with pytest.raises(OSError, match="no room"):
+            on_first_rank(lambda: fail(OSError(28, "no room")))
+        with pytest.raises(StubbornError if rank == 0 else RuntimeError, match="1 and 2") as caught:
+            on_first_rank(lambda: fail(StubbornError(1, 2)))
+        assert (caught.traceback[-1].name == "fail") == (rank == 0), "where it failed is known"
+
+    run_ranks(run, 2)
+
+
+def test_every_rank_raises_where_any_failed() -> None:
+    def run() -> None:
+        rank = dist.get_rank()
+        assert on_every_rank(lambda: rank) == rank
+        with pytest.raises(ValueError, match="rank 1"):
+            on_every_rank(lambda: fail(ValueError("rank 1")) if rank == 1 else rank)
+        with pytest.raises(ValueError, match=f"^rank {rank}$") as caught:
+            on_every_rank(lambda: fail(ValueError(f"rank {rank}")))
+        assert caught.traceback[-1].name == "fail"
+        assert all_gather(rank) == [0, 1]
+
+    run_ranks(run, 2)
+
+
+def test_one_process_needs_no_group() -> None:
+    assert on_first_rank(lambda: 1) == on_every_rank(lambda: 1) == 1
+    assert all_gather(3) == [3]
+    with pytest.raises(ValueError, match="alone"):
+        on_every_rank(lambda: fail(ValueError("alone")))
+
+
+def test_no_rank_leaves_while_another_still_talks_to_the_store(tmp_path: Path) -> None:
+    """Rank 0 keeps the store, and the end of its process may come right after the call."""
+
+    def run() -> None:
+        store = type(dist.group.WORLD.get_group_store())
+        delete_key = store.delete_key
+
+        def delete_late(own: Any, key: str) -> Any:
+            time.sleep(dist.get_rank() * 0.5)
+            delete_key(own, key)
+            (tmp_path / str(dist.get_rank())).touch()
+
+        with patch.object(store, "delete_key", delete_late):
+            wait_for_all_ranks("end", timedelta(seconds=30), "Nothing.")
+        assert (tmp_path / "1").exists()
+
+    run_ranks(run, 2)

@@ -1,0 +1,216 @@
+"""Nodes that run something else, or keep checkpoints for themselves, are found before they train."""
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.cli import main
+from lightning_fsdp2.strategies.launch import process_groups as distributed
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank each."""
+    monkeypatch.setattr(platform, "node", lambda: f"node-{os.environ['RANK']}")
+
+
+class Module(Regressor):
+    def __init__(self, lr: float, api_key: str = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def fit(*, lr: float = 0.1, api_key: str = "", strategy: dict[str, Any] | None = None, **options: Any) -> None:
+    trainer = make_trainer(FSDP2Strategy(**(strategy or {})), **options)
+    trainer.fit(Module(lr, api_key), make_loader(make_batches(8)))
+
+
+def say(function: Callable[..., None], *of_rank: dict[str, Any], **options: Any) -> list[str]:
+    """What each rank says."""
+
+    def run() -> str:
+        with pytest.raises(ValueError, match="The ranks of a run must be the same") as error:
+            function(**of_rank[int(os.environ["RANK"])])
+        return str(error.value)
+
+    return run_ranks(run, len(of_rank), **options)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "difference"),
+    [
+        ({"max_steps": 2}, {"max_steps": 3}, "trainer.max_steps is 2 on rank 0 (node-0) and 3 on rank 1 (node-1)"),
+        ({"strategy": {}}, {"strategy": {"dp_replicate_size": 2}}, "mesh is MeshSizes("),
+        ({}, {"strategy": {"config": FSDP2Config(reshard_after_forward=True)}}, "FSDP2Config.reshard_after_forward is"),
+        (
+            {},
+            {"strategy": {"checkpoint": CheckpointConfig(async_save=True)}},
+            "CheckpointConfig.async_save is False on",
+        ),
+        ({}, {"api_key": "s3cr3t"}, None),
+    ],
+)
+def test_another_config_is_refused_on_all_ranks(own: Any, other: Any, difference: str | None) -> None:
+    if difference is None:
+        run_ranks(lambda: fit(**(own, other)[int(os.environ["RANK"])]), 2)
+        return
+    for message in say(fit, own, other):
+        assert difference in message
+        assert "Install the same versions on all nodes, and start them with the same config." in message
+
+
+def test_other_hyperparameters_of_a_script_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may hold a rank or a folder of its own."""
+    text = (
+        r"hyperparameters of the ranks differ.*: Module.lr is 0.1 on rank 0 \(node-0\) and 0.2 on rank 1 \(node-1\)\."
+    )
+
+    def run() -> None:
+        with pytest.warns(UserWarning, match=text) if os.environ["RANK"] == "0" else nullcontext():
+            fit(lr=(0.1, 0.2)[int(os.environ["RANK"])])
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("of_rank_0", [False, True])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, of_rank_0: bool) -> None:
+    versions = distributed.get_versions()
+
+    def differ() -> dict[str, Any]:
+        if (os.environ["RANK"] == "0") is of_rank_0:
+            return {**versions, "lightning_fsdp2": "0.0.9", "torch": "2.11.0"}
+        return {**versions, "python": "3.11.99"}
+
+    monkeypatch.setattr(distributed, "get_versions", differ)
+
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+        make_trainer(devices=3).fit(Regressor(), make_batches(1))
+
+    old, new = ("0.0.9", versions["lightning_fsdp2"]) if of_rank_0 else (versions["lightning_fsdp2"], "0.0.9")
+    for message in say(run, {}, {}, {}, group=False):
+        assert (
+            f"differ: the version of lightning_fsdp2 is {old} on rank 0 (node-0) and {new} on ranks 1 (node-1), 2"
+            in (message)
+        )
+        assert "; the version of torch is" in message
+        assert "python" not in message
+
+
+def test_other_backends_are_refused() -> None:
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        backend = ("gloo", "cpu:gloo")[int(os.environ["RANK"])]
+        strategy = FSDP2Strategy(config=FSDP2Config(backend=backend))
+        make_trainer(strategy).fit(Regressor(), make_batches(1))
+
+    for message in say(run, {}, {}, group=False):
+        assert "differ: the backend is gloo on rank 0 (node-0) and cpu:gloo on rank 1 (node-1)." in message
+
+
+def test_the_whole_config_of_the_command_line_counts() -> None:
+    arguments = [
+        "fit",
+        "--model=lightning.pytorch.demos.boring_classes.BoringModel",
+        "--data=lightning.pytorch.demos.boring_classes.BoringDataModule",
+        "--trainer.strategy=fsdp2",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+    ]
+
+    def run() -> str:
+        rank, said = os.environ["RANK"], StringIO()
+        os.environ["LOCAL_RANK"] = "0"  # the first of its node, which speaks
+        with pytest.raises(SystemExit) as end, redirect_stderr(said):
+            main([*arguments, f"--trainer.limit_predict_batches={rank}"])
+        assert end.value.code == 2
+        return said.getvalue()
+
+    for message in run_ranks(run, 2):
+        assert message.startswith(
+            "error: The ranks of a run must be the same, and differ: trainer.limit_predict_batches"
+        )
+
+
+def join_nodes() -> None:
+    """As torchrun would, with a node for each rank."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
+
+
+def keep_apart(folder: Path) -> None:
+    """From now on, ``folder`` is another one in this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(CLONE_NEWNS) == 0
+    assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    assert libc.mount(b"none", str(folder).encode(), b"tmpfs", 0, None) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def run() -> str:
+        join_nodes()
+        if os.environ["RANK"] == "1":
+            keep_apart(folder)
+        options = {"callbacks": [ModelCheckpoint(folder / "checkpoints")], "enable_checkpointing": True}
+        options["strategy"] = {"timeout": timedelta(seconds=4)}  # in which the others wait
+        with pytest.raises(ValueError, match="must share the folder") as error:
+            fit(devices=1, num_nodes=2, **options)
+        return str(error.value)
+
+    for message in run_ranks(run, 2):
+        assert message == (
+            f"ModelCheckpoint(dirpath='{folder}/checkpoints'): all nodes must share the folder of checkpoints, and what"
+            " rank 0 (node-0) writes there does not appear on 1 (node-1). Choose one on a shared file system, or in an"
+            " object store."
+        )
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
+    def run() -> None:
+        join_nodes()
+        callbacks = [ModelCheckpoint(tmp_path, save_top_k=0)]
+        fit(devices=1, num_nodes=2, callbacks=callbacks, enable_checkpointing=True)
+
+    run_ranks(run, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- torchrun's number of nodes
+
+
+def test_torchrun_says_how_many_nodes_there_are() -> None:
+    def run() -> tuple[int, tuple[int, ...], int]:
+        join_nodes()
+        trainer = make_trainer(FSDP2Strategy(dp_replicate_size="auto"), devices=1, num_nodes=4)
+        trainer.fit(Regressor(), make_loader(make_batches(4)))
+        return trainer.num_nodes, trainer.strategy.full_device_mesh.shape, trainer.strategy.data_parallel_rank
+
+    assert run_ranks(run, 2) == [(2, (2, 1, 1, 1), 0), (2, (2, 1, 1, 1), 1)]
+
+
+def test_torchrun_with_another_number_of_processes_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="does not match the world size"):
+            make_trainer(FSDP2Strategy(), devices=3)
+
+    run_ranks(run, 2)

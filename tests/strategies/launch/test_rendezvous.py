@@ -1,0 +1,208 @@
+"""Ranks that do not come, or answer no longer, are named with their hosts."""
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES, Kind
+from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Strategy
+from lightning_fsdp2.callbacks import ProcessGroupTimeout
+from lightning_fsdp2.ranks.failures import describe_ranks
+from lightning_fsdp2.strategies.launch import rendezvous as peers
+
+HOSTS = ["a", "a", "b", "b"]
+
+FIRST_16 = ", ".join(f"{rank} ({rank})" for rank in range(16))
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks each."""
+    monkeypatch.setattr(platform, "node", lambda: HOSTS[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "text"),
+    [
+        ([0, 1, 2, 3], HOSTS, "0-1 (a), 2-3 (b)"),
+        ([0, 2, 3], HOSTS, "0 (a), 2-3 (b)"),
+        ([0, 2, 3, 5, 7], ["a"] * 8, "0, 2-3, 5, 7 (a)"),
+        ([1, 3], ["a", "", "b", ""], "1, 3"),
+        ([0, 1, 2], [], "0-2"),
+        (
+            range(18),
+            [f"h{rank}" for rank in range(18)],
+            ", ".join(f"{n} (h{n})" for n in range(16)) + " and 2 more hosts",
+        ),
+    ],
+)
+def test_ranks_in_words(ranks: Sequence[int], hosts: list[str], text: str) -> None:
+    assert describe_ranks(ranks, hosts) == text
+
+
+# ---------------------------------------------------------------------- the start
+
+
+def start(rendezvous_timeout: timedelta, **environment: str) -> str:
+    """What a run of four ranks says on a rank."""
+    os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", **environment)
+    strategy = FSDP2Strategy(rendezvous_timeout=rendezvous_timeout)
+    trainer = make_trainer(strategy, devices=4)
+    with pytest.raises(TimeoutError) as error:
+        trainer.fit(Regressor(), make_batches(1))
+    return str(error.value)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    for rank, message in enumerate(run_ranks(start, 3, timedelta(seconds=2), group=False)):
+        assert f"Rank {rank} ({HOSTS[rank]}) waited rendezvous_timeout=0:00:02 for 4 ranks at 127.0.0.1:" in message
+        assert "These came: 0-1 (a), 2 (b). These did not: 3." in message or "Rank 0 gave up before." in message
+
+
+def test_a_rank_0_that_does_not_come_is_named() -> None:
+    def run() -> str:
+        os.environ["RANK"] = "3"
+        return start(timedelta(seconds=2), MASTER_ADDR="127.0.0.1")
+
+    [message] = run_ranks(run, 1, group=False)
+    assert message.startswith("Rank 3 (b) could not reach the store of rank 0 at 127.0.0.1:")
+    assert "Check that rank 0 has started and still runs, that MASTER_ADDR is its address" in message
+
+
+def test_an_agent_of_torchrun_that_has_ended_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that still imported torch then would hold their devices for all of rendezvous_timeout."""
+    monkeypatch.setattr(peers, "_AGENT_TIMEOUT", timedelta(seconds=1))
+
+    def run() -> str:
+        return start(timedelta(minutes=10), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+
+    [message] = run_ranks(run, 1, group=False)
+    assert "could not reach the store of torchrun's agent" in message
+
+
+def test_agents_that_have_counted_other_restarts_meet() -> None:
+    def run() -> int:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+        trainer = make_trainer(FSDP2Strategy(rendezvous_timeout=timedelta(seconds=20)), devices=2)
+        trainer.fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
+        return trainer.global_step
+
+    assert run_ranks(run, 2, group=False) == [2, 2]
+
+
+def test_two_nodes_of_the_same_number_are_named() -> None:
+    def run() -> str:
+        os.environ["RANK"] = ("0", "1", "1", "2")[int(os.environ["RANK"])]
+        os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+        with pytest.raises(ValueError, match="must be the ranks") as error:
+            make_trainer(devices=4).fit(Regressor(), make_batches(1))
+        return str(error.value)
+
+    for message in run_ranks(run, 4, group=False):
+        assert "the ranks 0 to 3, and call themselves 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    def run() -> None:
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+        with taken, pytest.raises(OSError, match=r"Port \d+ is taken on a by another process; set MASTER_PORT"):
+            make_trainer(FSDP2Strategy(), devices=2).fit(Regressor(), make_batches(1))
+
+    run_ranks(run, 1, group=False)
+
+
+# ---------------------------------------------------------------------- later
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
+def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path) -> None:
+    found = tmp_path / "found"
+
+    class Stops(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            while trainer.global_step == 2 and trainer.global_rank == 1 and not found.exists():
+                time.sleep(0.01)
+
+    def run() -> str:
+        trainer = kind.make_trainer(callbacks=[Stops(), ProcessGroupTimeout(timedelta(seconds=1))], max_steps=4)
+        with pytest.raises(RuntimeError) as error:
+            trainer.fit(Regressor(), make_loader(make_batches(12)))
+        found.touch()
+        return str(error.value)
+
+    for message in kind.run(run, 3)[::2]:
+        assert "Timed out waiting 1000ms" in message
+        assert message.endswith(
+            "Another rank ended before this one, or answers no longer. The same is noticed by the ranks 0 (a), 2 (b)."
+            " Nothing is heard yet of 1 (a): they wait for others, or are gone; see their logs, and whether their hosts"
+            " live."
+        )
+
+
+def test_a_rank_that_was_only_slow_is_not_accused() -> None:
+    class IsSlow(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2 and trainer.global_rank == 1:
+                time.sleep(2)
+
+    def run() -> str:
+        strategy = FSDP2Strategy(steady_timeout=timedelta(seconds=1))
+        trainer = make_trainer(strategy, callbacks=[IsSlow()], max_steps=4)
+        with pytest.raises(RuntimeError) as error:
+            trainer.fit(Regressor(), make_loader(make_batches(12)))
+        return str(error.value)
+
+    assert "All ranks notice it (0-1 (a), 2 (b)): one of them was too slow" in run_ranks(run, 3)[0]
+
+
+def test_without_a_store_it_says_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def append(self, *args: Any) -> None:
+            time.sleep(60)
+
+    def run() -> str:
+        monkeypatch.setattr(peers, "_PROBE_TIMEOUT", timedelta(seconds=0.1))
+        with patch.object(type(dist.group.WORLD), "get_group_store", lambda self: Gone()):
+            return peers.say_who_answers(HOSTS[:2])
+
+    assert run_ranks(run, 2)[1].startswith("Rank 1 (a) reaches neither the other ranks nor the store at 127.0.0.1:")
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("strategy", [kind.strategy for kind in STRATEGIES.values()], ids=STRATEGIES)
+@pytest.mark.parametrize("name", ["timeout", "rendezvous_timeout", "steady_timeout"])
+def test_wrong_timeouts(strategy: type[Any], name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{strategy.__name__}\({name}=30\) must be a timedelta; pass timedelta"):
+        strategy(**{name: 30})
+    with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}='0:00:00'\) must be more than nothing"):
+        strategy(**{name: timedelta(0)})
+
+
+def test_two_steady_timeouts_are_one_too_many() -> None:
+    def run() -> None:
+        strategy = FSDP2Strategy(steady_timeout=timedelta(minutes=1))
+        trainer = make_trainer(strategy, callbacks=[ProcessGroupTimeout()])
+        with pytest.raises(ValueError, match=r"steady_timeout='0:01:00'.* is a ProcessGroupTimeout, and the Trainer"):
+            trainer.fit(Regressor(), make_loader(make_batches(2)))
+
+    run_ranks(run, 1)

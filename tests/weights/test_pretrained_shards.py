@@ -1,0 +1,211 @@
+"""Weights that are converted while they are read: every family has those of ``from_pretrained`` in any shards."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import get_families, make_family_config
+from helpers.models import LLAMA
+from helpers.oracle import make_config
+from helpers.ranks import RankError, run_ranks
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.parallel.tensor import parameters as tp_parameters
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+from lightning_fsdp2.weights.pretrained import _StoredTensor
+
+MESHES = {"dp2": (2, 1), "dp3": (3, 1), "tp2": (2, 2), "dp2xtp2": (4, 2)}
+"""Ranks, and tensor parallel ranks."""
+
+FAST = {
+    ("olmo_hybrid", "dp2"),  # concatenated along the sharded dim
+    ("qwen3_moe", "dp3"),  # no expert on the last rank
+    ("hrm_text", "tp2"),  # split
+    ("inkling2_text", "tp2"),  # interleaved
+    ("hrm_text", "dp2xtp2"),  # along the dim that both axes shard
+}
+
+NO_TENSOR_PARALLEL = {"gemma4"}
+
+CASES = [
+    pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
+    for family in get_families()
+    for mesh in MESHES
+    # three ranks shard as two do, and unevenly too; four shard over both axes
+    if (family, mesh) in FAST or mesh == "dp3" or (mesh == "dp2xtp2" and family not in NO_TENSOR_PARALLEL)
+]
+
+
+def save(family: str, folder: Path, **changes: Any) -> Any:
+    """A model of random weights, also where the family begins with zeros or ones, in files of its own format."""
+    torch.manual_seed(0)
+    config = make_family_config(family)
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model
+
+
+def shard(model: Any, tp_size: int) -> Any:
+    mesh = create_device_mesh(device_type="cpu", tp_size=tp_size)
+    return fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy())
+
+
+def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
+    expected = save(family, folder, **changes).state_dict()
+    ranks, tp_size = MESHES[mesh]
+
+    def run() -> None:
+        model = shard(from_pretrained(folder), tp_size)
+        actual = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+        assert actual.keys() == expected.keys()
+        for name, tensor in actual.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes, f"{name} keeps more than its shard in memory"
+
+    run_ranks(run, ranks)
+
+
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_weights_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
+    read_shards(family, mesh, tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_without_a_part_of_what_both_axes_shard(tmp_path: Path) -> None:
+    """Of the sinks of two heads tensor parallelism leaves one to each rank, and that only to the first of two."""
+    read_shards("gpt_oss", "dp2xtp2", tmp_path, num_attention_heads=2, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("dp2xtp2", marks=pytest.mark.slow)])
+def test_experts_in_contiguous_shards(mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 has them, whose DTensor cannot pack."""
+    monkeypatch.setattr(tp_parameters, "has_packed_shards", lambda: False)
+    read_shards("qwen3_moe", mesh, tmp_path)
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
+from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+
+def get_peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+converter = WeightConverter("mlp.gate_up_proj.weight", names, [Interleave(dim=0), Chunk(dim=0)])
+register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+model = from_pretrained(sys.argv[1], dtype=torch.float32)
+Path("/proc/self/clear_refs").write_text("5")
+baseline = get_peak()
+fsdp2_strategy_parallelize(model, create_device_mesh(device_type="cpu"))
+shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+sys.stdout.write(f"measured {shards} {get_peak() - baseline}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_reading_whole(tmp_path: Path) -> None:
+    """Of tensors that cannot be cut first a rank holds one, twice, beside its shards."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 2, "num_attention_heads": 16}
+    config = make_config({**LLAMA, **sizes, "num_key_value_heads": 16})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {name: torch.zeros(weight.shape, dtype=torch.bfloat16) for name, weight in model.state_dict().items()}
+    for layer in range(2):
+        parts = [weights.pop(f"model.layers.{layer}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        weights[f"model.layers.{layer}.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = 4 * weights["model.layers.0.mlp.gate_up_proj.weight"].numel()
+    script = tmp_path / "measure.py"
+    script.write_text(_MEASURE)
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = subprocess.run([*launcher, script, tmp_path], capture_output=True, text=True, timeout=280)
+    measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
+    assert len(measured) == 2, output.stderr[-4000:]
+    for shards, peak in (map(int, numbers) for numbers in measured):
+        assert peak <= shards + 2 * whole + 100_000_000, f"{peak / 1e6} MB, of which {shards / 1e6} are shards"
+
+
+def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.experts.1.gate_proj.weight"
+    save_file({**weights, name: weights[name][:-1]}, file, metadata={"format": "pt"})
+    with pytest.raises(RankError) as raised:
+        run_ranks(lambda: shard(from_pretrained(tmp_path), 1), 2)
+    text = str(raised.value.cause)
+    assert "not convertible to the model's: model.layers.1.mlp.experts.gate_up_proj; the first error is " in text
+    assert "Error: MergeModulelist on tensors" in text
+    assert "missing in the files" not in text
+
+
+def test_the_environment_is_only_changed_while_tensors_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("olmo_hybrid", tmp_path)
+
+    def run(name: str, before: str | None) -> None:
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        inside = []
+        read = _StoredTensor.__getitem__
+
+        def look(tensor: Any, index: Any) -> torch.Tensor:
+            inside.append(os.environ.get(name))
+            return read(tensor, index)
+
+        monkeypatch.setattr(_StoredTensor, "__getitem__", look)
+        shard(from_pretrained(tmp_path), 1)
+        assert set(inside) == {"1"}
+        assert os.environ.get(name) == before
+
+    for before in (None, "0"):
+        run_ranks(run, 2, "HF_DEACTIVATE_ASYNC_LOAD", before)
+
+
+def test_what_the_files_lack_is_initialised_in_shards(tmp_path: Path) -> None:
+    model = save("olmo_hybrid", tmp_path)
+    lacking = "model.layers.0.linear_attn.conv1d.weight"
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    convolutions = [name for name in weights if "layers.0.linear_attn" in name and "conv" in name]
+    kept = {name: tensor for name, tensor in weights.items() if name not in convolutions}
+    assert len(convolutions) == 3
+    save_file(kept, file, metadata={"format": "pt"})
+
+    def run() -> None:
+        sharded = shard(from_pretrained(tmp_path, allow_missing=lacking), 1)
+        parameter = sharded.get_parameter(lacking)
+        assert isinstance(parameter, DTensor)
+        assert not parameter.is_meta
+        assert parameter.full_tensor().shape == model.get_parameter(lacking).shape
+        assert parameter.full_tensor().std() > 0
+
+    run_ranks(run, 2)
