@@ -1,6 +1,7 @@
 """FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the gradients of one process."""
 
 from lightning_fsdp2._cli_types import register_cli_types
+from lightning_fsdp2._moved import keep_moved_paths
 from lightning_fsdp2.checkpoint import consolidate_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from lightning_fsdp2.config import (
     CheckpointConfig,
@@ -21,6 +22,7 @@ from lightning_fsdp2.strategies.names import register_strategies
 
 __version__ = "0.1.0"
 
+keep_moved_paths()
 register_cli_types()
 register_strategies()
 

@@ -1,0 +1,60 @@
+"""Import paths that earlier versions documented: they lead to where things are now, with a warning."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+UNTIL = "2027-06-01"
+"""No release after this date has the old paths."""
+
+MOVED = {
+    "lightning_fsdp2.parallel.context_parallel": "lightning_fsdp2.parallel.context.apply",
+    "lightning_fsdp2.parallel.fully_shard": "lightning_fsdp2.parallel.data.fully_shard",
+    "lightning_fsdp2.parallel.pretrained": "lightning_fsdp2.weights.pretrained",
+    "lightning_fsdp2.parallel.tensor_parallel": "lightning_fsdp2.parallel.tensor.apply",
+    "lightning_fsdp2.parallel.tp_plans": "lightning_fsdp2.parallel.tensor.plans",
+    "lightning_fsdp2.parallel.tp_styles": "lightning_fsdp2.parallel.tensor.styles",
+    "lightning_fsdp2.parallel.uneven_shards": "lightning_fsdp2.ranks.whole_tensors",
+    "lightning_fsdp2.plan.devices": "lightning_fsdp2.plan.timing.devices",
+    "lightning_fsdp2.plan.recorder": "lightning_fsdp2.plan.simulation.recorder",
+    "lightning_fsdp2.plan.simulate": "lightning_fsdp2.plan.simulation.step",
+}
+"""From each old path to the new one."""
+
+
+def keep_moved_paths() -> None:
+    """Let Python find the modules of :data:`MOVED` by their old paths too. Can be called again."""
+    if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedFinder())
+
+
+class _MovedFinder(MetaPathFinder):
+    """Knows the old paths; Python asks it after all others."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, _MovedLoader(MOVED[fullname])) if fullname in MOVED else None
+
+
+class _MovedLoader(Loader):
+    """Makes a module whose names are those of another one."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def exec_module(self, module: ModuleType) -> None:
+        warnings.warn(
+            f"{module.__name__} is {self.path} now; the old path works until {UNTIL}.", FutureWarning, stacklevel=2
+        )
+        moved = importlib.import_module(self.path)
+
+        def get(name: str) -> Any:
+            return getattr(moved, name)
+
+        module.__dict__.update(__getattr__=get, __doc__=moved.__doc__)
