@@ -24,6 +24,7 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_optional_mesh,
 )
+from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import (
     apply_fully_shard,
@@ -36,7 +37,7 @@ from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activ
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
 from lightning_fsdp2.parallel.layers.packed_sequences import apply_unpacked_sequences
-from lightning_fsdp2.parallel.megatron.driver import get_optional_driver, take_over_optimizer
+from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
 from lightning_fsdp2.parallel.megatron.wrap import (
     HAVE_MEGATRON_FSDP as HAVE_MEGATRON_FSDP,
 )
@@ -612,9 +613,10 @@ def resolve_mp_policy(
 
 
 def _check_not_sharded(model: nn.Module) -> None:
-    if any(get_optional_driver(module) is not None for module in model.modules()):
+    sharder = next(filter(None, map(get_optional_sharder, model.modules())), None)
+    if sharder is not None:
         raise ValueError(
-            f"{type(model).__name__} was wrapped by Megatron-FSDP before. A model is parallelised once; pass one that"
+            f"{type(model).__name__} was wrapped by {sharder.name} before. A model is parallelised once; pass one that"
             " is not wrapped."
         )
     sharded = [name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)]

@@ -1,16 +1,19 @@
-"""Imports go down: what a module knows of is on a floor below its own, and in no circle."""
+"""Imports go down: a file imports from floors below its own, from its own folder, and never in a circle."""
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import lightning_fsdp2
 
+NAME = "lightning_fsdp2"
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_refusals", "compat", "config", "data", "schedulers"},
-    {"mesh", "_cli_types"},
+    {"_moved", "_refusals", "labels", "compat", "config"},
+    {"mesh", "_cli_types", "data", "schedulers"},
     {"modules", "ranks"},
     {"weights"},
     {"parallel"},
@@ -23,33 +26,79 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-"""From the ground up; ``__init__`` is the door to all of them."""
+"""Files and folders from the ground up; ``__init__`` is the door to all of them."""
+
+SIBLINGS = {
+    ("layers.compile", "loss.cross_entropy"): "the loss is compiled where the layers are",
+    ("layers.compile", "tensor.fusion"): "async tensor parallelism is a pass of inductor",
+    ("layers.compile", "tensor.parameters"): "compiled layers find their parameters in the slots of tensor parallelism",
+    ("layers.packed_sequences", "context.attention"): "the positions of a context parallel rank do not count on",
+    ("layers.selective_checkpointing", "context.segment_attention"): "its result is kept, as that of any attention",
+    ("loss.token_mean", "data.gradients"): "the mean is made by scaling gradients",
+    ("megatron.driver", "data.gradients"): "its buffers are cleared with the gradients",
+    ("tensor.apply", "loss.cross_entropy"): "a sharded vocabulary has a loss of its own",
+    ("tensor.styles", "loss.cross_entropy"): "a loss asks the head for sharded logits",
+}
+"""Imports from one folder of ``parallel`` to another, with the reason of each. They are few on purpose."""
+
+MOST_SIBLINGS = 12
 
 
-def find_imports(path: Path) -> Iterator[str]:
-    """The parts of the package that a file imports, but for annotations."""
-    tree = ast.parse(path.read_text())
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    guarded = {inner for guard in guards for inner in ast.walk(guard)}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node not in guarded
-            and (node.module or "").startswith("lightning_fsdp2.")
-        ):
-            yield str(node.module).split(".")[1]
+@cache
+def get_imports() -> dict[str, set[str]]:
+    """The files of the package that each file imports, by dotted names, also in functions and for annotations."""
+    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    return {
+        name: {
+            next(file for file in (imported, f"{imported}.__init__", *_list_parents(imported)) if file in paths)
+            for imported in _find_imports(path)
+        }
+        for name, path in paths.items()
+    }
 
 
-def get_floor(part: str) -> int:
-    [floor] = [number for number, parts in enumerate(FLOORS) if part in parts]
+def _find_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{NAME}."):
+            yield from (f"{node.module}.{alias.name}".removeprefix(f"{NAME}.") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix(f"{NAME}.") for a in node.names if a.name.startswith(f"{NAME}."))
+
+
+def _list_parents(name: str) -> list[str]:
+    parent = name.rpartition(".")[0]
+    return [parent, f"{parent}.__init__", "__init__"]
+
+
+def get_part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def get_floor(name: str) -> int:
+    [floor] = [number for number, parts in enumerate(FLOORS) if get_part(name) in parts]
     return floor
 
 
 def test_imports_go_down() -> None:
-    climbing = []
-    for path in PACKAGE.rglob("*.py"):
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if own != "__init__":
-            others = {part for part in find_imports(path) if part != own}
-            climbing += [(path.name, part) for part in others if get_floor(part) >= get_floor(own)]
-    assert climbing == []
+    arrows = [(name, other) for name, others in get_imports().items() for other in others if name != "__init__"]
+    between = [(name, other) for name, other in arrows if get_part(name) != get_part(other)]
+    assert [(name, other) for name, other in between if get_floor(other) >= get_floor(name)] == []
+
+
+def test_no_file_imports_itself_by_others() -> None:
+    list(TopologicalSorter(get_imports()).static_order())  # a CycleError names the circle
+
+
+def test_kinds_of_parallelism_know_little_of_each_other() -> None:
+    arrows = {
+        (name.removeprefix("parallel."), other.removeprefix("parallel."))
+        for name, others in get_imports().items()
+        for other in others
+        if get_part(name) == get_part(other) == "parallel" and name.split(".")[1] != other.split(".")[1]
+    }
+    assert arrows == SIBLINGS.keys()
+    assert len(arrows) <= MOST_SIBLINGS
+    folders: dict[str, set[str]] = {}
+    for name, other in arrows:
+        folders.setdefault(get_part(name), set()).add(get_part(other))
+    list(TopologicalSorter(folders).static_order())

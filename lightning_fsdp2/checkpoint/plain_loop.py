@@ -13,7 +13,7 @@ from lightning_fsdp2.checkpoint.files.drafts import get_path
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
-from lightning_fsdp2.parallel.megatron.driver import get_optional_driver
+from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, describe_hf_models
 
 
@@ -84,8 +84,5 @@ def _unwrap(model: nn.Module) -> nn.Module:
     """Names in checkpoints are those of the model itself."""
     if isinstance(model, DistributedDataParallel):
         return model.module
-    driver = get_optional_driver(model)
-    if driver is None:
-        return model
-    driver.install_distributed_parameters()
-    return driver.wrapper.module
+    sharder = get_optional_sharder(model)
+    return model if sharder is None else sharder.get_checkpointed_module()

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from lightning_fsdp2.data.loader import IGNORE_INDEX
 from lightning_fsdp2.data.sources import get_bar_options
+from lightning_fsdp2.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fsdp2.data.loader import IGNORE_INDEX
+from lightning_fsdp2.labels import IGNORE_INDEX
 
 
 def add_dummy_image(

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
+from lightning_fsdp2.labels import IGNORE_INDEX
+
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
     from lightning_fsdp2.data.packing import PackedStream
-
-IGNORE_INDEX = -100
-"""The label that Hugging Face's losses and ours leave out."""
 
 _ROWS_AT_ONCE = 16
 

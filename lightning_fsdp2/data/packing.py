@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fsdp2.data.loader import IGNORE_INDEX
 from lightning_fsdp2.data.sources import get_bar_options
+from lightning_fsdp2.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

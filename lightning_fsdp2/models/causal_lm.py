@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.compat.torch import has_fused_optimizers, leave_unscaling_to_scaler
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.models.hugging_face import (
     build_config,
     build_model,
@@ -28,16 +30,10 @@ from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base,
 from lightning_fsdp2.modules.structure import get_hf_models
 from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.data.gradients import get_total_norm
-from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences, require_separate_documents
+from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 from lightning_fsdp2.parallel.loss.chunked import LogitsTail, compute_chunked_token_losses, trace_logits_tail
-from lightning_fsdp2.parallel.loss.token_mean import (
-    IGNORE_INDEX,
-    TokenMean,
-    apply_token_mean_,
-    reduce_token_losses,
-    shift_left,
-    token_cross_entropy,
-)
+from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
+from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, reduce_token_losses
 from lightning_fsdp2.schedulers import WarmupCosine
 
 if TYPE_CHECKING:

@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.compat.torch import initialize_root
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 from lightning_fsdp2.mesh import get_mesh_sizes
 from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients
-from lightning_fsdp2.parallel.data.zero_grad import extend_zero_grad
-from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences
+from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
 from lightning_fsdp2.strategies.layout import get_differences
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
 from lightning_fsdp2.strategies.precision import get_mp_policy

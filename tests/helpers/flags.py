@@ -25,9 +25,10 @@ from helpers.collectives import StepCounter
 from helpers.dispatch import LiveBytes, Products
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
+from lightning_fsdp2.labels import shift_left
 from lightning_fsdp2.parallel.context.apply import shard_sequence
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses, trace_logits_tail
-from lightning_fsdp2.parallel.loss.token_mean import shift_left, token_cross_entropy
+from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 

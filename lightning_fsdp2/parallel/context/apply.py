@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fsdp2.modules.structure import get_class_name, get_embedding_and_head, get_hf_models, is_hf_model
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.context.checks import check_context_parallel, choose_method
 from lightning_fsdp2.parallel.context.forward import ShardedForward, WholeRotary, computes_by_length
 from lightning_fsdp2.parallel.context.sharding import SequenceSharding
-from lightning_fsdp2.parallel.tensor.parameters import wrap_method
 
 _ATTRIBUTE = "_lightning_fsdp2_context_parallel"
 

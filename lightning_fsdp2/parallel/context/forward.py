@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import all_reduce_tensor
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.context.attention import (
     SequenceMask,
@@ -21,8 +23,6 @@ from lightning_fsdp2.parallel.context.attention import (
 )
 from lightning_fsdp2.parallel.context.attention_blocks import Documents, find_documents
 from lightning_fsdp2.parallel.context.sharding import SequenceSharding
-from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences
-from lightning_fsdp2.parallel.loss.token_mean import IGNORE_INDEX, shift_left
 from lightning_fsdp2.ranks.collectives import gather_for_ranks
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.torch import StridedShard, end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan
-from lightning_fsdp2.parallel.megatron.driver import get_optional_driver
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
@@ -89,15 +89,12 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     model at once on every rank, in the dtype it computes in (bfloat16 under bf16-mixed).
 
     Raises:
-        ValueError: When Megatron-FSDP holds the weights.
+        ValueError: When Megatron-FSDP shards the model.
         RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again. In a
             backward behind the block, when it needs weights that were gathered for the block.
     """
-    if any(get_optional_driver(module) is not None for module in model.modules()):
-        raise ValueError(
-            "unshard_fsdp2_model: Megatron-FSDP gathers weights for a call of its own alone; call the module on all"
-            " ranks, or read a parameter there by lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
-        )
+    for sharder in filter(None, map(get_optional_sharder, model.modules())):
+        sharder.check_can_unshard()
     # what an outer block has gathered stays gathered at the end of this one
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]

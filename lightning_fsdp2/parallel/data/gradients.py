@@ -1,7 +1,7 @@
 """Gradient norm, clipping and deferred synchronisation for parameters sharded over any mix of meshes."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
 
 from lightning_fsdp2.compat.torch import (
     drop_unreduced_gradients,
@@ -16,8 +17,8 @@ from lightning_fsdp2.compat.torch import (
     scale_in_float32,
     separate_unreduced_gradients,
 )
+from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.megatron.driver import get_optional_driver
 
 
 @torch.no_grad()
@@ -148,13 +149,13 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
             else:
                 module.set_requires_gradient_sync(enabled, recurse=False)
 
-    driver = get_optional_driver(model)
+    sharder = get_optional_sharder(model)
     set_sync(False)
     # before the next backward adds to them: here as in a loop inside the block
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
-        with driver.defer_sync() if driver is not None else nullcontext():
+        with sharder.defer_sync() if sharder is not None else nullcontext():
             yield
     finally:
         for hook in hooks:
@@ -175,6 +176,20 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
         drop_unreduced_gradients(module, cleared)
+
+
+def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
+    """Call ``clear`` after the ``zero_grad`` of ``optimizer``, for gradients that are not in ``parameter.grad``.
+
+    torch has no hook for that.
+    """
+    zero_grad = optimizer.zero_grad
+
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        clear()
+
+    optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
 def _check_bound(name: str, bound: float) -> None:

@@ -19,13 +19,13 @@ from lightning_fsdp2.compat.torch import (
     compile_layers_of_many_kinds,
     get_stance,
 )
+from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
 from lightning_fsdp2.parallel.layers.caches import CacheArguments, is_filled
-from lightning_fsdp2.parallel.layers.packed_sequences import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.parallel.layers.selective_checkpointing import Contexts, Selection, get_kind
-from lightning_fsdp2.parallel.tensor.parameters import wrap_method
 from lightning_fsdp2.ranks.pending_sum import PendingSum
 
 _PARTS: dict[ScopeWord, set[str]] = {

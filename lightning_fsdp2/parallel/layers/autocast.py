@@ -15,7 +15,7 @@ from lightning_fsdp2.modules.structure import (
     is_metric,
     iterate_children,
 )
-from lightning_fsdp2.parallel.tensor.parameters import wrap_method
+from lightning_fsdp2.modules.wrapping import wrap_method
 
 
 def apply_autocast(

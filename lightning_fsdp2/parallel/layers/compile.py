@@ -15,12 +15,13 @@ from lightning_fsdp2.compat.torch import (
     get_graph_breaks,
 )
 from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.activation_checkpointing import is_checkpointed, recomputes_collectives
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
 from lightning_fsdp2.parallel.layers.caches import CacheArguments, is_filled
-from lightning_fsdp2.parallel.loss.token_mean import compile_losses
+from lightning_fsdp2.parallel.loss.cross_entropy import compile_losses
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion
-from lightning_fsdp2.parallel.tensor.parameters import get_slots, wrap_method
+from lightning_fsdp2.parallel.tensor.parameters import get_slots
 from lightning_fsdp2.ranks.layer_random import draws_random_numbers
 
 logger = logging.getLogger(__name__)

@@ -5,64 +5,18 @@ transformers looks for position ids that restart, with a host sync per forward, 
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import assert_async
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.modules.structure import get_class_name, is_hf_model
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.context.attention import is_running_sharded
-from lightning_fsdp2.parallel.tensor.parameters import wrap_method
 
 _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
-
-
-@contextmanager
-def assume_unpacked_sequences() -> Iterator[None]:
-    """Let transformers take every batch for one without packed sequences inside the block.
-
-    It looks for position ids that restart in two places, and waits for the device to see what it has found: in the
-    attention masks of every forward, and in every layer with flash attention at batch size 1.
-    """
-    from transformers import masking_utils, modeling_flash_attention_utils
-
-    checks: list[tuple[Any, str, Any]] = [
-        (masking_utils, "find_packed_sequence_indices", None),
-        (modeling_flash_attention_utils, "_is_packed_sequence", False),
-    ]
-    saved = [getattr(module, name) for module, name, _ in checks]
-    try:
-        for module, name, answer in checks:
-            setattr(module, name, partial(_answer, answer))
-        yield
-    finally:
-        for (module, name, _), function in zip(checks, saved, strict=True):
-            setattr(module, name, function)
-
-
-def assumes_unpacked_sequences() -> bool:
-    """Return whether this is inside of :func:`assume_unpacked_sequences`."""
-    from transformers import masking_utils
-
-    return getattr(masking_utils.find_packed_sequence_indices, "func", None) is _answer
-
-
-def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for a forward that is inside of :func:`assume_unpacked_sequences`, and for its repetition."""
-    return nullcontext(), _AssumeAgain()
-
-
-class _AssumeAgain(AbstractContextManager[None]):
-    """Enters :func:`assume_unpacked_sequences` anew for every backward through the same graph."""
-
-    def __enter__(self) -> None:
-        self.context = assume_unpacked_sequences()
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.context.__exit__(*error)
 
 
 @contextmanager
@@ -117,10 +71,6 @@ def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
         " attn_implementation or batch_size where that is the reason, or separate_documents=False (of a"
         " ChatDataModule, pack=False)."
     )
-
-
-def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
-    return answer
 
 
 def apply_unpacked_sequences(model: nn.Module) -> None:

@@ -23,8 +23,7 @@ from lightning_fsdp2.modules.structure import (
     get_hf_models,
     is_hf_model,
 )
-from lightning_fsdp2.parallel.loss.token_mean import token_cross_entropy
-from lightning_fsdp2.parallel.tensor.styles import keep_logits_sharded
+from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, token_cross_entropy
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 
 CHUNK_SIZE = 1024

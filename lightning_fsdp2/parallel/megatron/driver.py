@@ -8,7 +8,7 @@ are made. Its hooks are taken off here.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp2.parallel.data.zero_grad import extend_zero_grad
+from lightning_fsdp2.modules.sharder import get_optional_sharder, set_sharder
+from lightning_fsdp2.parallel.data.gradients import extend_zero_grad
 from lightning_fsdp2.ranks.failures import list_names
-
-_DRIVER_ATTRIBUTE = "_lightning_fsdp2_megatron_fsdp"
 
 
 class _Slot(NamedTuple):
@@ -38,6 +37,8 @@ class Driver:
     Args:
         wrapper: ``megatron_fsdp.MegatronFSDP``.
     """
+
+    name = "Megatron-FSDP"
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -57,7 +58,7 @@ class Driver:
         # 0.5.1 calls the module past its hooks, and those for parameters on the module itself would be missed
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
-            module.__dict__[_DRIVER_ATTRIBUTE] = self
+            set_sharder(module, self)
             module.__dict__["zero_grad"] = self.zero_grad
             module.__dict__["__deepcopy__"] = _refuse_copy
 
@@ -92,6 +93,23 @@ class Driver:
         """To the distributed parameters, also such as autograd does not count: the next forward computes with them."""
         self.install_distributed_parameters()
         self._is_stale = True
+
+    def get_checkpointed_module(self) -> nn.Module:
+        """Return the module in the wrapper, with the distributed parameters installed."""
+        self.install_distributed_parameters()
+        module: nn.Module = self.wrapper.module
+        return module
+
+    def check_can_unshard(self) -> None:
+        """Refuse; see :class:`~lightning_fsdp2.modules.sharder.Sharder`.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "unshard_fsdp2_model: Megatron-FSDP gathers weights for a call of its own alone; call the module on all"
+            " ranks, or read a parameter there by lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
+        )
 
     def _take_over_exchange(self) -> list[_Slot]:
         """The package would look every parameter up by name, several times a step, and know all that there are."""
@@ -273,14 +291,8 @@ def _refuse_copy(memo: dict[int, Any]) -> None:
 
 
 def get_driver(module: nn.Module) -> Driver:
-    """Of the wrapper, or of the module in it."""
-    driver: Driver = module.__dict__[_DRIVER_ATTRIBUTE]
-    return driver
-
-
-def get_optional_driver(module: nn.Module) -> Driver | None:
-    """Of the wrapper, or of the module in it; None for any other."""
-    return module.__dict__.get(_DRIVER_ATTRIBUTE)
+    """Return the driver of the wrapper, or of the module in it."""
+    return cast(Driver, get_optional_sharder(module))
 
 
 def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:

@@ -21,7 +21,8 @@ from lightning_fsdp2.modules.structure import (
     is_hf_model,
     iterate_children,
 )
-from lightning_fsdp2.parallel.loss.token_mean import causal_lm_loss
+from lightning_fsdp2.modules.wrapping import wrap_method
+from lightning_fsdp2.parallel.loss.cross_entropy import causal_lm_loss
 from lightning_fsdp2.parallel.tensor.checks import check_layouts, check_plans, warn_of_replicated
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel, agree_on_tied, match_plan
 from lightning_fsdp2.parallel.tensor.parameters import (
@@ -30,7 +31,6 @@ from lightning_fsdp2.parallel.tensor.parameters import (
     compute_with_local_parameters,
     get_slots,
     shard_parameters,
-    wrap_method,
 )
 from lightning_fsdp2.parallel.tensor.plans import LayerTraits, PlanOption, get_layer_traits, get_plan, is_registered
 from lightning_fsdp2.parallel.tensor.scopes import (

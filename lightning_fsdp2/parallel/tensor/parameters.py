@@ -5,7 +5,6 @@ part of them. What the gradient of such a part means is said by its :class:`Layo
 those of the DTensor's own placement, so that FSDP2, accumulation and clipping need to know nothing about it.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.ranks.collectives import (
     copy_together,
     gather_for_ranks,
@@ -161,35 +161,6 @@ class _LocalParameters:
             for i, copy in zip(partial, copy_together([local[i] for i in partial], self.group), strict=True):
                 local[i] = copy
         return local
-
-
-def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:
-    """Replace ``module.forward`` (or the method ``name``), of this instance, by ``wrapper(method, ...)``.
-
-    As ``fully_shard`` does, it gives the module a class of its own: the layers of transformers put activation
-    checkpointing around the ``forward`` of any subclass, and what is wrapped here must be computed again inside of it.
-    Hooks would not do: after an exception, which ends recomputation on purpose, they are not called.
-    """
-    if name in module.__dict__:  # replaced for this instance before
-        method = getattr(module, name)
-        setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
-        return
-    base = type(module)
-    attribute = f"_lightning_fsdp2_{name}_{len(base.__mro__)}"
-    module.__dict__[attribute] = wrapper
-    module.__class__ = _make_wrapping_class(base, attribute, name)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
-    """One class for all modules of a class, so that what is compiled for one of them serves the others."""
-    method = getattr(base, name)
-
-    @functools.wraps(method)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[attribute](functools.partial(method, self), *args, **kwargs)
-
-    return type(base.__name__, (base,), {name: wrapped, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import all_reduce_tensor, is_in_backward
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
-from lightning_fsdp2.parallel.tensor.parameters import wrap_method
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.tensor.verification import LayerVerification
 from lightning_fsdp2.ranks.collectives import (
     Kind,

@@ -5,8 +5,7 @@ They are :class:`torch.distributed.tensor.parallel.ParallelStyle` s, so that
 stand for any number of modules.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fsdp2.compat.torch import assert_async
+from lightning_fsdp2.modules.wrapping import wrap_method
+from lightning_fsdp2.parallel.loss.cross_entropy import keeps_logits_sharded
 from lightning_fsdp2.parallel.tensor.parameters import (
     Layout,
     Slot,
@@ -25,7 +26,6 @@ from lightning_fsdp2.parallel.tensor.parameters import (
     get_packed_layout,
     get_slots,
     shard_parameters,
-    wrap_method,
 )
 from lightning_fsdp2.parallel.tensor.scopes import Scope
 from lightning_fsdp2.ranks.collectives import (
@@ -40,9 +40,6 @@ from lightning_fsdp2.ranks.collectives import (
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
 """Where a ``Conv1D``, whose ``nf`` becomes the rank's number of outputs, keeps the number of all."""
-
-_KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
-"""Where a head knows of :func:`keep_logits_sharded`."""
 
 
 class Style(ParallelStyle):
@@ -169,22 +166,12 @@ class VocabularyHead(ColumnWise):
         logits = forward(scope.enter(args[0]), *args[1:], **kwargs)
         (linear,) = _get_base_linears(self, module)
         is_single = not torch.is_grad_enabled() and logits.size(-2) == 1
-        if _KEEPS_SHARDS_ATTRIBUTE not in module.__dict__ and (is_single or not self.shards_logits):
+        if not keeps_logits_sharded(module) and (is_single or not self.shards_logits):
             return gather(logits, -1, _get_output_size(linear), scope.group)
         shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
         stride = torch.empty(shape, device="meta").stride()
         placement = Shard(logits.ndim - 1)
         return DTensor.from_local(logits, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
-
-
-@contextmanager
-def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
-    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; others are as they are."""
-    head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
-    try:
-        yield
-    finally:
-        del head.__dict__[_KEEPS_SHARDS_ATTRIBUTE]
 
 
 @dataclass(unsafe_hash=True)

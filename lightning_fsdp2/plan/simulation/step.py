@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fsdp2.compat.torch import is_in_backward
 from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
 from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.context.forward import assume_documents
-from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.simulation.recorder import (
     ACTIVATIONS,

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.labels import shift_left
 from lightning_fsdp2.parallel.context.apply import (
     activate_context_parallel,
     deactivate_context_parallel,
@@ -30,7 +31,7 @@ from lightning_fsdp2.parallel.context.apply import (
     shard_sequence,
     sum_over_positions,
 )
-from lightning_fsdp2.parallel.loss.token_mean import shift_left, token_cross_entropy
+from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 LENGTH = 16
 METHODS = ("allgather", "ulysses")

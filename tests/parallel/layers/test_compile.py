@@ -22,10 +22,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh, token_mean_loss
+from lightning_fsdp2.labels import shift_left
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
-from lightning_fsdp2.parallel.loss import token_mean as loss
+from lightning_fsdp2.parallel.loss import cross_entropy
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses
-from lightning_fsdp2.parallel.loss.token_mean import shift_left, token_cross_entropy
+from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -320,8 +321,8 @@ def watch_losses() -> Iterator[list[Any]]:
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    compiled = torch.compile(loss._cross_entropy, backend=compile_and_note)
-    with patch.object(loss, "_compile_cross_entropy", lambda backend: compiled):
+    compiled = torch.compile(cross_entropy._cross_entropy, backend=compile_and_note)
+    with patch.object(cross_entropy, "_compile_cross_entropy", lambda backend: compiled):
         yield graphs
 
 

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, masking_utils, modeling_flash_atten
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.parallel.layers.packed_sequences import assume_unpacked_sequences, require_separate_documents
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 
 CHECKS = (
     (masking_utils, "find_packed_sequence_indices"),

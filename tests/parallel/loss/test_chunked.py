@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
+from lightning_fsdp2.labels import shift_left
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses, trace_logits_tail
-from lightning_fsdp2.parallel.loss.token_mean import shift_left, token_cross_entropy
+from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 CHUNK = 7
 """Divides neither the positions of a batch nor those of a sequence."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
+from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.tensor.parameters import (
     Layout,
     Slot,
@@ -21,7 +22,6 @@ from lightning_fsdp2.parallel.tensor.parameters import (
     get_packed_layout,
     get_slots,
     shard_parameters,
-    wrap_method,
 )
 
 

@@ -1,0 +1,15 @@
+"""Labels of tokens: which position predicts what, and which does not count."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""The label of a position that does not count, as in transformers and torch."""
+
+
+def shift_left(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Put the label of t + 1 where position t predicts it; the last position has none. [..., sequence].
+
+    Shifting the labels, not the logits, saves a copy of the largest tensor of the step.
+    """
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

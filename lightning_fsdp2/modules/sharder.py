@@ -1,0 +1,44 @@
+"""Who shards a module, where FSDP2 does not: what passes ask of it without knowing its kind.
+
+FSDP2 keeps its state on each of its units, so its modules have no sharder.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+_ATTRIBUTE = "_lightning_fsdp2_sharder"
+
+
+class Sharder(Protocol):
+    """What holds the shards of a wrapped module."""
+
+    name: str
+    """What users call it, for errors."""
+
+    def check_can_unshard(self) -> None:
+        """Refuse to keep all weights gathered for the duration of a block, where that is not possible.
+
+        Raises:
+            ValueError: The message says what to do instead.
+        """
+        ...
+
+    def defer_sync(self) -> AbstractContextManager[None]:
+        """Run micro-batches that no optimizer step follows inside the block, without reducing their gradients."""
+        ...
+
+    def get_checkpointed_module(self) -> nn.Module:
+        """Return the module whose names and parameters checkpoints have, ready to be read and written."""
+        ...
+
+
+def set_sharder(module: nn.Module, sharder: Sharder) -> None:
+    """Note on ``module`` who shards it."""
+    module.__dict__[_ATTRIBUTE] = sharder
+
+
+def get_optional_sharder(module: nn.Module) -> Sharder | None:
+    """Return who shards ``module`` as a whole; None where it is not sharded, or FSDP2 does it."""
+    return module.__dict__.get(_ATTRIBUTE)
