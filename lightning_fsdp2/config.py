@@ -90,7 +90,8 @@ class FSDP2Config(_Flags):
     tp_plan: dict[str, str | ParallelStyle] | str | None = None
     """Tensor parallel plan. None takes the one registered for the model's class or family, else ours for the family,
     else the one that the Hugging Face model carries; "hf" takes the last. A dict maps module names, relative to that
-    model, to styles, and any other string is the import path of such a dict or of a function that returns one."""
+    model, to styles, and any other string is the import path of such a dict or of a function of the model that returns
+    one. In Python the function itself will do."""
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
@@ -512,7 +513,7 @@ def _check_backend_of_offload(backend: str | None, offload_policy: object) -> No
 
 
 def _check_tp_plan(value: object) -> None:
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str) or (callable(value) and not isinstance(value, type)):
         return
     if not isinstance(value, Mapping):
         raise TypeError(f'tp_plan={value!r} must be None, "hf", a dict or an import path.')

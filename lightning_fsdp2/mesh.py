@@ -71,54 +71,62 @@ class MeshSizes:
         }
 
 
-def get_mesh_sizes(
-    *,
-    world_size: int,
-    dp_size: int | Literal["auto"] | None = "auto",
-    dp_replicate_size: int | Literal["auto"] | None = 1,
-    tp_size: int | None = 1,
-    cp_size: int | None = 1,
-    num_nodes: int = 1,
-) -> MeshSizes:
-    """Resolve ``"auto"`` and check that the sizes multiply to the world, without touching a process group.
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """The sizes that a run asks for, before it is known how many ranks there are."""
 
-    Args:
-        world_size: Number of ranks.
-        dp_size: All data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
-            ``world_size / (cp_size * tp_size)``.
-        dp_replicate_size: Number of replicas the sharded model is copied to (HSDP). ``"auto"`` means one per node.
-        tp_size: Tensor parallel ranks.
-        cp_size: Context parallel ranks.
-        num_nodes: What ``dp_replicate_size="auto"`` stands for.
+    dp_size: int | Literal["auto"] | None = "auto"
+    """All data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
+    ``world_size / (cp_size * tp_size)``."""
 
-    Raises:
-        ValueError: When the sizes do not multiply to the world; the message holds the arithmetic.
-    """
-    tp = _check_size("tp_size", tp_size)
-    cp = _check_size("cp_size", cp_size)
-    replicate = num_nodes if dp_replicate_size == "auto" else _check_size("dp_replicate_size", dp_replicate_size)
-    is_auto = dp_size is None or dp_size == "auto"
-    if is_auto or (isinstance(dp_size, int) and not isinstance(dp_size, bool) and dp_size <= 0):
-        if world_size % (cp * tp) != 0:
+    dp_replicate_size: int | Literal["auto"] | None = 1
+    """Number of replicas that the sharded model is copied to (HSDP). ``"auto"`` means one per node."""
+
+    tp_size: int | None = 1
+    """Tensor parallel ranks."""
+
+    cp_size: int | None = 1
+    """Context parallel ranks."""
+
+    def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
+        """Resolve ``"auto"`` and check that the sizes multiply to the world, without touching a process group.
+
+        Args:
+            world_size: Number of ranks.
+            num_nodes: What ``dp_replicate_size="auto"`` stands for.
+
+        Raises:
+            ValueError: When the sizes do not multiply to the world; the message holds the arithmetic.
+        """
+        tp = _check_size("tp_size", self.tp_size)
+        cp = _check_size("cp_size", self.cp_size)
+        is_auto = self.dp_replicate_size == "auto"
+        replicate = num_nodes if is_auto else _check_size("dp_replicate_size", self.dp_replicate_size)
+        dp = self._resolve_dp_size(world_size, cp, tp)
+        if dp % replicate != 0:
+            which = f"'auto' (one for each of {num_nodes} nodes)" if is_auto else replicate
             raise ValueError(
-                f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
-                f" that do, or start {_next_multiple(world_size, cp * tp)} processes."
+                f"dp_replicate_size={which} does not divide the data parallel size {dp} (world size {world_size} /"
+                f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
             )
-        dp = world_size // (cp * tp)
-    else:
-        dp = _check_size("dp_size", dp_size)
+        return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+
+    def _resolve_dp_size(self, world_size: int, cp: int, tp: int) -> int:
+        size = self.dp_size
+        if size is None or size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size <= 0):
+            if world_size % (cp * tp) != 0:
+                raise ValueError(
+                    f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
+                    f" that do, or start {_next_multiple(world_size, cp * tp)} processes."
+                )
+            return world_size // (cp * tp)
+        dp = _check_size("dp_size", size)
         if dp * cp * tp != world_size:
             raise ValueError(
-                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world has {world_size} ranks;"
-                f' use dp_size="auto" or start {dp * cp * tp} processes.'
+                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world has {world_size}"
+                f' ranks; use dp_size="auto" or start {dp * cp * tp} processes.'
             )
-    if dp % replicate != 0:
-        which = f"'auto' (one for each of {num_nodes} nodes)" if dp_replicate_size == "auto" else replicate
-        raise ValueError(
-            f"dp_replicate_size={which} does not divide the data parallel size {dp} (world size {world_size} /"
-            f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
-        )
-    return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+        return dp
 
 
 def create_device_mesh(
@@ -140,7 +148,7 @@ def create_device_mesh(
 
     Args:
         config: The strategy's flags; they decide which sizes are allowed.
-        dp_size: See :func:`get_mesh_sizes`, as for the next three.
+        dp_size: See :class:`ParallelSizes`, as for the next three.
         dp_replicate_size: ``"auto"`` reads the number of nodes that torchrun sets.
         tp_size: Tensor parallel ranks, the innermost axis.
         cp_size: Context parallel ranks.
@@ -157,15 +165,21 @@ def create_device_mesh(
             raise ValueError(f"{name}={size}: {kind} parallelism is not supported in this release; use {name}=1.")
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    sizes = get_mesh_sizes(
-        world_size=world_size,
-        dp_size=dp_size,
-        dp_replicate_size=dp_replicate_size,
-        tp_size=tp_size,
-        cp_size=cp_size,
-        num_nodes=num_nodes,
-    )
+    resolved = sizes.resolve(world_size=world_size, num_nodes=num_nodes)
+    return build_device_mesh(resolved, config, device_type=device_type)
+
+
+def build_device_mesh(
+    sizes: MeshSizes, config: DistributedConfig | None = None, *, device_type: str | None = None
+) -> DeviceMesh:
+    """Build the device mesh of sizes that are resolved; see :func:`create_device_mesh`.
+
+    Raises:
+        ValueError: When a size is not allowed, or the process group has another number of ranks.
+    """
+    world_size = sizes.dp * sizes.cp * sizes.tp
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
@@ -283,6 +297,67 @@ def get_fsdp_mesh(
     if device_mesh.ndim == 1 and not axes:
         return device_mesh
     return get_mesh(device_mesh, dp_mesh_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisNames:
+    """What the axes of a mesh made elsewhere are called."""
+
+    dp: str | tuple[str, str] = DATA_PARALLEL
+    """The axis to shard over, or two axes (replicate, shard)."""
+
+    tp: str = TENSOR_PARALLEL
+    """A mesh without it has no tensor parallelism."""
+
+    dp_cp: str = DP_CP
+    """The axis that is sharded over in place of ``dp``, where the mesh has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxes:
+    """The parts of a mesh, by what is done over them."""
+
+    fsdp: DeviceMesh
+    """1-D (shard) or 2-D (replicate x shard)."""
+
+    tp: DeviceMesh | None
+    """1-D; None with one tensor parallel rank."""
+
+    cp: DeviceMesh | None
+    """1-D; None with one context parallel rank."""
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor parallel ranks."""
+        return 1 if self.tp is None else self.tp.size()
+
+
+def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
+    """Return the parts of ``device_mesh`` that a model is sharded over.
+
+    Raises:
+        ValueError: When an axis does not exist, or the named ones leave out ranks.
+    """
+    axes = MeshAxes(
+        fsdp=get_fsdp_mesh(device_mesh, dp_mesh_name=names.dp, dp_cp_mesh_name=names.dp_cp),
+        tp=get_optional_mesh(device_mesh, names.tp),
+        cp=get_optional_mesh(device_mesh, CONTEXT_PARALLEL),
+    )
+    ranks = axes.fsdp.size() * axes.tp_size
+    if ranks < device_mesh.size():
+        raise ValueError(
+            f"{names.dp!r} and {names.tp!r} cover {ranks} of the {device_mesh.size()} ranks of {device_mesh}: the"
+            " others would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a smaller"
+            " mesh."
+        )
+    return axes
+
+
+def get_device(device_mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device on ``device_mesh``."""
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
 
 
 def check_tp_size_of_megatron(tp_size: int) -> None:

@@ -33,5 +33,5 @@ def compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers are traced, with their backward, but no code is generated for them; none was before."""
     torch.compiler.reset()
     counters.clear()
-    for name in ("lightning_fsdp2.parallelizer.apply_compile", "lightning_fsdp2.managers.fsdp2.apply_compile"):
+    for name in ("lightning_fsdp2.recipes.fsdp2.apply_compile", "lightning_fsdp2.managers.fsdp2.apply_compile"):
         monkeypatch.setattr(name, partial(apply_compile, backend="aot_eager"))

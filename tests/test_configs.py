@@ -28,7 +28,7 @@ def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str
     with context, finished_runs():
         trainer = FSDP2CLI(["fit", "--config=run.yaml", *args]).trainer
     strategy = trainer.strategy
-    sizes = strategy.get_sizes(world_size=strategy.world_size, num_nodes=1)
+    sizes = strategy.asked_sizes.resolve(world_size=strategy.world_size, num_nodes=1)
     return {
         "strategy": type(strategy).__name__,
         "sizes": {"tp_size": sizes.tp, "cp_size": sizes.cp, "dp_replicate_size": sizes.dp_replicate},

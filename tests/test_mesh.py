@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig, create_device_mesh
-from lightning_fsdp2.mesh import check_bound_device, get_fsdp_mesh, get_mesh, get_mesh_sizes, get_views
+from lightning_fsdp2.mesh import MeshSizes, ParallelSizes, check_bound_device, get_fsdp_mesh, get_mesh, get_views
 
 AXES = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
 VIEWS = {
@@ -44,6 +44,11 @@ def run_one_of(world_size: int, rank: int, function: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------- sizes
 
 
+def resolve(world_size: int, options: dict[str, Any]) -> MeshSizes:
+    sizes = {name: value for name, value in options.items() if name != "num_nodes"}
+    return ParallelSizes(**sizes).resolve(world_size=world_size, num_nodes=options.get("num_nodes", 1))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -70,7 +75,7 @@ def run_one_of(world_size: int, rank: int, function: Callable[[], Any]) -> Any:
     ids=str,
 )
 def test_sizes_of_eight_ranks(options: dict[str, Any], expected: tuple[int, ...]) -> None:
-    sizes = get_mesh_sizes(world_size=8, **options)
+    sizes = resolve(8, options)
     assert (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp) == expected
     assert sizes.dp == expected[0] * expected[1]
 
@@ -124,7 +129,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused_with_the_arithmetic(
     world_size: int, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        get_mesh_sizes(world_size=world_size, **options)
+        resolve(world_size, options)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused_with_the_arithmetic(
 )
 def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{option}={value!r} is not a number of ranks; use an integer >= 1.$"):
-        get_mesh_sizes(world_size=4, **{option: value})
+        resolve(4, {option: value})
 
 
 @pytest.mark.parametrize(

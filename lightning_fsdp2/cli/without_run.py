@@ -16,7 +16,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_fsdp2.data.module import SequenceDataModule
-from lightning_fsdp2.parallelizer import import_class_from_path
 from lightning_fsdp2.plan.plot import check_plot, draw_plan
 from lightning_fsdp2.plan.result import Plan
 from lightning_fsdp2.plan.run import get_notes_on_extras, plan_run, search_run
@@ -24,6 +23,7 @@ from lightning_fsdp2.plan.sharding_table import write_tables
 from lightning_fsdp2.plan.simulation.sharding import describe
 from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
 from lightning_fsdp2.plan.timing.devices import get_device
+from lightning_fsdp2.recipes.imports import import_class_from_path
 
 WITHOUT_RUN = ("describe", "plan")
 

@@ -12,7 +12,7 @@ from lightning_fsdp2.compat.torch import replicate
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh
 from lightning_fsdp2.parallel.data.ddp import reduce_in_float32
-from lightning_fsdp2.parallelizer import ddp_strategy_parallelize
+from lightning_fsdp2.recipes.ddp import prepare_for_ddp
 
 
 class DDPManager:
@@ -55,20 +55,13 @@ class DDPManager:
         """Do all of it but the wrapping, which only training needs.
 
         Args:
-            model: As for :func:`~lightning_fsdp2.parallelizer.ddp_strategy_parallelize`.
+            model: As for :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
             materializes: As there.
 
         Raises:
             ValueError: When the model is sharded.
         """
-        ddp_strategy_parallelize(
-            model,
-            self.device_mesh,
-            activation_checkpointing=self.config.activation_checkpointing,
-            activation_checkpointing_scope=self.config.activation_checkpointing_scope,
-            autocast_dtype=self.config.autocast_dtype,
-            materializes=materializes,
-        )
+        prepare_for_ddp(model, self.device_mesh, self.config, materializes=materializes)
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
         """Wrap a model that :meth:`prepare` was called with; gradients in bfloat16 are reduced in float32.

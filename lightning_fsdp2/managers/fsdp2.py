@@ -1,16 +1,12 @@
 """FSDP2 for any torch loop: ``FSDP2Manager(config, device_mesh).parallelize(model)``."""
 
-from typing import cast
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
-from lightning_fsdp2.parallel.tensor.fusion import build_collective_fusion
-from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize, resolve_mp_policy
+from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
 
 
 class FSDP2Manager:
@@ -44,7 +40,7 @@ class FSDP2Manager:
         self.mp_policy = resolve_mp_policy(config.mp_policy)
 
     def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
-        """Shard ``model`` in place and return it; see :func:`fsdp2_strategy_parallelize` for what it may be.
+        """Shard ``model`` in place and return it; see :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
 
         Args:
             model: As there.
@@ -53,29 +49,7 @@ class FSDP2Manager:
         Raises:
             ValueError: When the model cannot be sharded so, or is sharded already.
         """
-        config = self.config
-        return fsdp2_strategy_parallelize(
-            model,
-            self.device_mesh,
-            mp_policy=self.mp_policy,
-            sequence_parallel=config.sequence_parallel,
-            tp_shard_plan=config.tp_plan,
-            activation_checkpointing=config.activation_checkpointing,
-            activation_checkpointing_scope=config.activation_checkpointing_scope,
-            autocast_dtype=config.autocast_dtype,
-            context_parallel_method=config.context_parallel_method,
-            context_parallel_inputs=config.context_parallel_inputs,
-            enable_async_tensor_parallel=config.enable_async_tensor_parallel,
-            enable_compile=config.enable_compile,
-            loss_parallel=config.loss_parallel,
-            patch_is_packed_sequence=config.patch_is_packed_sequence,
-            offload_policy=cast(OffloadPolicy | None, config.offload_policy),  # a bool became a policy in __post_init__
-            reshard_after_forward=config.reshard_after_forward,
-            enable_fsdp2_prefetch=config.enable_fsdp2_prefetch,
-            fsdp2_backward_prefetch_depth=config.fsdp2_backward_prefetch_depth,
-            fsdp2_forward_prefetch_depth=config.fsdp2_forward_prefetch_depth,
-            materializes=materializes,
-        )
+        return parallelize_with_fsdp2(model, self.device_mesh, self.config, materializes=materializes)
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Compile the layers of a model that was sharded without it, if the config asks for compilation.
@@ -85,15 +59,10 @@ class FSDP2Manager:
         Raises:
             ValueError: When there are no layers, or asynchronous tensor parallelism is not possible.
         """
-        config = self.config
-        if not config.enable_compile or is_compiled(model):
+        if not self.config.enable_compile or is_compiled(model):
             return
         tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)
-        fusion = (
-            build_collective_fusion(tp_mesh, sequence_parallel=config.sequence_parallel, enable_compile=True)
-            if config.enable_async_tensor_parallel
-            else None
-        )
+        fusion = get_optional_fusion(tp_mesh, self.config)
         apply_compile(model, tensor_parallel=tp_mesh is not None, fusion=fusion)
 
 

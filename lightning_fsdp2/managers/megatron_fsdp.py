@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.parallelizer import megatron_fsdp_strategy_parallelize
+from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 
 class MegatronFSDPManager:
@@ -32,27 +32,6 @@ class MegatronFSDPManager:
 
         Raises:
             ImportError: When ``megatron-fsdp`` is not installed, or too old.
-            ValueError: See :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
+            ValueError: See :func:`~lightning_fsdp2.recipes.megatron_fsdp.parallelize_with_megatron_fsdp`.
         """
-        config = self.config
-        return megatron_fsdp_strategy_parallelize(
-            model,
-            self.device_mesh,
-            optimizer,
-            megatron_fsdp_unit_modules=config.megatron_fsdp_unit_modules,
-            zero_dp_strategy=config.zero_dp_strategy,
-            init_fsdp_with_meta_device=config.init_fsdp_with_meta_device,
-            grad_reduce_in_fp32=config.grad_reduce_in_fp32,
-            preserve_fp32_weights=config.preserve_fp32_weights,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-            report_nan_in_param_grad=config.report_nan_in_param_grad,
-            average_in_collective=config.average_in_collective,
-            disable_bucketing=config.disable_bucketing,
-            calculate_per_token_loss=config.calculate_per_token_loss,
-            keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
-            nccl_ub=config.nccl_ub,
-            fsdp_double_buffer=config.fsdp_double_buffer,
-            activation_checkpointing=config.activation_checkpointing,
-            autocast_dtype=config.autocast_dtype,
-        )
+        return parallelize_with_megatron_fsdp(model, self.device_mesh, self.config, optimizer)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _ATTRIBUTE = "_lightning_fsdp2_sharder"
 
@@ -42,3 +43,23 @@ def set_sharder(module: nn.Module, sharder: Sharder) -> None:
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
     """Return who shards ``module`` as a whole; None where it is not sharded, or FSDP2 does it."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model of which a part is sharded already.
+
+    Raises:
+        ValueError: Naming who shards it, or the modules that ``fully_shard`` was applied to.
+    """
+    sharder = next(filter(None, map(get_optional_sharder, model.modules())), None)
+    if sharder is not None:
+        raise ValueError(
+            f"{type(model).__name__} was wrapped by {sharder.name} before. A model is parallelised once; pass one that"
+            " is not wrapped."
+        )
+    sharded = [name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        raise ValueError(
+            f"{type(model).__name__} holds modules that `fully_shard` was applied to before: {', '.join(sharded[:5])}."
+            " A model is parallelised once; pass one that is not sharded."
+        )

@@ -1,14 +1,13 @@
 """What a plan can set otherwise without training something else: layout, recomputation, and how a batch is cut."""
 
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.models import CausalLM
 
 _SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size"}
@@ -51,7 +50,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
         ValueError: When the sizes do not fit the ranks, or ``batch`` holds no tensors with a first dim in common.
     """
     strategy = trainer.strategy
-    sizes = strategy.get_sizes(world_size=world_size, num_nodes=num_nodes)
+    sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
     config = strategy.config
     return Knobs(
         dp=sizes.dp,
@@ -73,7 +72,7 @@ def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
     strategy = trainer.strategy
     if isinstance(strategy.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
-        strategy.get_sizes = partial(get_mesh_sizes, **sizes)
+        strategy.asked_sizes = ParallelSizes(**sizes)
         flags = {name: getattr(knobs, name) for name in _FLAGS[:-1]}
         policy = (strategy.config.offload_policy or True) if knobs.offload_policy else None
         strategy.config = replace(strategy.config, **flags, offload_policy=policy)

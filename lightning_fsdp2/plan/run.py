@@ -300,7 +300,7 @@ def _get_nodes(world_size: int, device: Device) -> int:
 def _get_accumulation(trainer: Any, datamodule: Any, world_size: int, nodes: int) -> int:
     if not isinstance(datamodule, SequenceDataModule) or datamodule.global_batch_size is None:
         return int(trainer.accumulate_grad_batches)
-    dp = trainer.strategy.get_sizes(world_size=world_size, num_nodes=nodes).dp
+    dp = trainer.strategy.asked_sizes.resolve(world_size=world_size, num_nodes=nodes).dp
     return datamodule.get_accumulation(dp)
 
 

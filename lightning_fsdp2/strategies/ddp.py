@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
-from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.parallel.data.ddp import Replica
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 from lightning_fsdp2.strategies.mesh_strategy import OUTSIDE_CALL_TIMEOUT, MeshStrategy
@@ -74,7 +74,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
-        super().__init__(get_sizes=get_mesh_sizes, config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=ParallelSizes(), config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
         self._forward_redirection = _DDPForwardRedirection()
         self._replica: Replica | None = None
         self._has_stepped = self._has_backward = False

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,7 +19,7 @@ from lightning_fsdp2.compat.torch import initialize_root
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
-from lightning_fsdp2.mesh import get_mesh_sizes
+from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
@@ -82,10 +81,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
-        get_sizes = partial(
-            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
-        )
-        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, **timeouts)
+        sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self._patches = ExitStack()
 
     @override

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
-from lightning_fsdp2.mesh import check_tp_size_of_megatron, get_mesh_sizes
+from lightning_fsdp2.mesh import ParallelSizes, check_tp_size_of_megatron
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
@@ -84,11 +83,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
-        get_sizes = partial(
-            get_mesh_sizes, dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size
-        )
+        sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         config = config or MegatronFSDPConfig()
-        super().__init__(get_sizes=get_sizes, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
 
     @property

@@ -38,7 +38,7 @@ from lightning_fsdp2.compat.lightning import (
     set_sampler_epoch,
 )
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
-from lightning_fsdp2.mesh import MeshSizes
+from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.modules.structure import get_modules, is_metric
 from lightning_fsdp2.parallel.data.branches import check_branches, check_end
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, drop_token_windows
@@ -109,14 +109,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def __init__(
         self,
         *,
-        get_sizes: Callable[..., MeshSizes],
+        sizes: ParallelSizes,
         config: DistributedConfig,
         checkpoint: CheckpointConfig | None,
         timeout: timedelta,
         rendezvous_timeout: timedelta,
         steady_timeout: timedelta | None,
     ) -> None:
-        super().__init__(get_sizes=get_sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
+        super().__init__(sizes=sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
         self._own_callbacks = OwnCallbacks(type(self).__name__, steady_timeout)
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.saved_steps = {}

@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightning_fsdp2.mesh import (
     DP_CP,
     TENSOR_PARALLEL,
     MeshSizes,
+    ParallelSizes,
     get_mesh,
 )
 from lightning_fsdp2.ranks.coordination import all_gather, get_group
@@ -43,7 +44,7 @@ class WorldStrategy(ParallelStrategy):
     """Starts the processes of a run, arranges them in a mesh and lets them communicate.
 
     Args:
-        get_sizes: Called with ``world_size`` and ``num_nodes``, before any process group exists.
+        sizes: What the run asks for.
         config: Its ``backend`` and ``bind_device_id`` are read here.
         timeout: Of collectives.
         rendezvous_timeout: How long to wait for the other ranks at the start.
@@ -55,7 +56,7 @@ class WorldStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        get_sizes: Callable[..., MeshSizes],
+        sizes: ParallelSizes,
         config: DistributedConfig,
         timeout: timedelta,
         rendezvous_timeout: timedelta,
@@ -63,7 +64,7 @@ class WorldStrategy(ParallelStrategy):
         super().__init__()
         self.config = config
         self.num_nodes = 1
-        self.get_sizes = get_sizes
+        self.asked_sizes = sizes
         self.hosts: list[str] = []
         self._timeout = timeout
         self._rendezvous_timeout = rendezvous_timeout
@@ -85,6 +86,26 @@ class WorldStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also ``LightningModule.device_mesh``."""
         return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
+
+    @property
+    def dp_size(self) -> int | Literal["auto"] | None:
+        """Number of data parallel ranks; before setup, what was asked for."""
+        return self.asked_sizes.dp_size if self._full_device_mesh is None else self.sizes.dp
+
+    @property
+    def dp_replicate_size(self) -> int | Literal["auto"] | None:
+        """Number of replicas of the sharded model; before setup, what was asked for."""
+        return self.asked_sizes.dp_replicate_size if self._full_device_mesh is None else self.sizes.dp_replicate
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor parallel ranks."""
+        return self.asked_sizes.tp_size or 1
+
+    @property
+    def cp_size(self) -> int:
+        """Number of context parallel ranks."""
+        return self.asked_sizes.cp_size or 1
 
     @property
     def data_parallel_rank(self) -> int:
@@ -197,12 +218,12 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """Of the mesh.
+        """The sizes of the mesh, resolved for the number of ranks.
 
         Raises:
             ValueError: When they do not fit the number of ranks.
         """
-        return self.get_sizes(world_size=self.world_size, num_nodes=self.num_nodes)
+        return self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

@@ -242,16 +242,16 @@ def _attend(
 @contextmanager
 def _place_models(weights: torch.device) -> Iterator[None]:
     """Let plans put meshes on CUDA inside the block, and models on ``weights``."""
-    create_device_mesh, allocate = sharding.create_device_mesh, fake_managers.allocate
+    build_device_mesh, allocate = sharding.build_device_mesh, fake_managers.allocate
 
-    def create_cuda_mesh(config: Any, **options: Any) -> Any:
-        return create_device_mesh(config, **{**options, "device_type": "cuda"})
+    def build_cuda_mesh(sizes: Any, config: Any, **options: Any) -> Any:
+        return build_device_mesh(sizes, config, **{**options, "device_type": "cuda"})
 
     def allocate_there(model: Any, device: torch.device) -> Any:
         return allocate(model, weights)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(sharding, "create_device_mesh", create_cuda_mesh))
+        stack.enter_context(patch.object(sharding, "build_device_mesh", build_cuda_mesh))
         stack.enter_context(patch.object(fake_managers, "allocate", allocate_there))
         # DDP sorts its buckets anew after the first step, by numbers that it reads back from the device
         stack.enter_context(patch.object(fake_managers._Reducer, "_rebuild_buckets", lambda reducer: False))

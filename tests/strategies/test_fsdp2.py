@@ -784,3 +784,16 @@ def test_a_class_that_cannot_be_sharded_is_told_which_order_of_bases_works() -> 
         assert not any(isinstance(parameter, DTensor) for parameter in module.parameters()), "nothing was sharded"
 
     run_ranks(run, 1)
+
+
+def test_a_strategy_says_its_sizes() -> None:
+    asked = FSDP2Strategy(tp_size=2, dp_replicate_size="auto")
+    assert (asked.tp_size, asked.cp_size, asked.dp_size, asked.dp_replicate_size) == (2, 1, "auto", "auto")
+
+    def run() -> None:
+        strategy = FSDP2Strategy(dp_replicate_size=WORLD)
+        make_trainer(strategy).fit(Regressor(), make_loader(make_batches(2 * WORLD)))
+        assert (strategy.dp_size, strategy.dp_replicate_size) == (WORLD, WORLD)
+        assert (strategy.cp_size, strategy.tp_size) == (1, 1)
+
+    run_ranks(run, WORLD)

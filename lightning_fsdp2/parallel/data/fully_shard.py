@@ -46,6 +46,20 @@ def apply_fully_shard(
     return plan
 
 
+def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> None:
+    """Refuse a number of ranks to reshard to that does not divide the ``ranks`` which parameters are sharded over.
+
+    Raises:
+        ValueError: Naming the numbers that do.
+    """
+    if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
+        divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that parameters are"
+            f" sharded over; use {', '.join([*divisors, 'True or False'])}."
+        )
+
+
 def apply_layer_sharding(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import (
     DP_CP,
     DP_REPLICATE,
@@ -35,6 +36,18 @@ DEVICE_TYPES = ("cuda",)
 """Where the package runs."""
 
 _INSTALL = 'pip install "lightning-fsdp2[megatron]"'
+
+_OPTIONS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "report_nan_in_param_grad",
+    "disable_bucketing",
+    "calculate_per_token_loss",
+    "keep_fp8_transpose_cache",
+    "nccl_ub",
+    "fsdp_double_buffer",
+)
+"""Flags that the package's own function has by the same name."""
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
 """Of which the package takes one for user buffers."""
@@ -59,20 +72,19 @@ def import_megatron_fsdp() -> Any:
 # ---------------------------------------------------------------------- before wrapping
 
 
-def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: bool) -> None:
+def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None:
     """Refuse what the package gets wrong up to its version 0.6.1, or cannot do here.
 
     Args:
         device_mesh: As for :func:`apply_megatron_fsdp`.
-        zero_dp_strategy: 0 to 3.
-        **flags: ``init_fsdp_with_meta_device``, ``overlap_grad_reduce``, ``overlap_param_gather``,
-            ``average_in_collective`` and ``nccl_ub``.
+        config: The flags.
 
     Raises:
         ImportError: See :func:`import_megatron_fsdp`.
         ValueError: Naming the flag, the reason and the remedy.
     """
     import_megatron_fsdp()
+    zero_dp_strategy = config.zero_dp_strategy
     if device_mesh.device_type not in DEVICE_TYPES:
         raise ValueError(
             f"Megatron-FSDP runs on {' or '.join(DEVICE_TYPES)} devices, not on {device_mesh.device_type!r}; use"
@@ -85,24 +97,24 @@ def check_supported(device_mesh: DeviceMesh, *, zero_dp_strategy: int, **flags: 
             f"dp_replicate_size={replicas} with zero_dp_strategy={zero_dp_strategy} and {shards} rank(s) to shard over:"
             " replicas are of what is sharded. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard nothing."
         )
-    if flags["init_fsdp_with_meta_device"] and zero_dp_strategy == 0:
+    if config.init_fsdp_with_meta_device and zero_dp_strategy == 0:
         raise ValueError(
             "init_fsdp_with_meta_device=True gives a model its weights shard by shard, and zero_dp_strategy=0 shards"
             " nothing; leave one of them out."
         )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
-        if not flags[name] and zero_dp_strategy in (1, 2):
+        if not getattr(config, name) and zero_dp_strategy in (1, 2):
             raise ValueError(
                 f"{name}=False: megatron-fsdp then reduces gradients twice or leaves weights stale under"
                 f" zero_dp_strategy={zero_dp_strategy} (https://github.com/NVIDIA/Megatron-LM/pull/6357); leave it"
                 " True, or use zero_dp_strategy 0 or 3."
             )
-    if flags["average_in_collective"]:
+    if config.average_in_collective:
         raise ValueError(
             "average_in_collective=True fails in megatron-fsdp for models without Megatron's own expert parallelism;"
             " leave it False: gradients are scaled before they are summed, to the same mean."
         )
-    if flags["nccl_ub"] and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
+    if config.nccl_ub and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
             f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, which are not installed; leave it False."
         )
@@ -173,14 +185,10 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
 def apply_megatron_fsdp(
     model: nn.Module,
     device_mesh: DeviceMesh,
+    config: MegatronFSDPConfig,
     *,
     device: torch.device,
     unit_classes: Sequence[type[nn.Module]],
-    zero_dp_strategy: int,
-    main_params_dtype: torch.dtype | None,
-    main_grads_dtype: torch.dtype | None,
-    grad_comm_dtype: torch.dtype | None,
-    **options: Any,
 ) -> Any:
     """Wrap ``model``, and install its distributed parameters.
 
@@ -188,13 +196,9 @@ def apply_megatron_fsdp(
         model: On ``device``, in the dtype of compute; the same on every rank, or spread over them by
             :func:`spread_parameters`.
         device_mesh: Of :func:`~lightning_fsdp2.create_device_mesh`.
+        config: The flags.
         device: This rank's.
         unit_classes: Modules of these classes are gathered as one.
-        zero_dp_strategy: 0 to 3.
-        main_params_dtype: Of the weights that the optimizer sees; None for that of compute.
-        main_grads_dtype: Of gradients that are added up; None for that of compute.
-        grad_comm_dtype: Of gradients that are reduced; None for that in which they are added up.
-        **options: Others of ``megatron_fsdp.fully_shard_model``, for those that the installed version has.
 
     Returns:
         ``megatron_fsdp.MegatronFSDP``, to be called in place of ``model``.
@@ -204,6 +208,7 @@ def apply_megatron_fsdp(
     """
     package = import_megatron_fsdp()
     known = inspect.signature(package.fully_shard_model).parameters
+    options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
     for name, value in options.items():
         if value and name not in known:
             raise ValueError(
@@ -229,16 +234,23 @@ def apply_megatron_fsdp(
             dp_shard_dim=UNEVEN_SHARD,
             tp_dim=TENSOR_PARALLEL,
             fsdp_unit_modules=list(unit_classes),
-            zero_dp_strategy=zero_dp_strategy,
+            zero_dp_strategy=config.zero_dp_strategy,
             device=device,
-            mixed_precision_policy=package.MixedPrecisionPolicy(
-                main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=grad_comm_dtype
-            ),
+            mixed_precision_policy=_build_precision_policy(package, config),
             **{name: value for name, value in options.items() if name in known},
         )
         driver = Driver(wrapper)
     _fill(driver, weights)
     return wrapper
+
+
+def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
+    """Build the package's policy: dtypes of the weights that are stepped, and of gradients added up and reduced."""
+    main = torch.float32 if config.preserve_fp32_weights else None
+    reduced = torch.float32 if config.grad_reduce_in_fp32 else None
+    # weights that are bfloat16 themselves take no gradients of another dtype
+    added_up = None if main is None else reduced
+    return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
 
 def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:

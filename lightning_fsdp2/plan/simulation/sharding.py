@@ -24,14 +24,14 @@ from lightning_fsdp2.mesh import (
     DATA_PARALLEL,
     DP_REPLICATE,
     TENSOR_PARALLEL,
-    create_device_mesh,
+    build_device_mesh,
     get_fsdp_mesh,
     get_mesh,
 )
 from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists, get_modules
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
-from lightning_fsdp2.parallelizer import import_class_from_path
+from lightning_fsdp2.recipes.imports import import_class_from_path
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
 if TYPE_CHECKING:
@@ -142,16 +142,9 @@ def simulate_mesh(
         RuntimeError: When this process belongs to a process group.
         ValueError: When the strategy's sizes do not fit ``world_size``.
     """
-    sizes = strategy.get_sizes(world_size=world_size, num_nodes=num_nodes)
+    sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
     with simulate_world(world_size, rank):
-        yield create_device_mesh(
-            strategy.config,
-            dp_size=sizes.dp,
-            dp_replicate_size=sizes.dp_replicate,
-            tp_size=sizes.tp,
-            cp_size=sizes.cp,
-            device_type="cpu",
-        )
+        yield build_device_mesh(sizes, strategy.config, device_type="cpu")
 
 
 def describe_sharded(

@@ -17,8 +17,8 @@ from lightning_fsdp2.compat.torch import all_gather_with_gradient, set_group_tim
 from lightning_fsdp2.loggers.run_identity import get_versions
 from lightning_fsdp2.mesh import (
     MeshSizes,
+    build_device_mesh,
     check_bound_device,
-    create_device_mesh,
     destroy_process_group,
     get_default_backend,
     get_views,
@@ -152,13 +152,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
 
 @cache
 def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type: str) -> DeviceMesh:
-    return create_device_mesh(
-        dp_size=sizes.dp,
-        dp_replicate_size=sizes.dp_replicate,
-        tp_size=sizes.tp,
-        cp_size=sizes.cp,
-        device_type=device_type,
-    )
+    return build_device_mesh(sizes, device_type=device_type)
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:

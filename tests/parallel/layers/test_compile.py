@@ -247,7 +247,7 @@ def test_every_family_compiles_with_the_gradients_of_one_that_does_not(
 ) -> None:
     if family in SOFTPLUS:
         decomposing = partial(apply_compile, backend="aot_eager_decomp_partition")
-        monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", decomposing)
+        monkeypatch.setattr("lightning_fsdp2.recipes.fsdp2.apply_compile", decomposing)
 
     def run() -> int:
         plain = make_family_model(family)
@@ -263,7 +263,7 @@ def test_every_family_compiles_with_the_gradients_of_one_that_does_not(
 @needs_compiler
 @pytest.mark.slow
 def test_generated_code_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", apply_compile)
+    monkeypatch.setattr("lightning_fsdp2.recipes.fsdp2.apply_compile", apply_compile)
 
     def run() -> None:
         plain = make_rough_model(LLAMA)
@@ -379,7 +379,7 @@ def test_a_causal_lm_and_the_token_mean_compile_their_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_generated_code_computes_the_loss(is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fsdp2.parallelizer.apply_compile", apply_compile)
+    monkeypatch.setattr("lightning_fsdp2.recipes.fsdp2.apply_compile", apply_compile)
     monkeypatch.setattr(f"{__name__}.aot_eager", compile_fx)
     run_ranks(lambda: check_losses((12, 9), is_chunked=is_chunked), 1)
 

@@ -57,7 +57,8 @@ from lightning_fsdp2.parallel.tensor.styles import (
     SummedResult,
     VocabularyEmbedding,
 )
-from lightning_fsdp2.parallelizer import get_hf_tp_shard_plan, import_plan, translate_to_torch_parallel_style
+from lightning_fsdp2.parallelizer import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from lightning_fsdp2.recipes.imports import import_plan
 
 LAYER = "model.layers.*."
 

@@ -1,0 +1,48 @@
+"""The recipe of DDP, up to the wrapper."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.config import DDPConfig
+from lightning_fsdp2.mesh import get_device
+from lightning_fsdp2.modules.sharder import check_not_sharded
+from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.autocast import apply_autocast
+from lightning_fsdp2.weights.adapters import check_peft
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
+
+
+def prepare_for_ddp(
+    model: nn.Module, device_mesh: DeviceMesh, config: DDPConfig, *, materializes: bool = True
+) -> nn.Module:
+    """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
+
+    Args:
+        model: As for :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`, the meta device included. Changed
+            in place.
+        device_mesh: Its ranks get the same weights: those of rank 0 where there are any.
+        config: The flags.
+        materializes: Whether a model on the meta device gets its weights.
+
+    Returns:
+        ``model`` itself, on this rank's device.
+
+    Raises:
+        ValueError: When the model is sharded.
+    """
+    check_not_sharded(model)
+    check_peft(model)
+    device = get_device(device_mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
+    if config.activation_checkpointing:
+        apply_activation_checkpointing(
+            model, config.activation_checkpointing, scope=config.activation_checkpointing_scope
+        )
+    if config.autocast_dtype is not None:
+        apply_autocast(model, config.autocast_dtype, device.type)
+    if not materializes:
+        return model
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
+    return model.to(device)

@@ -1,0 +1,176 @@
+"""The recipe of FSDP2 with tensor, sequence and context parallelism."""
+
+import logging
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes
+from lightning_fsdp2.modules.sharder import check_not_sharded
+from lightning_fsdp2.parallel.context.apply import apply_context_parallel
+from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
+from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.autocast import apply_autocast
+from lightning_fsdp2.parallel.layers.compile import apply_compile
+from lightning_fsdp2.parallel.layers.packed_sequences import apply_unpacked_sequences
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
+from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
+from lightning_fsdp2.recipes.imports import import_plan
+from lightning_fsdp2.weights.adapters import check_peft
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_NAMES = AxisNames()
+
+
+def parallelize_with_fsdp2(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    config: FSDP2Config,
+    *,
+    names: AxisNames = _DEFAULT_NAMES,
+    materializes: bool = True,
+) -> nn.Module:
+    """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
+
+    A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights is made equal on all
+    ranks first (rank 0's count).
+
+    Args:
+        model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
+            place.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
+        config: The flags.
+        names: Names of the mesh's axes.
+        materializes: Whether a model on the meta device gets its weights; False leaves its shards there, to be looked
+            at.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: When a tensor parallel style does not fit its module.
+        ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
+            tensor parallel plan, or its parameters cannot be grouped into units.
+    """
+    check_not_sharded(model)
+    check_peft(model)
+    axes = get_mesh_axes(device_mesh, names)
+    check_reshard_after_forward(config.reshard_after_forward, axes.fsdp.size(-1))
+    policy = resolve_mp_policy(config.mp_policy)
+    fusion = get_optional_fusion(axes.tp, config)
+    _warn_of_flags_without_effect(axes, config)
+    device = get_device(device_mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
+    if axes.tp is not None:
+        apply_tensor_parallel(
+            model,
+            axes.tp,
+            plan=import_plan(config.tp_plan),
+            sequence_parallel=config.sequence_parallel,
+            loss_parallel=config.loss_parallel,
+        )
+    if axes.cp is not None:
+        apply_context_parallel(
+            model,
+            axes.cp.get_group(),
+            method=config.context_parallel_method,
+            inputs=config.context_parallel_inputs,
+            tp_size=axes.tp_size,
+            sequence_parallel=config.sequence_parallel,
+            assumes_unpacked=config.patch_is_packed_sequence,
+        )
+    if config.activation_checkpointing:
+        apply_activation_checkpointing(
+            model,
+            config.activation_checkpointing,
+            scope=config.activation_checkpointing_scope,
+            compiles_collectives=config.enable_compile and axes.tp is not None,
+        )
+    if config.enable_compile:
+        apply_compile(model, tensor_parallel=axes.tp is not None, fusion=fusion)
+    if config.patch_is_packed_sequence:
+        apply_unpacked_sequences(model)
+    if config.autocast_dtype is not None:
+        residual_dtype = torch.float32 if policy.output_dtype is torch.float32 else None
+        apply_autocast(model, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
+        policy = replace(policy, cast_forward_inputs=False)
+    offload_policy = get_optional_offload_policy(config, device)
+    plan = apply_fully_shard(
+        model,
+        axes.fsdp,
+        mp_policy=policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=config.reshard_after_forward,
+    )
+    if config.enable_fsdp2_prefetch:
+        apply_prefetch(
+            plan,
+            forward_depth=config.fsdp2_forward_prefetch_depth,
+            backward_depth=config.fsdp2_backward_prefetch_depth,
+        )
+    if materializes:
+        weights_device = device if offload_policy is None else torch.device("cpu")
+        load_pretrained(model, weights_device, device_mesh)
+        materialize(model, weights_device, device_mesh)
+    logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
+    return model
+
+
+def resolve_mp_policy(
+    mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
+) -> MixedPrecisionPolicy:
+    """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
+
+    ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
+
+    Raises:
+        ValueError: For compute in float16 or float64.
+    """
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
+    if policy.param_dtype in (torch.float16, torch.float64):
+        option = "param_dtype" if mp_policy is None else "mp_policy.param_dtype"
+        raise ValueError(
+            f"{option}={policy.param_dtype} is not supported: there is no gradient scaler for float16, and float64 is"
+            " no mixed precision; use bfloat16 or float32."
+        )
+    return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
+
+
+def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
+    """Return where shards live between uses; None on a CPU, where they are in host memory and nothing could pin it."""
+    # a bool became a policy when the config was made
+    return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)
+
+
+def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> CollectiveFusion | None:
+    """Return what overlaps collectives of compiled layers with their matrix products, where the config asks for it.
+
+    Raises:
+        ValueError: When there is nothing to overlap, or nothing to do it with.
+    """
+    if not config.enable_async_tensor_parallel:
+        return None
+    return build_collective_fusion(
+        tp_mesh, sequence_parallel=config.sequence_parallel, enable_compile=config.enable_compile
+    )
+
+
+def _warn_of_flags_without_effect(axes: MeshAxes, config: FSDP2Config) -> None:
+    if dist.get_rank() > 0:
+        return
+    if axes.tp is None and (config.tp_plan or config.sequence_parallel or config.loss_parallel):
+        logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
+    if axes.cp is None and (config.context_parallel_method != "auto" or config.context_parallel_inputs):
+        logger.warning(
+            "context_parallel_method and context_parallel_inputs have no effect with one context parallel rank."
+        )

@@ -1,0 +1,73 @@
+"""The recipe of NVIDIA's Megatron-FSDP."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_fsdp2.config import MegatronFSDPConfig
+from lightning_fsdp2.mesh import CONTEXT_PARALLEL, get_device, get_optional_mesh
+from lightning_fsdp2.modules.sharder import check_not_sharded
+from lightning_fsdp2.parallel.context.apply import apply_context_parallel
+from lightning_fsdp2.parallel.data.units import check_shardable
+from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.autocast import apply_autocast
+from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
+from lightning_fsdp2.parallel.megatron.wrap import (
+    apply_megatron_fsdp,
+    check_supported,
+    check_unit_classes,
+    get_unit_classes,
+    spread_parameters,
+)
+from lightning_fsdp2.recipes.imports import import_unit_classes
+from lightning_fsdp2.weights.adapters import check_peft
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
+
+
+def parallelize_with_megatron_fsdp(
+    model: nn.Module, device_mesh: DeviceMesh, config: MegatronFSDPConfig, optimizer: Optimizer | None = None
+) -> tuple[Any, Optimizer | None]:
+    """Shard a model with NVIDIA's Megatron-FSDP.
+
+    Args:
+        model: As for :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is that of compute.
+            Changed in place.
+        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel ranks.
+        config: The flags.
+        optimizer: Of the model's parameters, without steps so far; its groups are kept.
+
+    Returns:
+        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+
+    Raises:
+        ImportError: When ``megatron-fsdp`` is not installed, or too old.
+        ValueError: When the package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
+    """
+    check_not_sharded(model)
+    check_peft(model)
+    check_supported(device_mesh, config)
+    paths = config.megatron_fsdp_unit_modules
+    unit_classes = get_unit_classes(model) if paths is None else import_unit_classes(paths)
+    check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
+    check_shardable(model, "Megatron-FSDP")
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    device = get_device(device_mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
+    cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
+    if cp_mesh is not None:
+        apply_context_parallel(model, cp_mesh.get_group())
+    if config.activation_checkpointing:
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+    if config.autocast_dtype is not None:
+        apply_autocast(model, config.autocast_dtype, device.type)
+    if config.init_fsdp_with_meta_device:
+        spread_parameters(model, device_mesh)
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
+    wrapper = apply_megatron_fsdp(model, device_mesh, config, device=device, unit_classes=unit_classes)
+    if optimizer is not None:
+        take_over_optimizer(optimizer, names, wrapper)
+    return wrapper, optimizer

@@ -1,0 +1,101 @@
+"""Megatron-FSDP by the names of when the package was called nvFSDP."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_fsdp2.config import MegatronFSDPConfig
+from lightning_fsdp2.mesh import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL
+from lightning_fsdp2.parallel.megatron.wrap import HAVE_MEGATRON_FSDP
+from lightning_fsdp2.parallel.tensor.plans import PlanOption
+from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
+
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP
+"""The earlier name."""
+
+_ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: Sequence[str] | None = None,
+    tp_shard_plan: PlanOption = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = True,
+    preserve_fp32_weights: bool = True,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = DATA_PARALLEL,
+    cp_mesh_name: str = CONTEXT_PARALLEL,
+    tp_mesh_name: str = TENSOR_PARALLEL,
+) -> tuple[Any, Optimizer | None]:
+    """Shard a model with Megatron-FSDP, by the names of when the package was called nvFSDP.
+
+    Arguments that are not described here are those of
+    :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
+
+    * ``nvfsdp_unit_modules``: there ``megatron_fsdp_unit_modules``.
+    * ``tp_shard_plan``: refused: there is no tensor parallelism.
+    * ``data_parallel_sharding_strategy``: there ``zero_dp_strategy``: ``"no_shard"``, ``"optim"``, ``"optim_grads"``
+      or ``"optim_grads_params"``.
+    * ``init_nvfsdp_with_meta_device``: there ``init_fsdp_with_meta_device``.
+    * ``check_for_nan_in_grad``: there ``report_nan_in_param_grad``.
+    * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: there ``keep_fp8_transpose_cache``.
+    * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: only the axes' names in a mesh of
+      :func:`~lightning_fsdp2.create_device_mesh`.
+
+    Returns:
+        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+
+    Raises:
+        ImportError: When ``megatron-fsdp`` is not installed, or too old.
+        ValueError: As there, and for a plan, another axis or another word.
+    """
+    if tp_shard_plan is not None:
+        raise ValueError(
+            f"tp_shard_plan={tp_shard_plan!r}: Megatron-FSDP hangs on tensor parallel models"
+            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use fsdp2_strategy_parallelize."
+        )
+    axes = {"dp_mesh_name": DATA_PARALLEL, "cp_mesh_name": CONTEXT_PARALLEL, "tp_mesh_name": TENSOR_PARALLEL}
+    given = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
+    for option, name in given.items():
+        if name != axes[option]:
+            raise ValueError(
+                f"{option}={name!r}: the mesh is one of lightning_fsdp2.create_device_mesh, whose axis is called"
+                f" {axes[option]!r}; leave {option} out."
+            )
+    if data_parallel_sharding_strategy not in _ZERO_DP_STRATEGIES:
+        raise ValueError(
+            f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r} is unknown; use"
+            f" {', '.join(map(repr, _ZERO_DP_STRATEGIES[:-1]))} or {_ZERO_DP_STRATEGIES[-1]!r}."
+        )
+    config = MegatronFSDPConfig(
+        megatron_fsdp_unit_modules=None if nvfsdp_unit_modules is None else list(nvfsdp_unit_modules),
+        zero_dp_strategy=_ZERO_DP_STRATEGIES.index(data_parallel_sharding_strategy),
+        init_fsdp_with_meta_device=init_nvfsdp_with_meta_device,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        preserve_fp32_weights=preserve_fp32_weights,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        report_nan_in_param_grad=check_for_nan_in_grad,
+        average_in_collective=average_in_collective,
+        disable_bucketing=disable_bucketing,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache_when_using_custom_fsdp,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+    )
+    return parallelize_with_megatron_fsdp(model, device_mesh, config, optimizer)
