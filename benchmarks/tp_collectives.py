@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 BATCH, LENGTH, WIDTH = 2, 32, 64
@@ -146,7 +147,7 @@ def make_model(family: str, layers: int) -> nn.Module:
 def count_step(model: nn.Module, sequence_parallel: bool) -> dict[str, Traffic]:
     """The traffic of a forward and of a backward."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
-    apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
+    apply_tensor_parallel(find_structure(model), mesh, sequence_parallel=sequence_parallel)
     tokens = torch.randint(3, 128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     with TrafficCounter() as forward:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

@@ -20,6 +20,7 @@ from lightning_fsdp2.config import (
     MegatronFSDPConfig,
 )
 from lightning_fsdp2.mesh import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, AxisNames
+from lightning_fsdp2.modules.structure import find_parts, find_structure
 from lightning_fsdp2.parallel.data.fully_shard import apply_layer_sharding, unshard_model
 from lightning_fsdp2.parallel.megatron.wrap import HAVE_MEGATRON_FSDP
 from lightning_fsdp2.parallel.tensor.matching import match_plan
@@ -234,7 +235,9 @@ def apply_fsdp_sharding_recursively(
         mp_policy: None for the dtypes of the parameters themselves.
         offload_policy: None keeps shards on the mesh's device.
     """
-    apply_layer_sharding(module, mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy)
+    apply_layer_sharding(
+        find_structure(module), mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
+    )
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
@@ -259,8 +262,9 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         ValueError: When the model has no plan; it is an ``AssertionError`` too. When the plan names a style that is
             unknown or refused.
     """
-    plan = get_plan(model, "hf")
-    unmatched = match_plan(model, plan).unmatched  # what other configurations of the family have
+    parts = find_parts(model)
+    plan = get_plan(parts, "hf")
+    unmatched = match_plan(parts, plan).unmatched  # what other configurations of the family have
     return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 

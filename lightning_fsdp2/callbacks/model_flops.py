@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_embedding_and_head, get_hf_models
+from lightning_fsdp2.modules.structure import get_hf_models, get_optional_embedding, get_optional_head
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
@@ -106,7 +106,7 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
 
 def _count_products(model: Any, config: Any) -> float:
     """6 N, and 4 N of what is frozen."""
-    embedding, head = get_embedding_and_head(model)
+    embedding, head = get_optional_embedding(model), get_optional_head(model)
     if embedding is None or head is None:
         raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -5,6 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
 
@@ -59,11 +60,12 @@ class FSDP2Manager:
         Raises:
             ValueError: When there are no layers, or asynchronous tensor parallelism is not possible.
         """
-        if not self.config.enable_compile or is_compiled(model):
+        structure = find_structure(model)
+        if not self.config.enable_compile or is_compiled(structure):
             return
         tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)
         fusion = get_optional_fusion(tp_mesh, self.config)
-        apply_compile(model, tensor_parallel=tp_mesh is not None, fusion=fusion)
+        apply_compile(structure, tensor_parallel=tp_mesh is not None, fusion=fusion)
 
 
 def _check_moe_mesh(moe_mesh: DeviceMesh) -> None:

@@ -1,14 +1,93 @@
-"""Find the parts of a model by its structure, wherever it hangs: under any attribute, wrapper, subclass or prefix."""
+"""The parts of a model, found by its structure wherever it hangs: under any attribute, wrapper, subclass or prefix.
+
+A recipe finds them once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change
+parameters, methods and classes, but leave the modules where they are.
+"""
 
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelParts:
+    """A Hugging Face model, or another module that a tensor parallel plan is for, and its parts."""
+
+    module: nn.Module
+
+    embedding: nn.Embedding | None
+    """The input embedding that a Hugging Face model declares."""
+
+    head: nn.Module | None
+    """The output head that it declares."""
+
+    final_norm: nn.Module | None
+    """The norm that stands beside the last list of blocks."""
+
+    layer_lists: list[list[nn.Module]]
+    """See :func:`get_layer_lists`."""
+
+    hf_models: list[nn.Module]
+    """The model itself and those in it, such as its base model and its towers, in registration order."""
+
+    towers: frozenset[nn.Module]
+    """Modules of models in it that have another config: of one that sees, or hears."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelStructure:
+    """A module and what passes look for in it."""
+
+    root: nn.Module
+
+    models: list[ModelParts]
+    """The outermost Hugging Face models; see :func:`get_hf_models`."""
+
+    hf_models: list[nn.Module]
+    """All Hugging Face models, those inside of others included."""
+
+    layer_lists: list[list[nn.Module]]
+    """See :func:`get_layer_lists`; also of what is in no Hugging Face model."""
+
+    layers: list[nn.Module]
+    """All layers of all lists."""
+
+    modules: list[nn.Module]
+    """All modules except metrics and what they hold; see :func:`get_modules`."""
+
+
+def find_structure(root: nn.Module) -> ModelStructure:
+    """Find the parts of ``root``; nothing is changed."""
+    layer_lists = get_layer_lists(root)
+    return ModelStructure(
+        root=root,
+        models=[find_parts(model) for model in get_hf_models(root)],
+        hf_models=find_hf_models(root),
+        layer_lists=layer_lists,
+        layers=[layer for layers in layer_lists for layer in layers],
+        modules=get_modules(root),
+    )
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """Find the parts of one model."""
+    hf_models, layer_lists = find_hf_models(model), get_layer_lists(model)
+    return ModelParts(
+        module=model,
+        embedding=get_optional_embedding(model),
+        head=get_optional_head(model),
+        final_norm=_get_optional_final_norm(model, layer_lists),
+        layer_lists=layer_lists,
+        hf_models=hf_models,
+        towers=frozenset(_iterate_towers(model, hf_models)),
+    )
 
 
 def is_hf_model(module: nn.Module) -> bool:
@@ -42,10 +121,16 @@ def is_metric(module: nn.Module) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def is_peft_model(module: nn.Module) -> bool:
-    """Whether ``module`` is peft's ``PeftModel`` around another model; peft is not imported to find out."""
+def find_metrics(root: nn.Module) -> list[Any]:
+    """Return every torchmetrics ``Metric`` in ``root``, itself included; torchmetrics is not imported to find out."""
+    torchmetrics = sys.modules.get("torchmetrics.metric")
+    return [] if torchmetrics is None else [m for m in root.modules() if isinstance(m, torchmetrics.Metric)]
+
+
+def find_peft_models(root: nn.Module) -> list[Any]:
+    """Return every ``PeftModel`` of peft in ``root``, itself included; peft is not imported to find out."""
     peft = sys.modules.get("peft.peft_model")
-    return peft is not None and isinstance(module, peft.PeftModel)
+    return [] if peft is None else [module for module in root.modules() if isinstance(module, peft.PeftModel)]
 
 
 def get_class(module: nn.Module) -> type[nn.Module]:
@@ -73,15 +158,14 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
     A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
     it finds its state of a module by the module's hash, and a metric's hash changes with what it has counted.
     """
+    torchmetrics = sys.modules.get("torchmetrics.metric")
     modules: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        if not is_metric(module) and module not in modules:
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in modules and not (torchmetrics and isinstance(module, torchmetrics.Metric)):
             modules[module] = None
-            for child in module.children():
-                visit(child)
-
-    visit(root)
+            waiting.extend(reversed(list(module.children())))
     return list(modules)
 
 
@@ -106,17 +190,17 @@ def get_hf_models(root: nn.Module) -> list[nn.Module]:
 
     One that is part of another is not outermost, even if it hangs elsewhere too (``self.backbone = self.lm.model``).
     """
-    models = list(_iterate_hf_models(root))
+    models = find_hf_models(root)
     inner = {module for model in models for module in model.modules() if module is not model}
-    return [model for model in dict.fromkeys(models) if model not in inner]
+    return [model for model in models if model not in inner]
 
 
-def _iterate_hf_models(module: nn.Module) -> Iterator[nn.Module]:
-    if is_hf_model(module):
-        yield module
-    elif not is_metric(module):
-        for child in module.children():
-            yield from _iterate_hf_models(child)
+def find_hf_models(root: nn.Module) -> list[nn.Module]:
+    """Return all Hugging Face models in ``root``, those inside of others included, in registration order."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return []
+    return [module for module in get_modules(root) if isinstance(module, transformers.PreTrainedModel)]
 
 
 def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
@@ -127,7 +211,9 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     own, as are whole Hugging Face models inside a ``ModuleList``; modules without a forward only hold others. A
     ``Sequential`` of equal, composite modules counts as a list too. A block that is registered twice is returned once.
     """
-    lists = [list(dict.fromkeys(blocks)) for blocks in _iterate_layer_lists(root)]
+    with_models = _find_ancestors(root, find_hf_models(root))
+    passed = set(get_modules(root))
+    lists = [list(dict.fromkeys(blocks)) for blocks in _iterate_layer_lists(root, passed, with_models)]
     seen: set[nn.Module] = set()
     unique = []
     for blocks in lists:
@@ -138,13 +224,12 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     return unique
 
 
-def iterate_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that the forward of ``module`` calls: its children, and the items of containers among them."""
+def get_called_children(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that the forward of ``module`` calls: its children, and the items of containers among them."""
+    children: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from iterate_children(child)
-        else:
-            yield child
+        children += get_called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return children
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -154,30 +239,22 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def get_embedding_and_head(model: nn.Module) -> tuple[nn.Embedding | None, nn.Module | None]:
-    """Return the input embedding and the output head that a Hugging Face model declares, where it has them."""
-    return _get_embedding(model), _get_head(model)
+def get_optional_embedding(model: Any) -> nn.Embedding | None:
+    """Return the input embedding that a Hugging Face model declares, or None."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
 
 
-def get_optional_final_norm(model: nn.Module) -> nn.Module | None:
-    """Return the norm that stands beside the last list of blocks in ``model``, or None."""
-    for parent in reversed(list(model.modules())):
-        children = list(parent.children())
-        if not any(_is_container(child) and _blocks_of(child) for child in children):
-            continue
-        norms = [child for child in children if "norm" in type(child).__name__.lower() and _owns_parameters(child)]
-        if norms:
-            return norms[-1]
-    return None
-
-
-def is_of_tower(module: nn.Module, model: Any) -> bool:
-    """Whether ``module`` belongs to a model inside of ``model`` that has another config: of one that sees, or hears."""
-    config: Any = getattr(model, "config", None)
-    inner: list[Any] = [part for part in model.modules() if is_hf_model(part) and module in part.modules()]
-    if not hasattr(config, "get_text_config") or not inner:
-        return False
-    return inner[-1].config.model_type not in (config.model_type, config.get_text_config().model_type)
+def get_optional_head(model: Any) -> nn.Module | None:
+    """Return the output head that a Hugging Face model declares, or None."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) and _owns_parameters(head) else None
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
@@ -194,21 +271,68 @@ def get_parameter_names(root: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in root.named_parameters()}
 
 
-def _iterate_layer_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
+def _get_optional_final_norm(model: nn.Module, layer_lists: list[list[nn.Module]]) -> nn.Module | None:
+    blocks = {layer for layers in layer_lists for layer in layers}
+    for parent in reversed(list(model.modules())):
+        children = list(parent.children())
+        if not any(not blocks.isdisjoint(child.children()) and _is_container(child) for child in children):
+            continue
+        norms = [child for child in children if "norm" in type(child).__name__.lower() and _owns_parameters(child)]
+        if norms:
+            return norms[-1]
+    return None
+
+
+def _iterate_towers(model: Any, hf_models: list[Any]) -> Iterator[nn.Module]:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return
+    innermost = {module: hf_model for hf_model in hf_models for module in hf_model.modules()}
+    own = (config.model_type, config.get_text_config().model_type)
+    yield from (module for module, hf_model in innermost.items() if hf_model.config.model_type not in own)
+
+
+def _find_ancestors(root: nn.Module, modules: list[nn.Module]) -> set[nn.Module]:
+    """Return ``modules`` and all modules in ``root`` that hold one of them, at any depth."""
+    if not modules:
+        return set()
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for module in get_modules(root):
+        for child in module.children():
+            parents.setdefault(child, []).append(module)
+    found: set[nn.Module] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += parents.get(module, [])
+    return found
+
+
+def _iterate_layer_lists(
+    module: nn.Module, modules: set[nn.Module], with_models: set[nn.Module]
+) -> Iterator[list[nn.Module]]:
+    """Yield the lists below ``module``, of ``modules``, which are no metrics; ``with_models`` hold whole models."""
     for child in module.children():
+        if not any(child.children()):
+            continue
         if _is_container(child):
-            yield from _iterate_container(child)
-        elif not is_metric(child) and not _is_adapter(child):
-            yield from _iterate_layer_lists(child)
+            yield from _iterate_container(child, modules, with_models)
+        elif child in modules and not _is_adapter(child):
+            yield from _iterate_layer_lists(child, modules, with_models)
 
 
-def _iterate_container(container: nn.Module) -> Iterator[list[nn.Module]]:
-    for child in container.children():
+def _iterate_container(
+    container: nn.Module, modules: set[nn.Module], with_models: set[nn.Module]
+) -> Iterator[list[nn.Module]]:
+    children = [child for child in container.children() if child in modules]
+    for child in children:
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _iterate_container(child)
-        elif not is_metric(child) and (get_hf_models(child) or not has_forward(child)):
-            yield from _iterate_layer_lists(child)
-    if blocks := _blocks_of(container):
+            yield from _iterate_container(child, modules, with_models)
+        elif child in with_models or not has_forward(child):
+            yield from _iterate_layer_lists(child, modules, with_models)
+    if blocks := [child for child in children if child not in with_models and _is_block(child)]:
         yield blocks
 
 
@@ -217,13 +341,9 @@ def _is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 
-def _blocks_of(container: nn.Module) -> list[nn.Module]:
-    return [child for child in container.children() if _is_block(child)]
-
-
 def _is_block(module: nn.Module) -> bool:
-    is_nested = isinstance(module, nn.ModuleList | nn.ModuleDict) or is_metric(module) or get_hf_models(module)
-    return not is_nested and has_forward(module) and _owns_parameters(module)
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return not is_container and has_forward(module) and _owns_parameters(module)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -240,19 +360,3 @@ def _is_container(module: nn.Module) -> bool:
 
 def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _get_embedding(model: Any) -> nn.Embedding | None:
-    try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return embedding if isinstance(embedding, nn.Embedding) else None
-
-
-def _get_head(model: Any) -> nn.Module | None:
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return head if isinstance(head, nn.Module) and _owns_parameters(head) else None

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes
 from lightning_fsdp2.modules.sharder import check_not_sharded
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
@@ -64,6 +65,7 @@ def parallelize_with_fsdp2(
     """
     check_not_sharded(model)
     check_peft(model)
+    structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names)
     check_reshard_after_forward(config.reshard_after_forward, axes.fsdp.size(-1))
     policy = resolve_mp_policy(config.mp_policy)
@@ -73,7 +75,7 @@ def parallelize_with_fsdp2(
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.tp is not None:
         apply_tensor_parallel(
-            model,
+            structure,
             axes.tp,
             plan=import_plan(config.tp_plan),
             sequence_parallel=config.sequence_parallel,
@@ -81,7 +83,7 @@ def parallelize_with_fsdp2(
         )
     if axes.cp is not None:
         apply_context_parallel(
-            model,
+            structure,
             axes.cp.get_group(),
             method=config.context_parallel_method,
             inputs=config.context_parallel_inputs,
@@ -91,22 +93,22 @@ def parallelize_with_fsdp2(
         )
     if config.activation_checkpointing:
         apply_activation_checkpointing(
-            model,
+            structure,
             config.activation_checkpointing,
             scope=config.activation_checkpointing_scope,
             compiles_collectives=config.enable_compile and axes.tp is not None,
         )
     if config.enable_compile:
-        apply_compile(model, tensor_parallel=axes.tp is not None, fusion=fusion)
+        apply_compile(structure, tensor_parallel=axes.tp is not None, fusion=fusion)
     if config.patch_is_packed_sequence:
-        apply_unpacked_sequences(model)
+        apply_unpacked_sequences(structure)
     if config.autocast_dtype is not None:
         residual_dtype = torch.float32 if policy.output_dtype is torch.float32 else None
-        apply_autocast(model, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
+        apply_autocast(structure, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
         policy = replace(policy, cast_forward_inputs=False)
     offload_policy = get_optional_offload_policy(config, device)
     plan = apply_fully_shard(
-        model,
+        structure,
         axes.fsdp,
         mp_policy=policy,
         offload_policy=offload_policy,

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import CONTEXT_PARALLEL, get_device, get_optional_mesh
 from lightning_fsdp2.modules.sharder import check_not_sharded
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.units import check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
@@ -48,9 +49,10 @@ def parallelize_with_megatron_fsdp(
     """
     check_not_sharded(model)
     check_peft(model)
+    structure = find_structure(model)
     check_supported(device_mesh, config)
     paths = config.megatron_fsdp_unit_modules
-    unit_classes = get_unit_classes(model) if paths is None else import_unit_classes(paths)
+    unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -58,11 +60,11 @@ def parallelize_with_megatron_fsdp(
     broadcast_from_first_rank(model, device, device_mesh)
     cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
     if cp_mesh is not None:
-        apply_context_parallel(model, cp_mesh.get_group())
+        apply_context_parallel(structure, cp_mesh.get_group())
     if config.activation_checkpointing:
-        apply_activation_checkpointing(model, config.activation_checkpointing)
+        apply_activation_checkpointing(structure, config.activation_checkpointing)
     if config.autocast_dtype is not None:
-        apply_autocast(model, config.autocast_dtype, device.type)
+        apply_autocast(structure, config.autocast_dtype, device.type)
     if config.init_fsdp_with_meta_device:
         spread_parameters(model, device_mesh)
     load_pretrained(model, device, device_mesh)

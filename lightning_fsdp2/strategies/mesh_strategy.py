@@ -39,7 +39,7 @@ from lightning_fsdp2.compat.lightning import (
 )
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.mesh import ParallelSizes
-from lightning_fsdp2.modules.structure import get_modules, is_metric
+from lightning_fsdp2.modules.structure import find_metrics, get_modules
 from lightning_fsdp2.parallel.data.branches import check_branches, check_end
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.ranks.random_state import share_random_state
@@ -319,9 +319,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
         """Ranks that read the same batch must not be counted twice by a metric that adds up or collects."""
-        for submodule in module.modules():
-            if is_metric(submodule) and submodule.process_group is None:
-                submodule.process_group = self._data_group  # type: ignore[assignment]
+        for metric in find_metrics(module):
+            if metric.process_group is None:
+                metric.process_group = self._data_group
 
     @override
     def model_to_device(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp2.modules.structure import is_peft_model
+from lightning_fsdp2.modules.structure import find_peft_models
 
 INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
 
@@ -25,13 +25,8 @@ def check_peft(root: nn.Module) -> None:
     Raises:
         ImportError: When ``root`` holds a ``PeftModel`` of peft before 0.21.
     """
-    if get_peft_models(root) and tuple(map(int, version("peft").split(".")[:2])) < (0, 21):
+    if find_peft_models(root) and tuple(map(int, version("peft").split(".")[:2])) < (0, 21):
         raise ImportError(f"peft {version('peft')} is too old for models that are sharded; {INSTALL}.")
-
-
-def get_peft_models(root: nn.Module) -> list[Any]:
-    """Return every ``PeftModel`` in ``root``, itself included."""
-    return [module for module in root.modules() if is_peft_model(module)]
 
 
 @contextmanager
@@ -81,7 +76,7 @@ def check_can_initialize(root: nn.Module) -> None:
     Raises:
         ValueError: For what :func:`initialize_adapters` cannot do.
     """
-    for model in get_peft_models(root):
+    for model in find_peft_models(root):
         for config in model.peft_config.values() if _has_meta_adapters(model) else ():
             init, has_variant = getattr(config, "init_lora_weights", None), getattr(config, "use_dora", False)
             if not hasattr(config, "init_lora_weights") or init not in (True, False, "gaussian") or has_variant:
@@ -101,7 +96,7 @@ def initialize_adapters(root: nn.Module, is_new: Callable[[Tensor], bool]) -> No
         root: Its base weights are loaded or initialised.
         is_new: Whether a tensor has no values of its own yet.
     """
-    for model in get_peft_models(root):
+    for model in find_peft_models(root):
         for layer in model.modules():
             if hasattr(layer, "reset_lora_parameters"):
                 for name, config in model.peft_config.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, is_hf_model, is_peft_model
+from lightning_fsdp2.modules.structure import find_peft_models, get_class_name, get_hf_models, is_hf_model
 from lightning_fsdp2.weights.adapters import INSTALL, without_adapters
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
     # prompts and prefixes are trained beside the model, which looks like any other
-    adapted = {model: wrapper for wrapper in names if is_peft_model(wrapper) for model in get_hf_models(wrapper)}
+    adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
         for model in get_hf_models(module)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fsdp2.modules.structure import is_hf_model
+from lightning_fsdp2.modules.structure import find_hf_models
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.weights.adapters import check_can_initialize as check_adapters_can_initialize
@@ -61,7 +61,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
     check_adapters_can_initialize(model)
     fresh = allocate(model, device)
     with random_numbers_of_one_process(device, device_mesh):
-        _initialize(model, fresh)
+        _initialize(model, fresh, set(find_hf_models(model)))
         initialize_adapters(model, fresh.is_allocated)
 
 
@@ -139,16 +139,18 @@ def allocate(model: nn.Module, device: torch.device) -> _Fresh:
     return _Fresh(replaced.values())
 
 
-def _initialize(module: nn.Module, fresh: _Fresh, init: Callable[[nn.Module], None] | None = None) -> None:
+def _initialize(
+    module: nn.Module, fresh: _Fresh, hf_models: set[nn.Module], init: Callable[[nn.Module], None] | None = None
+) -> None:
     """Initialise ``module``, children first; ``init`` is that of the Hugging Face model around it, if any."""
     guard: AbstractContextManager[Any] = nullcontext()
-    if is_hf_model(module):
+    if module in hf_models:
         from transformers.initialization import guard_torch_init_functions
 
         init, guard = cast(Any, module)._init_weights, guard_torch_init_functions()
     with guard:
         for child in module.children():
-            _initialize(child, fresh, init)
+            _initialize(child, fresh, hf_models, init)
         if init is not None and fresh.is_below(module):
             with _whole_parameters(module, fresh):
                 init(module)
@@ -254,7 +256,7 @@ def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int
 
 
 def _check_can_initialize(model: nn.Module) -> None:
-    inside_hf = {module for hf in model.modules() if is_hf_model(hf) for module in hf.modules()}
+    inside_hf = {module for hf_model in find_hf_models(model) for module in hf_model.modules()}
     stuck = [
         f"{name or 'the root'} ({type(module).__name__})"
         for name, module in model.named_modules()

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
 from lightning_fsdp2.ranks.failures import fail_together, list_names
-from lightning_fsdp2.weights.adapters import get_peft_models, without_adapters
+from lightning_fsdp2.weights.adapters import without_adapters
 from lightning_fsdp2.weights.materialize import get_groups, random_numbers_of_one_process
 from lightning_fsdp2.weights.pretrained_adapters import load_adapters
 from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_shards
@@ -131,7 +131,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
             # weights that it has by now are from elsewhere, such as a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
-    if get_peft_models(model):
+    if find_peft_models(model):
         with fail_together(get_groups(device_mesh)):
             _forget(model, load_adapters(model, device))
 

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.weights.adapters import get_adapter_names, get_peft_models
+from lightning_fsdp2.modules.structure import find_peft_models
+from lightning_fsdp2.weights.adapters import get_adapter_names
 from lightning_fsdp2.weights.materialize import copy_shard_
 
 CONFIG_FILE = "adapter_config.json"
@@ -58,7 +59,7 @@ def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
         Where weights have been loaded.
     """
     loaded = set()
-    for model in get_peft_models(root):
+    for model in find_peft_models(root):
         source: _Source | None = model.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue

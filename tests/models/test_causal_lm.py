@@ -31,6 +31,7 @@ import lightning_fsdp2
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 from lightning_fsdp2.compat import torch as torch_compat
 from lightning_fsdp2.models import causal_lm
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.loss import chunked as chunked_loss
 
@@ -309,7 +310,7 @@ def test_layers_that_are_computed_again_are_not_searched_for_packed_sequences(mo
     AttentionMaskInterface.register("searching", sdpa_mask)
     module = CausalLM(config=LLAMA, attn_implementation="searching")
     module.configure_model()
-    apply_activation_checkpointing(module.model, "full")
+    apply_activation_checkpointing(find_structure(module.model), "full")
     loss = module.training_step(make_token_batches(1, ragged=False)[0], 0)
     loss.backward(retain_graph=True)
     loss.backward()

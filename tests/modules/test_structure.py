@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.models import GPT2, LLAMA, Block, PlainTransformer, add_adapters, make_causal_lm
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, Qwen2VLConfig
 
 from lightning_fsdp2.modules.structure import (
-    get_embedding_and_head,
+    find_parts,
+    find_structure,
     get_hf_models,
     get_layer_lists,
-    get_optional_final_norm,
     get_parameter_names,
     get_parameter_owners,
     has_forward,
@@ -196,8 +196,9 @@ def test_embedding_head_and_final_norm(name: str) -> None:
     make, expected = ENDS[name]
     model = make()
     names = {module: name for name, module in model.named_modules()}
-    parts = (*get_embedding_and_head(model), get_optional_final_norm(model))
-    assert tuple(None if part is None else names[part] for part in parts) == expected
+    parts = find_parts(model)
+    found = (parts.embedding, parts.head, parts.final_norm)
+    assert tuple(None if part is None else names[part] for part in found) == expected
 
 
 def test_parameters_and_their_owners() -> None:
@@ -215,3 +216,31 @@ def test_scripted_modules_have_a_forward() -> None:
     assert has_forward(scripted)
     assert has_forward(nn.Linear(2, 2))
     assert not has_forward(nn.ModuleList())
+
+
+def test_the_structure_of_a_module_with_several_models() -> None:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = llama()
+            self.student = make_vit()
+            self.backbone = self.teacher.model
+
+    module = Module()
+    structure = find_structure(module)
+    assert [parts.module for parts in structure.models] == [module.teacher, module.student]
+    assert structure.hf_models == [module.teacher, module.teacher.model, module.student]
+    assert structure.layer_lists == get_layer_lists(module)
+    assert structure.layers == [layer for layers in structure.layer_lists for layer in layers]
+    assert [parts.layer_lists for parts in structure.models] == [
+        get_layer_lists(module.teacher),
+        get_layer_lists(module.student),
+    ]
+    assert structure.modules == list(module.modules())
+
+
+def test_a_tower_has_another_config() -> None:
+    text = {**LLAMA, "model_type": "qwen2_vl_text"}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+    model = AutoModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
+    assert find_parts(model).towers == set(model.model.visual.modules())

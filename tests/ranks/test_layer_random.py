@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 from lightning_fsdp2.ranks.random_state import share_random_state
@@ -121,7 +122,7 @@ def assert_trains_alike(plain: nn.Module, model: nn.Module) -> list[Tensor]:
 def test_gradients_are_those_of_one_process_that_drops_the_same_elements(sequence_parallel: bool) -> None:
     def run() -> list[Tensor]:
         plain, model = make_model(), make_model()
-        apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
         masks = assert_trains_alike(plain, model)
         with record_masks() as next_masks:
             train(model)
@@ -149,7 +150,7 @@ def test_gradients_are_those_of_one_process_that_drops_the_same_elements(sequenc
 def test_checkpointed_layers_drop_the_same_elements_again(sequence_parallel: bool) -> None:
     def run() -> None:
         model = make_model()
-        apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
         torch.manual_seed(5)
         expected = train(model)
         other = train(model)  # other masks: the comparison below can fail
@@ -178,7 +179,7 @@ def test_random_states_of_the_ranks_agree_after_each_forward_and_each_failure(se
 
         torch.manual_seed(dist.get_rank())  # as processes start
         model = AutoModelForCausalLM.from_config(make_config(DROPOUT), attn_implementation="eager").train()
-        apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
         look()
         train(model)
         look()
@@ -205,7 +206,7 @@ def test_nothing_is_drawn_in_evaluation_or_without_dropout(sequence_parallel: bo
     def run() -> None:
         for config in (DROPOUT, GPT2):
             model = make_model(config)
-            apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+            apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
             before = torch.get_rng_state()
             (model.eval() if config is DROPOUT else model)(**make_batch())
             assert torch.equal(torch.get_rng_state(), before)
@@ -225,7 +226,7 @@ def make_adapted_model() -> Any:
 def test_dropout_in_front_of_adapters(sequence_parallel: bool) -> None:
     def run() -> None:
         plain, model = make_adapted_model(), make_adapted_model()
-        apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
         assert len(assert_trains_alike(plain, model)) == 8
 
     run_ranks(run, 2)
@@ -256,7 +257,7 @@ def make_mixture() -> Any:
 def test_dropout_of_what_layers_hand_on(sequence_parallel: bool) -> None:
     def run() -> list[Tensor]:
         plain, model = make_mixture(), make_mixture()
-        apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
         masks = assert_trains_alike(plain, model)
         return masks
 

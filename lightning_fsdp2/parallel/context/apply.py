@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2.modules.structure import get_class_name, get_embedding_and_head, get_hf_models, is_hf_model
+from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_optional_embedding
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.context.checks import check_context_parallel, choose_method
 from lightning_fsdp2.parallel.context.forward import ShardedForward, WholeRotary, computes_by_length
@@ -32,7 +32,7 @@ _PER_POSITION: dict[str, int | None] = {
 
 
 def apply_context_parallel(
-    model: nn.Module,
+    structure: ModelStructure,
     group: dist.ProcessGroup,
     *,
     method: str = "auto",
@@ -41,10 +41,10 @@ def apply_context_parallel(
     sequence_parallel: bool = False,
     assumes_unpacked: bool = False,
 ) -> None:
-    """Split the sequences that the Hugging Face models in ``model`` are given over the ranks of ``group``.
+    """Split the sequences that Hugging Face models are given over the ranks of ``group``.
 
     Args:
-        model: Changed in place; not sharded yet.
+        structure: Of the module with the models, which is changed in place and not sharded yet.
         group: The context parallel ranks.
         method: ``"allgather"``, ``"ulysses"``, or ``"auto"``: whichever moves less, where heads can be exchanged.
         inputs: Further arguments of the models' forwards that are tensors, and the dim in which they have a value per
@@ -57,14 +57,14 @@ def apply_context_parallel(
         ValueError: When there is no Hugging Face model, or one whose layers mix positions by other means than
             transformers' attention, or whose heads cannot be exchanged.
     """
-    models = get_hf_models(model)
-    if not models:
+    if not structure.models:
         raise ValueError(
             f"cp_size={group.size()} splits the sequences that a Hugging Face model is given, but there is none in"
-            f" {get_class_name(model)}. Use cp_size=1."
+            f" {get_class_name(structure.root)}. Use cp_size=1."
         )
-    for hf_model in models:
-        check_context_parallel(hf_model, group.size())
+    for parts in structure.models:
+        hf_model = parts.module
+        check_context_parallel(parts, group.size())
         sharding = SequenceSharding(
             hf_model,
             group,
@@ -73,12 +73,13 @@ def apply_context_parallel(
             divisor=2 * group.size() * (tp_size if sequence_parallel else 1),
             assumes_unpacked=assumes_unpacked,
         )
+        # its base model may be called by itself
+        called = [inner for inner in parts.hf_models if get_optional_embedding(inner) is not None]
+        for inner in called:
+            inner.__dict__[_ATTRIBUTE] = sharding
+            wrap_method(inner, ShardedForward(inner, sharding))
         for inner in hf_model.modules():
-            # its base model may be called by itself
-            if is_hf_model(inner) and get_embedding_and_head(inner)[0] is not None:
-                inner.__dict__[_ATTRIBUTE] = sharding
-                wrap_method(inner, ShardedForward(inner, sharding))
-            elif computes_by_length(inner):
+            if inner not in called and computes_by_length(inner):
                 wrap_method(inner, WholeRotary(sharding))
         sharding.activate()
 

@@ -5,23 +5,23 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_class_name, get_embedding_and_head
+from lightning_fsdp2.modules.structure import ModelParts, get_class_name
 from lightning_fsdp2.parallel.context.attention import Method
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_context_parallel(model: Any, ranks: int) -> None:
+def check_context_parallel(parts: ModelParts, ranks: int) -> None:
     """Refuse models whose layers mix positions by other means than transformers' attention functions.
 
     Raises:
         ValueError: The message names the model and the reason.
     """
-    reason = _get_optional_reason(model)
+    reason = _get_optional_reason(parts.module, parts.head)
     if reason is not None:
         raise ValueError(
-            f"cp_size={ranks}: context parallelism is not possible for {get_class_name(model)}: {reason}. Use cp_size=1"
-            " for it."
+            f"cp_size={ranks}: context parallelism is not possible for {get_class_name(parts.module)}: {reason}. Use"
+            " cp_size=1 for it."
         )
 
 
@@ -50,7 +50,7 @@ def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method
     return "ulysses" if method == "ulysses" else "allgather"
 
 
-def _get_optional_reason(model: Any) -> str | None:
+def _get_optional_reason(model: Any, head: nn.Module | None) -> str | None:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder and a decoder, whose sequences differ"
@@ -65,7 +65,7 @@ def _get_optional_reason(model: Any) -> str | None:
         return "it has layers with a state that runs through the sequence"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no position_ids"
-    if get_embedding_and_head(model)[1] is None and model.base_model is not model:
+    if head is None and model.base_model is not model:
         return "it has no head that makes logits of each position, such as a language model's"
     for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
         if value := getattr(config, name, None):

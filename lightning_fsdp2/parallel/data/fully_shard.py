@@ -14,24 +14,24 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.torch import StridedShard, end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.modules.sharder import get_optional_sharder
-from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
+from lightning_fsdp2.modules.structure import ModelStructure, get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
 
 def apply_fully_shard(
-    model: nn.Module,
+    structure: ModelStructure,
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> UnitPlan:
-    """Shard ``model`` over ``mesh``, unit by unit, and return the units.
+    """Shard a model over ``mesh``, unit by unit, and return the units.
 
     Args:
-        model: A LightningModule, a Hugging Face model or any other module. Changed in place.
+        structure: Of a LightningModule, a Hugging Face model or any other module, which is changed in place.
         mesh: 1-D to shard, 2-D to replicate x shard (HSDP).
         mp_policy: Dtypes of compute, gradient reduction and the model's output.
         offload_policy: Where the shards live between uses.
@@ -41,8 +41,8 @@ def apply_fully_shard(
     Raises:
         ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
     """
-    plan = build_unit_plan(model, reshard_after_forward)
-    _shard_units(plan.units, model, mesh, mp_policy, offload_policy)
+    plan = build_unit_plan(structure, reshard_after_forward)
+    _shard_units(plan.units, structure.root, mesh, mp_policy, offload_policy)
     return plan
 
 
@@ -61,15 +61,15 @@ def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks:
 
 
 def apply_layer_sharding(
-    model: nn.Module,
+    structure: ModelStructure,
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> None:
-    """Shard the blocks of ``model`` alone; arguments and errors as in :func:`apply_fully_shard`."""
-    _shard_units(build_layer_units(model, reshard_after_forward), model, mesh, mp_policy, offload_policy)
+    """Shard the blocks of a model alone; arguments and errors as in :func:`apply_fully_shard`."""
+    _shard_units(build_layer_units(structure, reshard_after_forward), structure.root, mesh, mp_policy, offload_policy)
 
 
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from lightning_fsdp2.modules.structure import (
-    get_embedding_and_head,
-    get_hf_models,
+    ModelParts,
+    ModelStructure,
     get_layer_lists,
     get_modules,
-    get_optional_final_norm,
     get_parameter_names,
     get_parameter_owners,
     has_forward,
@@ -54,16 +53,17 @@ class UnitPlan:
     chains: list[list[Unit]]
 
 
-def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None = None) -> UnitPlan:
-    """Decide on the units of ``model`` without changing it.
+def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> UnitPlan:
+    """Decide on the units of a model without changing it.
 
     Args:
-        model: A LightningModule, a Hugging Face model or any other module.
+        structure: Of a LightningModule, a Hugging Face model or any other module.
         reshard_after_forward: As in :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
 
     Raises:
         ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
     """
+    model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
             f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
@@ -72,26 +72,25 @@ def build_unit_plan(model: nn.Module, reshard_after_forward: bool | int | None =
     check_shardable(model, "FSDP2")
     _check_no_hooks(model)
     owners = get_parameter_owners(model)
-    layer_lists = get_layer_lists(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
     taken = {module for blocks in layer_lists for block in blocks for module in get_modules(block)}
     units = [unit for units_of_list in layers for unit in units_of_list]
     chains = list(layers)
-    for hf_model in get_hf_models(model):
-        embedding, head = _build_end_units(hf_model, taken, owners, reshard_after_forward)
+    for parts in structure.models:
+        embedding, head = _build_end_units(parts, taken, owners, reshard_after_forward)
         ends = [unit for unit in (embedding, head) if unit is not None]
         units.extend(ends)
         taken.update(module for unit in ends for top in unit.modules for module in get_modules(top))
-        _extend_chain(chains, hf_model, embedding, head)
-    units.extend(_build_child_units(model, taken, owners, reshard_after_forward))
+        _extend_chain(chains, parts.module, embedding, head)
+    units.extend(_build_child_units(structure, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
     return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
 
 
-def build_layer_units(model: nn.Module, reshard_after_forward: bool | int | None = None) -> list[Unit]:
-    """Decide on the units of the blocks of ``model`` alone; arguments and errors as in :func:`build_unit_plan`."""
-    layer_lists = get_layer_lists(model)
+def build_layer_units(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> list[Unit]:
+    """Decide on the units of the blocks of a model alone; arguments and errors as in :func:`build_unit_plan`."""
+    model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
     return _split_by_dtype(model, units)
@@ -109,15 +108,15 @@ def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | in
 
 
 def _build_end_units(
-    model: nn.Module,
+    parts: ModelParts,
     taken: set[nn.Module],
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> tuple[Unit | None, Unit | None]:
     """The embedding's unit and that of ``[norm, head]``; one unit for both where they are tied."""
-    ends = (*get_embedding_and_head(model), get_optional_final_norm(model))
+    ends = (parts.embedding, parts.head, parts.final_norm)
     embedding, head, norm = (module if module not in taken else None for module in ends)
-    keep = reshard_after_forward is not True and _is_trainable([model])
+    keep = reshard_after_forward is not True and _is_trainable([parts.module])
     tail = [module for module in (norm, head) if module is not None]
     if embedding is not None and head is not None and any(p in set(head.parameters()) for p in embedding.parameters()):
         tied = Unit(modules=[embedding, *tail], reshard_after_forward=not keep)
@@ -132,15 +131,16 @@ def _build_end_units(
 
 
 def _build_child_units(
-    model: nn.Module,
+    structure: ModelStructure,
     taken: set[nn.Module],
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
     """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
+    model = structure.root
     if is_hf_model(model):
         return []
-    tops = list(get_hf_models(model))
+    tops = [parts.module for parts in structure.models]
     inside = taken | {module for top in tops for module in get_modules(top)}
     for child in (module for module in model.children() if not is_metric(module)):
         leftover = any(_owns_parameters_directly(module) for module in get_modules(child) if module not in inside)
@@ -149,8 +149,15 @@ def _build_child_units(
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(get_modules(child))
     groups = [group for group in _group_tied(tops, owners) if _owns_all(group, owners)]
+    layer_lists = {parts.module: parts.layer_lists for parts in structure.models}
     return [
-        _build_model_unit(group, reshard_after_forward, casts_output=is_lightning_module(model)) for group in groups
+        _build_model_unit(
+            group,
+            reshard_after_forward,
+            has_layers=any(layer_lists[top] if top in layer_lists else get_layer_lists(top) for top in group),
+            casts_output=is_lightning_module(model),
+        )
+        for group in groups
     ]
 
 
@@ -172,11 +179,10 @@ def _group_tied(
 
 
 def _build_model_unit(
-    modules: list[nn.Module], reshard_after_forward: bool | int | None, *, casts_output: bool
+    modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
         # backward begins in the model whose forward ended last: one that was split into layers keeps its own weights
-        has_layers = any(get_layer_lists(module) for module in modules)
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)

@@ -21,7 +21,7 @@ from lightning_fsdp2.compat.torch import (
 )
 from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
-from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
 from lightning_fsdp2.parallel.layers.caches import CacheArguments, is_filled
@@ -38,16 +38,16 @@ _PARTS: dict[ScopeWord, set[str]] = {
 
 
 def apply_activation_checkpointing(
-    model: nn.Module,
+    structure: ModelStructure,
     mode: Literal[True, "full", "selective"],
     *,
     scope: ActivationCheckpointingScope = "all",
     compiles_collectives: bool = False,
 ) -> None:
-    """Let the layers of ``model`` be computed again in backward (https://arxiv.org/abs/1604.06174).
+    """Let the layers of a model be computed again in backward (https://arxiv.org/abs/1604.06174).
 
     Args:
-        model: Changed in place; its layers are the blocks of its lists, wherever they hang.
+        structure: Of the model, which is changed in place.
         mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also what is expensive and read by
             backward: the results of fused attention (any but ``"eager"``), of collectives but all-gathers, and of every
             second matrix product, in the order in which they are computed. What ``"selective"`` keeps serves one
@@ -60,7 +60,7 @@ def apply_activation_checkpointing(
     Raises:
         ValueError: When there is no layer in the scope, or the model checkpoints itself already.
     """
-    for hf_model in get_hf_models(model):
+    for hf_model in (parts.module for parts in structure.models):
         if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
             raise ValueError(
                 f"activation_checkpointing={mode!r}: {type(hf_model).__name__} checkpoints its layers itself and would"
@@ -68,7 +68,7 @@ def apply_activation_checkpointing(
             )
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
-    for layer in _get_layers(model, mode, scope):
+    for layer in _get_layers(structure, mode, scope):
         # torch.compile does not take the default `context_fn` from a variable, so it is left out where it would do
         options: dict[str, Any] = {}
         if mode == "selective":
@@ -165,17 +165,18 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
         yield
 
 
-def _get_layers(model: nn.Module, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
+def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
     # what a user calls the attribute that holds the model says nothing
-    names = {m: name for top in (model, *get_hf_models(model)) for name, m in top.named_modules()}
-    parts = {layer: _get_part(names[layer]) for layers in get_layer_lists(model) for layer in layers}
+    tops = (structure.root, *(parts.module for parts in structure.models))
+    names = {module: name for top in tops for name, module in top.named_modules()}
+    parts = {layer: _get_part(names[layer]) for layer in structure.layers}
     layers = [layer for layer, part in parts.items() if part in wanted or "all" in wanted]
     if not layers:
         found = f"has layers of {', '.join(sorted(set(parts.values())))} only" if parts else "has no list of layers"
         raise ValueError(
             f"activation_checkpointing={mode!r} with activation_checkpointing_scope={scope!r} applies to nothing:"
-            f" {type(model).__name__} {found}. Choose another scope, or activation_checkpointing=False."
+            f" {type(structure.root).__name__} {found}. Choose another scope, or activation_checkpointing=False."
         )
     return layers
 

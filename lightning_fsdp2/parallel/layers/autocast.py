@@ -6,35 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp2.modules.structure import (
-    get_embedding_and_head,
-    get_entrances,
-    get_hf_models,
-    get_modules,
-    is_hf_model,
-    is_metric,
-    iterate_children,
-)
+from lightning_fsdp2.modules.structure import ModelStructure, get_called_children, get_entrances, is_hf_model, is_metric
 from lightning_fsdp2.modules.wrapping import wrap_method
 
 
 def apply_autocast(
-    model: nn.Module, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
+    structure: ModelStructure, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
 ) -> None:
-    """Let every forward of ``model``, its children and the Hugging Face models in it run in :class:`torch.autocast`.
+    """Let every forward of a module, its children and the Hugging Face models in it run in :class:`torch.autocast`.
 
     Args:
-        model: Changed in place. Of a LightningModule, the steps count as forwards.
+        structure: Of the module, which is changed in place. Of a LightningModule, the steps count as forwards.
         dtype: Of matrix products; what autocast leaves in float32 stays so.
         device_type: Where the model computes.
         residual_dtype: What the embeddings of Hugging Face models are turned into, and so the dtype of what their
             layers add up. None leaves them as they are.
     """
-    models = get_hf_models(model)
+    model = structure.root
     # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
-    entered = [model, *filter(is_hf_model, get_modules(model))]
+    entered = [model, *structure.hf_models]
     if not is_hf_model(model):
-        entered += [child for child in iterate_children(model) if not is_metric(child)]
+        entered += [child for child in get_called_children(model) if not is_metric(child)]
     for target in dict.fromkeys(entered):
         for name in get_entrances(target):
             wrap_method(target, _Autocast(dtype, device_type), name)
@@ -42,10 +34,9 @@ def apply_autocast(
         if isinstance(norm, nn.LayerNorm | nn.GroupNorm):
             wrap_method(norm, _InFloat32(norm))
     if residual_dtype is not None:
-        for target in models:
-            embedding, _ = get_embedding_and_head(target)
-            if embedding is not None:
-                wrap_method(embedding, _CastResult(residual_dtype))
+        for parts in structure.models:
+            if parts.embedding is not None:
+                wrap_method(parts.embedding, _CastResult(residual_dtype))
 
 
 class _Autocast:

@@ -14,7 +14,7 @@ from lightning_fsdp2.compat.torch import (
     compile_layers_of_many_kinds,
     get_graph_breaks,
 )
-from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
+from lightning_fsdp2.modules.structure import ModelStructure, get_class_name
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.activation_checkpointing import is_checkpointed, recomputes_collectives
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
@@ -28,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 def apply_compile(
-    model: nn.Module,
+    structure: ModelStructure,
     *,
     tensor_parallel: bool = False,
     fusion: CollectiveFusion | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Compile the layers of ``model`` with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
+    """Compile the layers of a model with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
 
     A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
     already is left as it is. With gradients layers are given no cache of keys and values, as under activation
     checkpointing; calls that fill one without (``generate``), or go on from one, run without compilation.
 
     Args:
-        model: Its layers are the blocks of its lists, wherever they hang.
+        structure: Of the model.
         tensor_parallel: Whether the layers are tensor parallel. The first call of each with gradients, and the first
             after other parameters of it are trained, then runs without compilation, so that
             :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its autograd graph.
@@ -52,7 +52,7 @@ def apply_compile(
         ValueError: When there are no layers, tensor parallel ones have dropout, or their checkpoint cannot be compiled
             on this version of torch.
     """
-    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+    model, layers = structure.root, structure.layers
     if not layers:
         raise ValueError(
             f"enable_compile=True: {get_class_name(model)} has no list of layers to compile; leave it out, and call"
@@ -80,9 +80,9 @@ def apply_compile(
             wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether all layers of ``model`` were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
-    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+def is_compiled(structure: ModelStructure) -> bool:
+    """Whether all layers of a model were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
+    layers = structure.layers
     return bool(layers) and all(layer._compiled_call_impl is not None for layer in layers)
 
 

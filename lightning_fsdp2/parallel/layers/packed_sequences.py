@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import assert_async
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
-from lightning_fsdp2.modules.structure import get_class_name, is_hf_model
+from lightning_fsdp2.modules.structure import ModelStructure, get_class_name
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.context.attention import is_running_sharded
 
@@ -73,14 +73,14 @@ def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
     )
 
 
-def apply_unpacked_sequences(model: nn.Module) -> None:
-    """Let every forward of the Hugging Face models in ``model`` run in :func:`assume_unpacked_sequences`.
+def apply_unpacked_sequences(structure: ModelStructure) -> None:
+    """Let every forward of the Hugging Face models in a module run in :func:`assume_unpacked_sequences`.
 
     Their batches are checked nevertheless: position ids that do not count on from one attended token to the next raise
     a RuntimeError, on an accelerator a device-side assertion, since the host does not wait for the answer.
     """
-    for module in filter(is_hf_model, list(model.modules())):
-        wrap_method(module, _UnpackedSequences(module))
+    for hf_model in structure.hf_models:
+        wrap_method(hf_model, _UnpackedSequences(hf_model))
 
 
 class _UnpackedSequences:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.modules.structure import (
     get_class_name,
-    get_embedding_and_head,
     get_hf_models,
+    get_optional_head,
     is_hf_model,
 )
 from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, token_cross_entropy
@@ -258,7 +258,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 def _get_model_and_head(model: nn.Module) -> tuple[Any, nn.Module]:
     hf_model = get_hf_models(model)[0]
-    head = get_embedding_and_head(hf_model)[1]
+    head = get_optional_head(hf_model)
     if head is None:
         raise _make_error(hf_model, "it declares no output head (`get_output_embeddings`)")
     return hf_model, head

@@ -26,7 +26,7 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_mesh,
 )
-from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists, get_modules, without_metrics
+from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_modules, without_metrics
 from lightning_fsdp2.parallel.megatron.driver import Driver
 from lightning_fsdp2.ranks.whole_tensors import UNEVEN_SHARD, copy_rows_
 
@@ -120,12 +120,11 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
         )
 
 
-def get_unit_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of the layers of ``model``, wherever they hang, and of what reads its children's weights itself."""
-    layers = [layer for layers in get_layer_lists(model) for layer in layers]
+def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
+    """Return the classes of a model's layers, wherever they hang, and of what reads its children's weights itself."""
     # it never calls its projection, which as a unit of its own would not be gathered
-    attentions = [module for module in get_modules(model) if isinstance(module, nn.MultiheadAttention)]
-    return list({type(module): None for module in [*layers, *attentions]})
+    attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
+    return list({type(module): None for module in [*structure.layers, *attentions]})
 
 
 def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, zero_dp_strategy: int) -> None:

@@ -11,15 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_fsdp2.modules.structure import (
-    get_embedding_and_head,
+    ModelParts,
+    ModelStructure,
+    find_parts,
+    get_called_children,
     get_entrances,
-    get_hf_models,
-    get_layer_lists,
-    get_modules,
-    get_optional_final_norm,
     has_forward,
-    is_hf_model,
-    iterate_children,
 )
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.loss.cross_entropy import causal_lm_loss
@@ -56,22 +53,23 @@ from lightning_fsdp2.ranks.random_state import share_random_state
 
 
 def apply_tensor_parallel(
-    root: nn.Module,
+    structure: ModelStructure,
     mesh: DeviceMesh,
     *,
     plan: PlanOption = None,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
 ) -> None:
-    """Shard the Hugging Face models in ``root`` over the tensor parallel ranks.
+    """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
-    All parameters of ``root`` become DTensors on ``mesh``, those that no plan shards replicated ones, so that clipping
-    and fused optimizers find them on one mesh. Their modules compute with plain tensors nevertheless.
+    All parameters of the module become DTensors on ``mesh``, those that no plan shards replicated ones, so that
+    clipping and fused optimizers find them on one mesh. Their modules compute with plain tensors nevertheless.
 
     Args:
-        root: Changed in place; any module with models in it, or one module for which ``plan`` has the names.
+        structure: Of any module with models in it, or of one module for which ``plan`` has the names. The module is
+            changed in place.
         mesh: 1-D.
-        plan: As for :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`; for all models in ``root``.
+        plan: As for :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`; for all models.
         sequence_parallel: Whether to shard activations over the sequence where the plan leaves them whole.
         loss_parallel: Whether heads return logits of a sharded vocabulary, and models compute their loss on them.
 
@@ -79,12 +77,13 @@ def apply_tensor_parallel(
         TypeError: When a style does not fit its module.
         ValueError: When there is no plan, an entry matches nothing, or the ranks do not divide what they share.
     """
+    root = structure.root
     models = [
-        match_plan(model, get_plan(model, plan), is_given=plan not in (None, "hf") or is_registered(model))
-        for model in get_hf_models(root) or [root]
+        match_plan(parts, get_plan(parts, plan), is_given=plan not in (None, "hf") or is_registered(parts.module))
+        for parts in structure.models or [find_parts(root)]
     ]
     check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
-    layouts = dict.fromkeys(get_slots(get_modules(root)), Layout())
+    layouts = dict.fromkeys(get_slots(structure.modules), Layout())
     for model in models:
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
@@ -101,14 +100,14 @@ def apply_tensor_parallel(
     for model in models:
         _install(model, layouts, mesh, sequence_parallel, installed)
         installed.update(model.module.modules())
-    layers = list(dict.fromkeys(layer for m in models for layers in get_layer_lists(m.module) for layer in layers))
+    layers = list(dict.fromkeys(layer for m in models for layers in m.parts.layer_lists for layer in layers))
     inside = {module for layer in layers for module in layer.modules()}
-    others = [module for module in get_modules(root) if module not in inside]
+    others = [module for module in structure.modules if module not in inside]
     warn_of_replicated(root, layouts)
     shard_parameters(layouts, mesh)
     for layer in layers:
         compute_with_local_parameters(layer, layouts, mesh.get_group())
-    read = {parent: child for m in models for parent, child in _iterate_readable(m.module, layers, layouts)}
+    read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
         # torch's attention computes with the weights of its output projection, whose own forward it does not call
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
@@ -118,7 +117,7 @@ def apply_tensor_parallel(
 
 
 def _iterate_readable(
-    model: nn.Module, layers: list[nn.Module], layouts: dict[Slot, Layout]
+    parts: ModelParts, layers: list[nn.Module], layouts: dict[Slot, Layout]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Find the children whose weights a forward may read without calling them, such as tables of positions.
 
@@ -126,11 +125,12 @@ def _iterate_readable(
     layers, the model's ends and modules of another dtype are.
 
     Yields:
-        A module in ``model`` and such children.
+        A module in the model and such children.
     """
-    if not is_hf_model(model) or len({parameter.dtype for parameter in model.parameters()}) > 1:
+    model = parts.module
+    if not parts.hf_models or len({parameter.dtype for parameter in model.parameters()}) > 1:
         return
-    apart = {*layers, *get_embedding_and_head(model), get_optional_final_norm(model)}
+    apart = {*layers, parts.embedding, parts.head, parts.final_norm}
     for module in model.modules():
         leaves = [child for child in module.children() if child not in apart and not any(child.children())]
         slots = {child: get_slots([child]) for child in leaves}
@@ -177,10 +177,9 @@ def _install(
                 verification = LayerVerification(layer, names[layer], returns=returns, is_given=model.is_given)
                 _install_layer(layer, styles, verification, mesh)
     inside = {module for layers in model.get_stacks() for layer in layers for module in layer.modules()}
-    embedding, _ = get_embedding_and_head(model.module)
     for module, style in styles.items():
         if module not in inside:
-            is_taken = bool(sequences) and module is embedding
+            is_taken = bool(sequences) and module is model.parts.embedding
             group = mesh.get_group()
             style.install(module, EmbeddingScope(group, sequences, module) if is_taken else Scope(group))
 
@@ -203,13 +202,13 @@ def _install_stack(
     mesh: DeviceMesh,
 ) -> Stack:
     names = {module: name for name, module in model.module.named_modules()}
-    traits = get_layer_traits(model.module)
+    traits = get_layer_traits(model.parts)
     stack = Stack(mesh.get_group(), stream_dim=traits.sequence_dim)
     for layer in layers:
         pointwise = [getattr(layer, name, None) for name in traits.pointwise]
         random = _get_random(layer, mesh)
         shared = get_slots([layer])
-        for child in iterate_children(layer):
+        for child in get_called_children(layer):
             if child in styles and styles[child].is_boundary:
                 styles[child].install(child, PointwiseScope(stack, random))
             elif child in pointwise or _is_pointwise(child):
@@ -227,7 +226,7 @@ def _install_stack(
         )
         wrap_method(layer, stacked.run)
     wrap_method(layers[0], stack.run_first, "__call__")
-    around = [module for module in model.module.modules() if is_hf_model(module) and layers[0] in set(module.modules())]
+    around = [hf_model for hf_model in model.parts.hf_models if layers[0] in set(hf_model.modules())]
     wrap_method(around[-1] if around else model.module, stack.run_model)
     return stack
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from lightning_fsdp2.modules.structure import get_parameter_owners, iterate_children
+from lightning_fsdp2.modules.structure import get_called_children, get_parameter_owners
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tensor.plans import get_layer_traits
@@ -176,7 +176,7 @@ def _check_results(model: MatchedModel) -> None:
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
     for layer in (layer for layers in model.get_stacks() for layer in layers):
-        children = list(iterate_children(layer))
+        children = get_called_children(layer)
         own = [child for child in children if child in styles]
         for modules in (own, *(list(child.modules()) for child in children if child not in styles)):
             found = {module: styles[module] for module in modules if module in styles}
@@ -231,7 +231,7 @@ def _check_loss(models: list[MatchedModel]) -> None:
 
 def _check_layers(model: MatchedModel) -> None:
     """Under sequence parallelism a layer's own code may only treat positions one by one."""
-    traits = get_layer_traits(model.module)
+    traits = get_layer_traits(model.parts)
     layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
     if layerdrop > 0:
         raise ValueError(
@@ -246,7 +246,7 @@ def _check_layers(model: MatchedModel) -> None:
     names = {module: name for name, module in model.module.named_modules()}
     for layer in (layer for layers in model.get_text_stacks() for layer in layers):
         known = {*model.styles, *(getattr(layer, name, None) for name in traits.pointwise)}
-        for child in iterate_children(layer):
+        for child in get_called_children(layer):
             if isinstance(child, nn.Linear) and child not in known:
                 raise ValueError(
                     f"sequence_parallel=True: {names[child]} is a linear layer that {type(layer).__name__} itself uses,"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2.modules.structure import get_embedding_and_head, get_layer_lists, is_of_tower
+from lightning_fsdp2.modules.structure import ModelParts
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tensor.styles import (
     ColumnWise,
@@ -32,7 +32,7 @@ class Entry:
 class MatchedModel:
     """A model and what its plan means for it."""
 
-    module: nn.Module
+    parts: ModelParts
     entries: dict[str, Entry]
     """By the name of the module or parameter."""
 
@@ -49,6 +49,11 @@ class MatchedModel:
     """Patterns for which there is nothing."""
 
     @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.parts.module
+
+    @property
     def matched_layers(self) -> list[str]:
         """Matched patterns that stand for something in each layer."""
         return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
@@ -60,17 +65,20 @@ class MatchedModel:
     def get_stacks(self) -> list[list[nn.Module]]:
         """The lists of layers in which anything is sharded."""
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
-        lists = get_layer_lists(self.module)
-        return [layers for layers in lists if any(module in styled for layer in layers for module in layer.modules())]
+        return [
+            layers
+            for layers in self.parts.layer_lists
+            if any(module in styled for layer in layers for module in layer.modules())
+        ]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
         """Return the stacks that read text, where the config says which: towers hand on no parts of the batch."""
-        stacks = [layers for layers in self.get_stacks() if not is_of_tower(layers[0], self.module)]
+        stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:
         """The name of the head if its outputs are sharded."""
-        _, head = get_embedding_and_head(self.module)
+        head = self.parts.head
         names = [name for name, entry in self.entries.items() if entry.module is head and entry.parameter is None]
         return next((name for name in names if isinstance(self.entries[name].style, ColumnWise)), None)
 
@@ -95,15 +103,15 @@ class MatchedModel:
         return layouts
 
 
-def match_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
-    """Find what the entries of a plan stand for in ``model``; a later entry wins over an earlier one.
+def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
+    """Find what the entries of a plan stand for in a model; a later entry wins over an earlier one.
 
     Raises:
         TypeError: When a style of others, which are for modules, is given to a parameter.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    result = MatchedModel(module=model, entries={}, foreign={}, is_given=is_given, matched=[], unmatched=[])
+    modules = dict(parts.module.named_modules(remove_duplicate=False))
+    parameters = dict(parts.module.named_parameters(remove_duplicate=False))
+    result = MatchedModel(parts=parts, entries={}, foreign={}, is_given=is_given, matched=[], unmatched=[])
     for pattern, style in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         names = [name for name in {**modules, **parameters} if expression.fullmatch(name)]

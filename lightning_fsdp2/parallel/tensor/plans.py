@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lightning_fsdp2.modules.structure import get_embedding_and_head, is_hf_model, is_of_tower
+from lightning_fsdp2.modules.structure import ModelParts
 from lightning_fsdp2.parallel.tensor.styles import (
     ColumnWise,
     FeatureEmbedding,
@@ -116,18 +116,18 @@ def is_registered(model: nn.Module) -> bool:
     return _get_registered(model) is not None
 
 
-def get_layer_traits(model: nn.Module) -> LayerTraits:
-    """Return the traits that were registered for ``model``, or those of its family."""
-    registered = _get_registered(model)
+def get_layer_traits(parts: ModelParts) -> LayerTraits:
+    """Return the traits that were registered for a model, or those of its family."""
+    registered = _get_registered(parts.module)
     if registered is not None:
         return registered[1]
-    family = getattr(_get_config(model), "model_type", None)
-    return _DEEPSTACK if _has_deepstack(model) else _TRAITS.get(cast(str, family), LayerTraits())
+    family = getattr(_get_config(parts.module), "model_type", None)
+    return _DEEPSTACK if _has_deepstack(parts) else _TRAITS.get(cast(str, family), LayerTraits())
 
 
-def _has_deepstack(model: nn.Module) -> bool:
+def _has_deepstack(parts: ModelParts) -> bool:
     """Whether the model around the layers takes features of images for the layers."""
-    forwards = [signature(module.forward).parameters for module in model.modules() if is_hf_model(module)]
+    forwards = [signature(module.forward).parameters for module in parts.hf_models]
     return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
@@ -154,33 +154,34 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
     return style
 
 
-def get_plan(model: nn.Module, plan: PlanOption = None) -> Plan:
+def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     """Return the plan of a Hugging Face model: patterns, relative to it, and their styles.
 
     Args:
-        model: Its config and its own plan are read.
+        parts: Of the model. Its config and its own plan are read.
         plan: None chooses: a registered one, ours, or the model's own. ``"hf"`` is the model's own. Otherwise the plan
             itself, or a function of the model that returns it.
 
     Raises:
         ValueError: When there is none.
     """
+    model = parts.module
     config = _get_config(model)
     if plan is None or plan == "hf":
-        plan = _add_ends(model, _choose(model, config, own_only=plan == "hf"))
+        plan = _add_ends(parts, _choose(parts, config, own_only=plan == "hf"))
     elif callable(plan):
         plan = plan(model)
     if not isinstance(plan, Mapping):
         raise TypeError(f"tp_plan must be a dict of names and styles, but the function given returned {plan!r}.")
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
-    _, head = get_embedding_and_head(model)
-    heads = {name for name, module in model.named_modules() if module is head}
+    heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
     # one of torch's with another layout may hand a DTensor to the next, which only torch's own would take
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
-def _choose(model: Any, config: Any, *, own_only: bool) -> Mapping[str, "str | ParallelStyle"]:
+def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "str | ParallelStyle"]:
+    model = parts.module
     family = getattr(config, "model_type", None)
     whole_family = getattr(getattr(model, "config", None), "model_type", None)
     if whole_family in _REFUSED_FAMILIES:
@@ -190,10 +191,9 @@ def _choose(model: Any, config: Any, *, own_only: bool) -> Mapping[str, "str | P
         if registered is not None:
             return registered[0](model)
         if family in _FAMILIES:
-            return _add_prefix(model, _FAMILIES[family](config))
+            return _add_prefix(parts, _FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
-    _, head = get_embedding_and_head(model)
-    names = {name for name, module in model.named_modules() if module is head}
+    names = {name for name, module in model.named_modules() if module is parts.head}
     if not set(own) - names:  # a head alone, as every class with one declares, shards nothing else
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give one as FSDP2Config(tp_plan={{...}}), from module"
@@ -202,17 +202,17 @@ def _choose(model: Any, config: Any, *, own_only: bool) -> Mapping[str, "str | P
             " lightning_fsdp2.parallel.tensor.plans.register_tp_plan, which also takes an empty plan for a helper model"
             " that every rank shall hold whole; or use tp_size=1."
         )
-    return {**own, **_add_prefix(model, _CORRECTIONS[family](config))} if family in _CORRECTIONS else own
+    return {**own, **_add_prefix(parts, _CORRECTIONS[family](config))} if family in _CORRECTIONS else own
 
 
 class NoPlanError(ValueError, AssertionError):
     """There is no plan for a model; both kinds of error, since the original documents one and raises the other."""
 
 
-def _add_ends(model: nn.Module, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
+def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
     """Shard the input embedding and the head over the vocabulary where the plan leaves them replicated."""
-    names = {module: name for name, module in model.named_modules()}
-    embedding, head = get_embedding_and_head(model)
+    names = {module: name for name, module in parts.module.named_modules()}
+    embedding, head = parts.embedding, parts.head
     ends: dict[str, str | ParallelStyle] = {}
     if isinstance(embedding, nn.Embedding):
         ends[names[embedding]] = "embedding_rowwise"
@@ -220,7 +220,7 @@ def _add_ends(model: nn.Module, plan: Mapping[str, "str | ParallelStyle"]) -> di
         ends[names[head]] = "colwise_gather_output"
     chosen = {**ends, **plan}
     # not for a part of the vocabulary; with it a tied head stays whole
-    chosen.update({name: "replicate" for name, module in model.named_modules() if reads_token_ids(module)})
+    chosen.update({name: "replicate" for name, module in parts.module.named_modules() if reads_token_ids(module)})
     return chosen
 
 
@@ -235,7 +235,7 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
     return next((_registered[key] for key in keys if key in _registered), None)
 
 
-def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
+def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
     """Names in the plans of families are relative to the model that holds the layers, inside of one with a head.
 
     A tower beside it may have layers of the same name.
@@ -243,9 +243,9 @@ def _add_prefix(model: Any, plan: Mapping[str, "str | ParallelStyle"]) -> dict[s
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
-    holders = {name: module for name, module in model.named_modules() if _find(module, stem)}
+    holders = {name: module for name, module in parts.module.named_modules() if _find(module, stem)}
     # a tower, which may come first, has layers too
-    holder = next((name for name, module in holders.items() if not is_of_tower(module, model)), next(iter(holders)))
+    holder = next((name for name, module in holders.items() if module not in parts.towers), next(iter(holders)))
     return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
 

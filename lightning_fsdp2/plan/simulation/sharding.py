@@ -28,7 +28,13 @@ from lightning_fsdp2.mesh import (
     get_fsdp_mesh,
     get_mesh,
 )
-from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists, get_modules
+from lightning_fsdp2.modules.structure import (
+    find_structure,
+    get_class_name,
+    get_hf_models,
+    get_layer_lists,
+    get_modules,
+)
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.recipes.imports import import_class_from_path
@@ -206,7 +212,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
 def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
     """What is gathered together."""
     if isinstance(config, FSDP2Config):
-        return build_unit_plan(module, config.reshard_after_forward).units
+        return build_unit_plan(find_structure(module), config.reshard_after_forward).units
     if isinstance(config, DDPConfig):
         tops, is_sharded = [layer for layers in get_layer_lists(module) for layer in layers], False
     else:
@@ -217,7 +223,9 @@ def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
 
 def _get_unit_classes(module: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
     paths = config.megatron_fsdp_unit_modules
-    return get_unit_classes(module) if paths is None else [import_class_from_path(path) for path in paths]
+    return (
+        get_unit_classes(find_structure(module)) if paths is None else [import_class_from_path(path) for path in paths]
+    )
 
 
 def _describe_units(

@@ -7,6 +7,7 @@ from helpers.model_kinds import MODELS, make_moe
 from helpers.models import Block, PlainTransformer
 from torch import nn
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 
 
@@ -26,44 +27,44 @@ def describe(unit: Unit, root: nn.Module) -> str:
 def test_units_of_a_model(name: str) -> None:
     model = MODELS[name].make()
     expected = [line.strip() for line in MODELS[name].units.strip().splitlines()]
-    assert [describe(unit, model) for unit in build_unit_plan(model).units] == expected
+    assert [describe(unit, model) for unit in build_unit_plan(find_structure(model)).units] == expected
 
 
 def test_a_module_with_two_dtypes_is_refused_with_its_parameters() -> None:
     model = make_moe()
     model.blocks[1].gate.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"blocks\.1\.gate\.weight \(torch\.float32\), blocks\.1\.gate\.bias"):
-        build_unit_plan(model)
+        build_unit_plan(find_structure(model))
     model.blocks[1].gate.bias.requires_grad_(False)
-    build_unit_plan(model)
+    build_unit_plan(find_structure(model))
 
 
 def test_parameters_tied_across_blocks_are_refused_with_their_names() -> None:
     model = PlainTransformer()
     model.blocks[2].mlp[0].weight = model.blocks[0].mlp[0].weight
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.0\.weight, blocks\.2\.mlp\.0\.weight are tied"):
-        build_unit_plan(model)
+        build_unit_plan(find_structure(model))
 
 
 def test_a_scalar_parameter_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"0\.temperature.*torch\.ones\(1\)"):
-        build_unit_plan(model)
+        build_unit_plan(find_structure(model))
 
 
 def test_sparse_gradients_are_refused_and_frozen_tables_have_none() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="embeddings 0 are sparse"):
-        build_unit_plan(model)
+        build_unit_plan(find_structure(model))
     model[0].requires_grad_(False)
-    build_unit_plan(model)
+    build_unit_plan(find_structure(model))
 
 
 def test_a_container_without_a_forward_is_refused_before_anything_is_sharded() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"A Module(List|Dict) has no forward"):
-            build_unit_plan(container)
+            build_unit_plan(find_structure(container))
 
 
 def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output() -> None:
@@ -76,7 +77,7 @@ def test_a_model_that_owns_nothing_but_its_blocks_has_a_unit_to_cast_its_output(
 
     module = pl.LightningModule()
     module.model = Stack()
-    (unit,) = [unit for unit in build_unit_plan(module).units if unit.modules == [module.model]]
+    (unit,) = [unit for unit in build_unit_plan(find_structure(module)).units if unit.modules == [module.model]]
     assert unit.casts_output
 
 
@@ -89,12 +90,14 @@ def test_a_module_that_is_never_called_is_no_unit() -> None:
 
     module = pl.LightningModule()
     module.shelf = Shelf()
-    assert [unit.modules for unit in build_unit_plan(module).units] == [[module.shelf.down], [module]]
+    assert [unit.modules for unit in build_unit_plan(find_structure(module)).units] == [[module.shelf.down], [module]]
 
 
 def test_an_embedding_with_a_norm_of_its_own_is_gathered_for_backward() -> None:
     from helpers.families import make_family_model
 
     model = make_family_model("inkling_text")
-    (unit,) = [unit for unit in build_unit_plan(model).units if unit.modules == [model.get_input_embeddings()]]
+    (unit,) = [
+        unit for unit in build_unit_plan(find_structure(model)).units if unit.modules == [model.get_input_embeddings()]
+    ]
     assert unit.unshard_in_backward

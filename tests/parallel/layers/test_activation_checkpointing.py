@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MambaConfig, MambaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
@@ -56,7 +57,7 @@ def count(mode: Any) -> tuple[Counter[str], int]:
     torch.manual_seed(0)
     model = make_causal_lm(LLAMA)
     if mode:
-        apply_activation_checkpointing(model, mode)
+        apply_activation_checkpointing(find_structure(model), mode)
     with FlopCounterMode(display=False) as flops, StepCounter() as counter:
         train(model, use_cache=False)
     # torch 2.15 counts the attention of a CPU too
@@ -108,7 +109,7 @@ def test_selective_keeps_attention_of_the_flash_attention_packages(namespace: st
 
         attend.register_autograd(lambda context, gradient: gradient)
         model = nn.Sequential(nn.ModuleList(Attending(attend) for _ in range(2)))
-        apply_activation_checkpointing(model, "selective")
+        apply_activation_checkpointing(find_structure(model), "selective")
         first, second = model[0]
         second(first(torch.ones(2, 4))).sum().backward()
         return len(calls)
@@ -166,7 +167,7 @@ def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
     def measure(mode: Any, layers: int) -> int:
         model = make_causal_lm({**LLAMA, "num_hidden_layers": layers})
         if mode:
-            apply_activation_checkpointing(model, mode)
+            apply_activation_checkpointing(find_structure(model), mode)
         with LiveBytes(model) as live:
             loss = model(**make_batch(), use_cache=False).loss
         assert loss.requires_grad
@@ -186,8 +187,8 @@ def test_tensor_parallel_layers_keep_nothing_that_backward_does_not_read(sequenc
     def run() -> int:
         def measure(layers: int) -> int:
             model = make_causal_lm({**LLAMA, "num_hidden_layers": layers})
-            apply_tensor_parallel(model, make_mesh(), sequence_parallel=sequence_parallel)
-            apply_activation_checkpointing(model, "selective")
+            apply_tensor_parallel(find_structure(model), make_mesh(), sequence_parallel=sequence_parallel)
+            apply_activation_checkpointing(find_structure(model), "selective")
             train(model, use_cache=False)  # the plan is verified
             with LiveBytes(model) as live:
                 loss = model(**make_batch(), use_cache=False).loss
@@ -237,7 +238,7 @@ def test_dropout_drops_the_same_elements_again(mode: Any) -> None:
     torch.manual_seed(0)
     plain = make_causal_lm({**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3})
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, mode)
+    apply_activation_checkpointing(find_structure(model), mode)
     actual, expected = train(model, use_cache=False), train(plain, use_cache=False)
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=0)
@@ -250,7 +251,7 @@ def test_frozen_and_tied_weights_adapters_and_packed_sequences(mode: Any) -> Non
     tied.model.layers[0].requires_grad_(False)
     for plain in (tied, add_adapters(make_causal_lm(LLAMA), target_modules="all-linear")):
         model = copy.deepcopy(plain)
-        apply_activation_checkpointing(model, mode)
+        apply_activation_checkpointing(find_structure(model), mode)
         position_ids = torch.arange(LENGTH).remainder(5).expand(BATCH, -1)
         actual, expected = (train(m, use_cache=False, position_ids=position_ids) for m in (model, plain))
         assert_equal_gradients(actual, expected)
@@ -260,7 +261,7 @@ def test_any_model_with_a_list_of_layers() -> None:
     torch.manual_seed(0)
     plain = PlainTransformer()
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, "full")
+    apply_activation_checkpointing(find_structure(model), "full")
     with StepCounter() as counter:
         model(make_batch()["input_ids"]).square().mean().backward()
     plain(make_batch()["input_ids"]).square().mean().backward()
@@ -276,7 +277,7 @@ def test_names_modules_and_generation_stay_as_they_are(mode: Any) -> None:
     torch.manual_seed(0)
     plain = make_causal_lm(LLAMA)
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, mode)
+    apply_activation_checkpointing(find_structure(model), mode)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
     assert all(isinstance(module, type(old)) for module, old in zip(model.modules(), plain.modules(), strict=True))
@@ -287,7 +288,7 @@ def test_names_modules_and_generation_stay_as_they_are(mode: Any) -> None:
 
 def test_nothing_is_computed_twice_without_gradients() -> None:
     model = make_causal_lm(LLAMA)
-    apply_activation_checkpointing(model, "full")
+    apply_activation_checkpointing(find_structure(model), "full")
     with StepCounter() as counter, torch.no_grad():
         model(**make_batch())
     assert counter.operations[ATTENTION] == LAYERS
@@ -322,7 +323,7 @@ class TwoTowers(nn.Module):
 )
 def test_the_scope_says_which_layers_are_computed_twice(scope: Any, layers: int, projectors: int) -> None:
     model = TwoTowers()
-    apply_activation_checkpointing(model, "full", scope=scope)
+    apply_activation_checkpointing(find_structure(model), "full", scope=scope)
     with StepCounter() as counter:
         model(make_batch()["input_ids"]).square().mean().backward()
     assert counter.operations["aten::gelu"] == 9 + layers
@@ -337,19 +338,19 @@ def test_a_scope_without_layers_is_refused_with_those_there_are() -> None:
         r"='full' with activation_checkpointing_scope=\['audio'\] applies to nothing: .* has layers of language only"
     )
     with pytest.raises(ValueError, match=message):
-        apply_activation_checkpointing(make_causal_lm(LLAMA), "full", scope=["audio"])
+        apply_activation_checkpointing(find_structure(make_causal_lm(LLAMA)), "full", scope=["audio"])
 
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"activation_checkpointing=True .* Linear has no list of layers"):
-        apply_activation_checkpointing(nn.Linear(2, 2), True)
+        apply_activation_checkpointing(find_structure(nn.Linear(2, 2)), True)
 
 
 def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model: Any = make_causal_lm(LLAMA)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM checkpoints its layers itself"):
-        apply_activation_checkpointing(model, "selective")
+        apply_activation_checkpointing(find_structure(model), "selective")
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -358,7 +359,7 @@ def test_states_of_a_recurrent_model_are_not_filled_twice_in_evaluation_mode(mod
     config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=101, state_size=4)
     plain = MambaForCausalLM(config).eval()
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, mode)
+    apply_activation_checkpointing(find_structure(model), mode)
     assert_equal_gradients(train(model), train(plain))
 
 
@@ -366,7 +367,7 @@ def test_keys_and_values_from_before_are_refused() -> None:
     model = make_causal_lm(LLAMA)
     with torch.no_grad():
         cache = model(**make_batch()).past_key_values
-    apply_activation_checkpointing(model, "full")
+    apply_activation_checkpointing(find_structure(model), "full")
     with pytest.raises(ValueError, match="activation_checkpointing with keys and values from before"):
         model(**make_batch(), past_key_values=cache)
 
@@ -377,6 +378,6 @@ def test_the_scope_goes_by_the_model_s_own_names() -> None:
             super().__init__()
             self.vision_language_vit = make_causal_lm(LLAMA)
 
-    apply_activation_checkpointing(Holder(), "full", scope="language")
+    apply_activation_checkpointing(find_structure(Holder()), "full", scope="language")
     with pytest.raises(ValueError, match="has layers of language only"):
-        apply_activation_checkpointing(Holder(), "full", scope="vision")
+        apply_activation_checkpointing(find_structure(Holder()), "full", scope="vision")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 
 FEATURES = 8
@@ -151,7 +152,7 @@ def test_buffers_gradients_and_losses_are_those_without_repetition(norm: str, mo
     plain = Net(NORMS[norm])
     repeated = copy.deepcopy(plain)
     identities = {name: id(buffer) for name, buffer in repeated.named_buffers() if norm != "counter"}
-    apply_activation_checkpointing(repeated, mode)
+    apply_activation_checkpointing(find_structure(repeated), mode)
     options = {} if mode == "full" else {"accumulate": torch.enable_grad}  # selective serves one backward
     assert_same(train(repeated, make_batches(), **options), train(plain, make_batches(), **options))
     assert all(id(buffer) == identities.get(name, id(buffer)) for name, buffer in repeated.named_buffers())
@@ -202,7 +203,7 @@ class Late(nn.Module):
 
 def test_a_large_buffer_that_changes_after_all_is_refused() -> None:
     net = Net(Late, order=(0,))
-    apply_activation_checkpointing(net, "full")
+    apply_activation_checkpointing(find_structure(net), "full")
     for _ in range(2):
         net(make_batches()[0]).sum().backward()
     net.layers[0].norm.has_begun = True
@@ -223,7 +224,7 @@ class Masked(nn.Module):
 
 def test_large_constants_are_copied_in_the_first_forward_alone_and_not_kept() -> None:
     net = Net(Masked, order=(0,))
-    apply_activation_checkpointing(net, "full")
+    apply_activation_checkpointing(find_structure(net), "full")
     for copies in (1, 0):
         with StepCounter() as counter, LiveBytes(net) as live:
             loss = net(make_batches()[0]).sum()

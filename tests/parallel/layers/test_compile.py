@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh, token_mean_loss
 from lightning_fsdp2.labels import shift_left
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.parallel.loss import cross_entropy
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses
@@ -406,11 +407,11 @@ def test_a_model_that_was_sharded_without_is_compiled_later_and_only_once() -> N
         config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), enable_compile=True)
         manager = FSDP2Manager(config, create_device_mesh(config))
         model = parallelize(make_rough_model(LLAMA), enable_compile=False)
-        assert not is_compiled(model)
+        assert not is_compiled(find_structure(model))
         FSDP2Manager(FSDP2Config(), create_device_mesh(config)).maybe_compile(model)
-        assert not is_compiled(model)
+        assert not is_compiled(find_structure(model))
         manager.maybe_compile(model)
-        assert is_compiled(model)
+        assert is_compiled(find_structure(model))
         calls = [layer._compiled_call_impl for layer in model.model.layers]
         manager.maybe_compile(model)
         assert [layer._compiled_call_impl for layer in model.model.layers] == calls

@@ -34,6 +34,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 LAYER = "model.layers.*."
@@ -79,7 +80,7 @@ def test_a_model_trains_like_in_one_process_and_each_rank_keeps_its_part(config:
             list(plain.parameters())[-frozen].requires_grad = False
         sharded = copy.deepcopy(plain)
         mesh = make_mesh()
-        apply_tensor_parallel(sharded, mesh)
+        apply_tensor_parallel(find_structure(sharded), mesh)
 
         parameters = dict(sharded.named_parameters())
         assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in parameters.values())
@@ -107,7 +108,7 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward(config: dict[str
     def run() -> None:
         model = make_rough_model(config)
         layers = model.config.num_hidden_layers
-        apply_tensor_parallel(model, make_mesh())
+        apply_tensor_parallel(find_structure(model), make_mesh())
         with StepCounter() as counter:
             loss = model(**make_batch(), use_cache=False).loss
         assert counter.collectives == {"all_reduce": 2 * layers + 1, "all_gather": 1}  # embedding; logits
@@ -123,7 +124,7 @@ def test_four_ranks_and_a_vocabulary_that_they_do_not_divide() -> None:
     def run() -> None:
         plain = make_rough_model({**TIED_LLAMA, "num_key_value_heads": 4})
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh())
+        apply_tensor_parallel(find_structure(sharded), make_mesh())
         assert sharded.lm_head.weight.to_local().size(0) == [26, 26, 26, 23][dist.get_rank()]
         assert_trains_like(plain, sharded)
 
@@ -135,7 +136,7 @@ def test_checkpointing_by_transformers_computes_the_same_gradients(sequence_para
     def run() -> None:
         plain = make_rough_model(LLAMA)
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
         sharded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         assert_trains_like(plain, sharded)
 
@@ -167,7 +168,7 @@ def assert_plain_module_trains_alike(mesh: DeviceMesh, plan: Any, *, tied: bool)
     plain = PlainTransformer(tied=tied)
     roughen(plain)
     sharded = copy.deepcopy(plain)
-    apply_tensor_parallel(sharded, mesh, plan=plan)
+    apply_tensor_parallel(find_structure(sharded), mesh, plan=plan)
     assert (sharded.head.weight is sharded.embedding.weight) == tied
     assert sharded.embedding.weight.to_local().size(0) == [51, 50][dist.get_rank()]
     assert sharded.blocks[0].mlp[0].weight.to_local().shape == (32, 32)
@@ -190,7 +191,7 @@ def test_a_parameter_s_entry_wins_over_its_module_s_and_a_later_one_over_an_earl
             f"{LAYER}mlp.down_proj": "rowwise",
             f"{LAYER}mlp.act_fn": "replicate",
         }
-        apply_tensor_parallel(model, make_mesh(), plan=plan)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=plan)
         mlp = model.model.layers[1].mlp
         shapes = [tuple(p.to_local().shape) for p in (mlp.gate_proj.weight, mlp.down_proj.weight, mlp.gate_proj.bias)]
         assert shapes == [(32, 32), (32, 32), (32,)]
@@ -204,7 +205,7 @@ def test_one_pattern_may_stand_for_embeddings_and_linear_layers() -> None:
         torch.manual_seed(0)
         plain = nn.ModuleDict({"ends": nn.ModuleDict({"embedding": nn.Embedding(7, 6), "head": nn.Linear(6, 7)})})
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan={"ends.*": "colwise_gather_output"})
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), plan={"ends.*": "colwise_gather_output"})
         ids = torch.tensor([0, 6, 3])
         for model in (plain, sharded):
             model["ends"]["head"](model["ends"]["embedding"](ids)).square().sum().backward()
@@ -222,7 +223,9 @@ def test_tied_weights_of_which_the_plan_shards_one_stay_tied_whole_and_right() -
         for end in ({"lm_head": "colwise_gather_output"}, {"model.embed_tokens": "embedding_rowwise"}):
             plain.zero_grad()
             sharded = copy.deepcopy(plain)
-            apply_tensor_parallel(sharded, make_mesh(), plan={**mlp, f"{LAYER}mlp.down_proj": "rowwise", **end})
+            apply_tensor_parallel(
+                find_structure(sharded), make_mesh(), plan={**mlp, f"{LAYER}mlp.down_proj": "rowwise", **end}
+            )
             assert sharded.lm_head.weight is sharded.model.embed_tokens.weight
             assert_trains_like(plain, sharded)
 
@@ -293,7 +296,7 @@ def test_torch_s_styles_with_other_layouts_are_applied_as_they_are(
         roughen(plain)
         sharded = copy.deepcopy(plain)
         mesh = make_mesh()
-        apply_tensor_parallel(sharded, mesh, plan=plan)
+        apply_tensor_parallel(find_structure(sharded), mesh, plan=plan)
         hidden = torch.randn(2, 4, 6)
         expected = plain(hidden)
         actual = sharded(hidden.chunk(2, 1)[dist.get_rank()] if is_input_sharded else hidden)
@@ -336,7 +339,7 @@ def test_several_models_and_parameters_around_them(sequence_parallel: bool) -> N
     def run() -> None:
         plain = Distillation()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
         assert sharded.teacher.model.layers[0].self_attn.q_proj.weight.to_local().shape == (16, 32)
         assert sharded.student.transformer.h[0].attn.c_attn.weight.to_local().shape == (32, 48)
@@ -403,7 +406,7 @@ def test_modules_that_hang_in_two_places_are_sharded_once(kind: type[nn.Module],
         torch.manual_seed(0)
         plain = kind()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), **options)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), **options)
         ids = make_batch()["input_ids"]
         for model in (plain, sharded):
             model(ids).backward()
@@ -443,7 +446,7 @@ def test_adapters_of_low_rank_on_a_frozen_base(
         trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
         assert all("lora_" in name or "modules_to_save" in name for name in trained)
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
         assert trained == {name for name, parameter in sharded.named_parameters() if parameter.requires_grad}
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
         assert_trains_like(plain, sharded)
@@ -469,7 +472,7 @@ def test_other_adapters_are_refused_by_name(model_type: str, options: dict[str, 
     def run() -> None:
         model = add_adapters(make_family_model(model_type), **options)
         with refuse(model, (TypeError, ValueError), message):
-            apply_tensor_parallel(model, make_mesh())
+            apply_tensor_parallel(find_structure(model), make_mesh())
 
     run_ranks(run, 2)
 
@@ -484,7 +487,7 @@ def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, An
         plain = make_rough_model(config)
         sharded = copy.deepcopy(plain)
         mesh = make_mesh()
-        apply_tensor_parallel(sharded, mesh, sequence_parallel=sequence_parallel, loss_parallel=True)
+        apply_tensor_parallel(find_structure(sharded), mesh, sequence_parallel=sequence_parallel, loss_parallel=True)
         batch = make_batch()
         shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
         for extra in (
@@ -509,7 +512,7 @@ def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, An
 def test_logits_of_a_sharded_vocabulary_are_never_gathered() -> None:
     def run() -> None:
         model = make_rough_model(LLAMA)
-        apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
+        apply_tensor_parallel(find_structure(model), make_mesh(), loss_parallel=True)
         batch = make_batch()
         with StepCounter() as counter:
             model(**batch, use_cache=False).loss.backward()
@@ -528,7 +531,7 @@ def test_the_loss_on_a_sharded_vocabulary_in_bfloat16() -> None:
     def run() -> None:
         exact = make_rough_model(LLAMA)
         one_process, sharded = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
-        apply_tensor_parallel(sharded, make_mesh(), loss_parallel=True)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), loss_parallel=True)
         loss, gradient = compute(exact)
         (_, reference), (own_loss, own) = compute(one_process), compute(sharded)
         assert abs(own_loss - loss) <= 1e-2 * loss
@@ -541,7 +544,9 @@ def test_a_head_that_stays_whole_with_its_tied_embedding_is_no_loss_parallelism(
     def run() -> None:
         model = make_rough_model(TIED_LLAMA)
         try:
-            apply_tensor_parallel(model, make_mesh(), plan={"lm_head": "colwise_gather_output"}, loss_parallel=True)
+            apply_tensor_parallel(
+                find_structure(model), make_mesh(), plan={"lm_head": "colwise_gather_output"}, loss_parallel=True
+            )
         except ValueError as error:
             refusal = str(error)
         else:
@@ -559,7 +564,7 @@ def test_recorded_hidden_states_are_whole_sequences(config: dict[str, Any]) -> N
     def run() -> None:
         plain = make_rough_model(config).eval()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=True)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=True)
         for length in (12, 2, 7):
             ids = make_batch(length)["input_ids"]
             with torch.no_grad():
@@ -579,7 +584,7 @@ def test_a_rank_holds_its_part_of_what_is_sharded_and_all_of_the_rest() -> None:
     def run() -> None:
         for plain in (make_rough_model(LLAMA), make_rough_model(GPT2), make_family_model("mixtral")):
             sharded = copy.deepcopy(plain)
-            apply_tensor_parallel(sharded, make_mesh())
+            apply_tensor_parallel(find_structure(sharded), make_mesh())
             whole = {name: parameter.numel() for name, parameter in plain.named_parameters()}
             held = {name: parameter.to_local() for name, parameter in sharded.named_parameters()}
             split = sum(whole[name] for name, local in held.items() if local.numel() < whole[name])
@@ -629,7 +634,7 @@ def test_a_language_model_with_a_vision_tower_that_stays_whole() -> None:
     def run() -> None:
         plain = make_vision_language_model()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh())
+        apply_tensor_parallel(find_structure(sharded), make_mesh())
         input_ids = torch.randint(3, 100, (1, 16))
         input_ids[0, 2:8] = torch.tensor([112, 110, 110, 110, 110, 113])
         batch = {
@@ -641,7 +646,7 @@ def test_a_language_model_with_a_vision_tower_that_stays_whole() -> None:
         }
         assert_trains_like(plain, sharded, **batch)
         with pytest.raises(ValueError, match="adds features of its images to whole sequences between its layers"):
-            apply_tensor_parallel(make_vision_language_model(), make_mesh(), sequence_parallel=True)
+            apply_tensor_parallel(find_structure(make_vision_language_model()), make_mesh(), sequence_parallel=True)
 
     run_ranks(run, 2)
 
@@ -658,7 +663,7 @@ def test_norms_that_a_config_switches_on_have_the_gradients_of_one_process(famil
             plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
             roughen(plain)
             sharded = copy.deepcopy(plain)
-            apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+            apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
             assert_trains_like(plain, sharded)
 
     run_ranks(run, 2)
@@ -668,7 +673,7 @@ def test_experts_whose_parameters_no_entry_shards_are_refused() -> None:
     def run() -> None:
         plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
         with pytest.raises(ValueError, match=r"model\.layers\.\d\.mlp\.experts .* no entry shards its parameters"):
-            apply_tensor_parallel(make_family_model("mixtral"), make_mesh(), plan=plan)
+            apply_tensor_parallel(find_structure(make_family_model("mixtral")), make_mesh(), plan=plan)
 
     run_ranks(run, 2)
 
@@ -676,7 +681,7 @@ def test_experts_whose_parameters_no_entry_shards_are_refused() -> None:
 def test_ids_and_labels_outside_of_the_vocabulary_are_errors() -> None:
     def run() -> None:
         model = make_rough_model(LLAMA)
-        apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
+        apply_tensor_parallel(find_structure(model), make_mesh(), loss_parallel=True)
         ids = torch.randint(3, VOCABULARY, (1, 6))
         for wrong in (VOCABULARY, -1):
             with pytest.raises(RuntimeError, match="token id is not in the embedding's range of 0 to 100"):
@@ -693,7 +698,7 @@ def test_evaluation_under_sequence_parallelism_takes_sequences_of_any_length(fam
         torch.manual_seed(0)
         plain = make_family_model(family).eval()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=True)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=True)
         for length in (5, 1, 2):
             with torch.no_grad():
                 expected, actual = (model(**make_batch(length), use_cache=False).logits for model in (plain, sharded))
@@ -706,7 +711,7 @@ def test_generate_works_with_a_sharded_vocabulary() -> None:
     def run() -> None:
         plain = make_rough_model(LLAMA).eval()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), loss_parallel=True)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), loss_parallel=True)
         ids = torch.randint(3, VOCABULARY, (2, 6))
         for options in ({}, {"num_beams": 2}, {"repetition_penalty": 1.3}):
             settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **options}
@@ -722,7 +727,7 @@ def test_falcon_with_one_key_value_head_is_refused_with_a_remedy() -> None:
         with pytest.raises(
             ValueError, match=r"tp_size=2 does not divide num_kv_heads=1 of FalconAttention; use one of 1"
         ):
-            apply_tensor_parallel(model, make_mesh())
+            apply_tensor_parallel(find_structure(model), make_mesh())
         assert model.transformer.h[0].self_attention.num_heads == 4
 
     run_ranks(run, 2)
@@ -767,7 +772,7 @@ def test_arguments_may_be_given_by_name(sequence_parallel: bool) -> None:
         plan = {"embed": "embedding_rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
         plain = ByName()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan=plan, sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), plan=plan, sequence_parallel=sequence_parallel)
         ids = torch.randint(3, VOCABULARY, (2, 6))
         for model in (plain, sharded):
             model(ids).square().sum().backward()
@@ -782,7 +787,7 @@ def test_a_layer_compiles_to_one_graph_inside_of_activation_checkpointing(sequen
     def run() -> None:
         plain = make_rough_model(LLAMA)
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
         for index, layer in enumerate(sharded.model.layers):
             layer.compile(backend="aot_eager", fullgraph=True)
             sharded.model.layers[index] = checkpoint_wrapper(layer)

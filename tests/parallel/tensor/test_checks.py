@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor import plans as tp_plans
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
@@ -229,7 +230,7 @@ def test_bad_input_is_refused_with_its_reason_before_anything_is_touched() -> No
             print(name)  # shown if it is not refused
             model = make()
             with refuse(model, error, message):
-                apply_tensor_parallel(model, mesh, **options)
+                apply_tensor_parallel(find_structure(model), mesh, **options)
 
     run_ranks(run, 2)
 
@@ -251,7 +252,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(
         for options in ({}, {"sequence_parallel": True}):
             model = make_rough_model(config)
             with refuse(model, ValueError, message):
-                apply_tensor_parallel(model, mesh, **options)
+                apply_tensor_parallel(find_structure(model), mesh, **options)
 
     run_ranks(run, ranks)
 
@@ -260,7 +261,7 @@ def test_a_refused_model_keeps_its_loss_function() -> None:
     def run() -> None:
         model = make_rough_model({**LLAMA, "intermediate_size": 63})
         with refuse(model, ValueError, "does not divide the sharded size 63"):
-            apply_tensor_parallel(model, make_mesh(), loss_parallel=True)
+            apply_tensor_parallel(find_structure(model), make_mesh(), loss_parallel=True)
 
     run_ranks(run, 2)
 
@@ -272,7 +273,7 @@ def collect_warnings(**options: Any) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("lightning_fsdp2.parallel.tensor.checks")
     logger.addHandler(handler)
-    apply_tensor_parallel(make_rough_model(LLAMA), make_mesh(), **options)
+    apply_tensor_parallel(find_structure(make_rough_model(LLAMA)), make_mesh(), **options)
     logger.removeHandler(handler)
     return messages
 
@@ -301,7 +302,7 @@ def test_every_entry_of_a_registered_plan_stands_for_something(monkeypatch: pyte
     def run() -> None:
         model = Mistyped(make_config(LLAMA))
         with refuse(model, ValueError, r"tp_plan\['model\.layers\.\*\.mlp\.up_prj'\] matches no module"):
-            apply_tensor_parallel(model, make_mesh())
+            apply_tensor_parallel(find_structure(model), make_mesh())
 
     run_ranks(run, 2)
 
@@ -314,7 +315,7 @@ def test_a_model_s_own_plan_that_fits_none_of_its_layers_is_refused() -> None:
             r"tp_size: the tensor parallel plan of LlamaForCausalLM shards nothing in its layers: it names 'model\.b"
         )
         with refuse(model, ValueError, message):
-            apply_tensor_parallel(model, make_mesh())
+            apply_tensor_parallel(find_structure(model), make_mesh())
 
     run_ranks(run, 2)
 
@@ -336,6 +337,6 @@ def test_models_that_share_modules_need_the_same_plan_for_them(monkeypatch: pyte
         model = ActorAndCritic()
         message = r"LlamaForCausalLM and LlamaForSequenceClassification share model\..*, but their plans differ there"
         with refuse(model, ValueError, message):
-            apply_tensor_parallel(model, make_mesh())
+            apply_tensor_parallel(find_structure(model), make_mesh())
 
     run_ranks(run, 2)

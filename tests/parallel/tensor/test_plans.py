@@ -34,6 +34,7 @@ from transformers import (
 )
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+from lightning_fsdp2.modules.structure import find_parts
 from lightning_fsdp2.parallel.tensor import plans as tp_plans
 from lightning_fsdp2.parallel.tensor.matching import match_plan
 from lightning_fsdp2.parallel.tensor.plans import (
@@ -96,17 +97,17 @@ def test_a_model_s_own_plan_with_embedding_and_head_sharded_over_the_vocabulary(
     }
     model = make_on_meta(LLAMA)
     own = dict(model.tp_plan)
-    assert get_plan(model) == get_plan(model, "hf") == plan
+    assert get_plan(find_parts(model)) == get_plan(find_parts(model), "hf") == plan
     assert model.tp_plan == own, "the model's plan is the model's"
 
 
 def test_embedding_and_head_are_added_where_a_plan_leaves_them_out() -> None:
-    ours = get_plan(make_on_meta(GPT2))
+    ours = get_plan(find_parts(make_on_meta(GPT2)))
     assert ours["transformer.wte"] == VocabularyEmbedding()
     assert ours["lm_head"] == ColumnWise(gather_output=True)
     with torch.device("meta"):
         headless = LlamaModel(make_config(LLAMA))
-    plan = get_plan(headless)
+    plan = get_plan(find_parts(headless))
     assert plan["embed_tokens"] == VocabularyEmbedding()
     assert plan["layers.*.mlp.down_proj"] == RowWise()
     assert not any("lm_head" in name or name.startswith("model.") for name in plan)
@@ -114,9 +115,9 @@ def test_embedding_and_head_are_added_where_a_plan_leaves_them_out() -> None:
 
 def test_our_plan_where_the_family_needs_one_and_the_model_s_own_by_name() -> None:
     model = make_family_on_meta("olmo2")
-    assert get_plan(model)[f"{LAYER}self_attn.q_proj"] == ColumnWise()
-    assert get_plan(model)[f"{LAYER}self_attn.q_norm"] == ShardedNorm()
-    own = get_plan(model, "hf")
+    assert get_plan(find_parts(model))[f"{LAYER}self_attn.q_proj"] == ColumnWise()
+    assert get_plan(find_parts(model))[f"{LAYER}self_attn.q_norm"] == ShardedNorm()
+    own = get_plan(find_parts(model), "hf")
     assert own[f"{LAYER}self_attn.q_proj"] == ColumnWise(gather_output=True)
     assert own[f"{LAYER}self_attn.o_proj"] == RowWise(split_input=True)
     assert f"{LAYER}self_attn.q_norm" not in own
@@ -126,7 +127,7 @@ def test_our_plan_has_the_names_of_a_model_with_and_without_a_head() -> None:
     with torch.device("meta"):
         headless = GPT2LMHeadModel(make_config(GPT2)).transformer
     for model, prefix in ((make_on_meta(GPT2), "transformer."), (headless, "")):
-        plan = get_plan(model)
+        plan = get_plan(find_parts(model))
         assert plan[f"{prefix}h.*.attn.c_attn"] == ColumnWise(sections=3)
         assert plan[f"{prefix}h.*.attn.c_proj"] == plan[f"{prefix}h.*.mlp.c_proj"] == RowWise()
         assert plan[f"{prefix}h.*.attn"] == LocalHeads(attributes=("num_heads", "split_size"))
@@ -147,7 +148,7 @@ def test_our_plan_is_for_the_language_model_beside_a_tower_that_has_layers_too(
     tower = {**small, "model_type": "clip_vision_model"}
     with torch.device("meta"):
         config = AutoConfig.for_model("llava", text_config=text, vision_config=tower)
-        plan = get_plan(AutoModelForImageTextToText.from_config(config))
+        plan = get_plan(find_parts(AutoModelForImageTextToText.from_config(config)))
     assert plan[f"model.language_model.layers.*.{name}"] == style
     assert not any("vision_tower" in entry for entry in plan)
 
@@ -155,7 +156,11 @@ def test_our_plan_is_for_the_language_model_beside_a_tower_that_has_layers_too(
 def test_an_embedding_that_looks_at_the_tokens_stays_whole() -> None:
     model = make_on_meta(LLAMA)
     model.model.embed_tokens.mark = nn.Parameter(torch.empty(4))
-    assert get_plan(model)["model.embed_tokens"] == get_plan(model, "hf")["model.embed_tokens"] == Replicated()
+    assert (
+        get_plan(find_parts(model))["model.embed_tokens"]
+        == get_plan(find_parts(model), "hf")["model.embed_tokens"]
+        == Replicated()
+    )
 
 
 @pytest.mark.usefixtures("registry")
@@ -164,7 +169,7 @@ def test_a_registered_class_wins_over_a_registered_family_over_ours_over_the_mod
     pattern = "transformer.h.*.mlp.c_fc"
 
     def get_chosen() -> ParallelStyle | None:
-        return get_plan(model).get(pattern)
+        return get_plan(find_parts(model)).get(pattern)
 
     assert get_chosen() == ColumnWise()  # ours
     register_tp_plan("gpt2", {pattern: "replicate"})
@@ -173,29 +178,29 @@ def test_a_registered_class_wins_over_a_registered_family_over_ours_over_the_mod
     assert get_chosen() == Replicated(on_shards=True)
     register_tp_plan(GPT2LMHeadModel, lambda own: {pattern: ColumnWise(sections=own.config.n_layer)})
     assert get_chosen() == ColumnWise(sections=2)  # the nearest class
-    assert get_plan(model).keys() == {"transformer.wte", "lm_head", pattern}
+    assert get_plan(find_parts(model)).keys() == {"transformer.wte", "lm_head", pattern}
     with pytest.raises(NoPlanError):
-        get_plan(model, "hf")  # asked for by name, it is the model's own
+        get_plan(find_parts(model), "hf")  # asked for by name, it is the model's own
 
     llama = make_on_meta(LLAMA)
-    assert get_plan(llama)[f"{LAYER}self_attn.q_proj"] == ColumnWise()
+    assert get_plan(find_parts(llama))[f"{LAYER}self_attn.q_proj"] == ColumnWise()
     register_tp_plan("llama", {f"{LAYER}mlp.up_proj": "colwise"})
-    assert get_plan(llama).keys() == {"model.embed_tokens", "lm_head", f"{LAYER}mlp.up_proj"}
-    assert get_plan(llama, "hf")[f"{LAYER}self_attn.q_proj"] == ColumnWise()
+    assert get_plan(find_parts(llama)).keys() == {"model.embed_tokens", "lm_head", f"{LAYER}mlp.up_proj"}
+    assert get_plan(find_parts(llama), "hf")[f"{LAYER}self_attn.q_proj"] == ColumnWise()
 
 
 @pytest.mark.usefixtures("registry")
 def test_what_a_layer_is_like_is_registered_with_its_plan() -> None:
     model = make_on_meta(LLAMA)
-    assert get_layer_traits(model) == LayerTraits()
-    assert get_layer_traits(nn.Linear(2, 2)) == LayerTraits()
+    assert get_layer_traits(find_parts(model)) == LayerTraits()
+    assert get_layer_traits(find_parts(nn.Linear(2, 2))) == LayerTraits()
     of_family, of_class = LayerTraits(pointwise=("gate",)), LayerTraits(per_position=("bias",), sequence_dim=2)
     register_tp_plan("llama", {"lm_head": "colwise"}, of_family)
-    assert get_layer_traits(model) == of_family
+    assert get_layer_traits(find_parts(model)) == of_family
     register_tp_plan(type(model), {"lm_head": "colwise"}, of_class)
-    assert get_layer_traits(model) == of_class
+    assert get_layer_traits(find_parts(model)) == of_class
     register_tp_plan(type(model), {"lm_head": "colwise"})
-    assert get_layer_traits(model) == LayerTraits()
+    assert get_layer_traits(find_parts(model)) == LayerTraits()
 
 
 def test_without_any_plan_the_error_says_what_to_write() -> None:
@@ -208,13 +213,13 @@ def test_without_any_plan_the_error_says_what_to_write() -> None:
     # of GPT-OSS transformers shards a head alone, which is no plan
     for model, option in ((xglm, None), (make_on_meta(GPT2), "hf"), (make_family_on_meta("gpt_oss"), "hf")):
         with pytest.raises(NoPlanError) as raised:
-            get_plan(model, option)
+            get_plan(find_parts(model), option)
         message = str(raised.value)
         assert message.startswith(f"{type(model).__name__} has no tensor parallel plan")
         for remedy in ("FSDP2Config(tp_plan={", "'colwise'", "'rowwise'", "register_tp_plan", "tp_size=1"):
             assert remedy in message
     with pytest.raises(NoPlanError, match="Sequential has no tensor parallel plan"):
-        get_plan(nn.Sequential(nn.Linear(2, 2)))
+        get_plan(find_parts(nn.Sequential(nn.Linear(2, 2))))
 
 
 def test_a_given_plan_means_what_it_says_and_stays_as_it_is() -> None:
@@ -222,8 +227,8 @@ def test_a_given_plan_means_what_it_says_and_stays_as_it_is() -> None:
     style = ColumnWise(sections=2)
     given = {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.gate_proj": style}
     expected = {f"{LAYER}mlp.up_proj": ColumnWise(), f"{LAYER}mlp.gate_proj": style}
-    assert get_plan(model, given) == expected
-    assert get_plan(model, types.MappingProxyType(given)) == expected
+    assert get_plan(find_parts(model), given) == expected
+    assert get_plan(find_parts(model), types.MappingProxyType(given)) == expected
     assert given == {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.gate_proj": style}
     received = []
 
@@ -231,7 +236,7 @@ def test_a_given_plan_means_what_it_says_and_stays_as_it_is() -> None:
         received.append(own)
         return given
 
-    assert get_plan(model, build) == expected
+    assert get_plan(find_parts(model), build) == expected
     assert received == [model]
 
 
@@ -260,7 +265,7 @@ def test_an_unknown_style_is_an_error_that_names_module_and_style() -> None:
     with pytest.raises(
         ValueError, match=r"tp_plan\['lm_head'\]='colwize' is no style that is known; use one of colwise,"
     ):
-        get_plan(model, {"lm_head": "colwize"})
+        get_plan(find_parts(model), {"lm_head": "colwize"})
 
 
 def test_aliases_mean_the_same() -> None:
@@ -280,8 +285,8 @@ def test_torch_s_styles_with_plain_layouts_become_ours_where_no_other_is_among_t
     ]
     plan = {str(index): theirs for index, (theirs, _) in enumerate(ours)}
     translated = {str(index): expected for index, (_, expected) in enumerate(ours)}
-    assert get_plan(model, plan) == translated
-    assert get_plan(model, {**plan, "more": "replicate"}) == {**translated, "more": Replicated()}
+    assert get_plan(find_parts(model), plan) == translated
+    assert get_plan(find_parts(model), {**plan, "more": "replicate"}) == {**translated, "more": Replicated()}
 
     class Own(ColwiseParallel):
         pass
@@ -294,7 +299,7 @@ def test_torch_s_styles_with_plain_layouts_become_ours_where_no_other_is_among_t
         PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         Own(),
     ):
-        result = get_plan(model, {**plan, "other": style, "named": "colwise"})
+        result = get_plan(find_parts(model), {**plan, "other": style, "named": "colwise"})
         assert result.pop("other") is style
         assert result.pop("named") == ColumnWise()
         assert all(result[name] is theirs for name, theirs in plan.items()), "it may hand a DTensor to any of them"
@@ -304,10 +309,10 @@ def test_the_projection_of_latent_attention_learns_its_rotary_part_from_the_conf
     model = make_family_on_meta("deepseek_v3")
     pattern = f"{LAYER}self_attn.kv_a_proj_with_mqa"
     width = model.config.qk_rope_head_dim
-    assert get_plan(model)[pattern] == LatentKeyValue(rotary_features=width)
-    assert get_plan(model, {pattern: "mla_kv_a_proj"})[pattern] == LatentKeyValue(rotary_features=width)
+    assert get_plan(find_parts(model))[pattern] == LatentKeyValue(rotary_features=width)
+    assert get_plan(find_parts(model), {pattern: "mla_kv_a_proj"})[pattern] == LatentKeyValue(rotary_features=width)
     given = LatentKeyValue(rotary_features=3)
-    assert get_plan(model, {pattern: given})[pattern] == given
+    assert get_plan(find_parts(model), {pattern: given})[pattern] == given
     assert STYLES["mla_kv_a_proj"] == LatentKeyValue()
 
 
@@ -337,9 +342,11 @@ def test_the_plan_of_transformers_in_torch_s_styles_where_torch_has_them() -> No
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2", "deepseek_v2"])
 def test_the_plan_in_torch_s_styles_means_the_same_when_it_is_given_back(family: str) -> None:
     model = make_family_on_meta(family)
-    plan = get_plan(model, "hf")
-    matching = {name: style for name, style in plan.items() if name not in match_plan(model, plan).unmatched}
-    assert get_plan(model, get_hf_tp_shard_plan(model)) == matching
+    plan = get_plan(find_parts(model), "hf")
+    matching = {
+        name: style for name, style in plan.items() if name not in match_plan(find_parts(model), plan).unmatched
+    }
+    assert get_plan(find_parts(model), get_hf_tp_shard_plan(model)) == matching
 
 
 def test_a_style_s_name_becomes_torch_s_own_style_where_there_is_one() -> None:

@@ -21,6 +21,7 @@ from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from lightning_fsdp2.modules.structure import find_parts, find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 from lightning_fsdp2.parallel.tensor.plans import LayerTraits, get_plan, register_tp_plan
 
@@ -29,7 +30,7 @@ BOTH_MODELS = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gp
 
 def make_sharded(plain: nn.Module, **options: Any) -> Any:
     sharded = copy.deepcopy(plain)
-    apply_tensor_parallel(sharded, make_mesh(), **{"sequence_parallel": True, **options})
+    apply_tensor_parallel(find_structure(sharded), make_mesh(), **{"sequence_parallel": True, **options})
     return sharded
 
 
@@ -169,7 +170,7 @@ def test_layers_with_traits_of_their_own() -> None:
     def run() -> None:
         plain = make_rough_model(LLAMA)
         plain.model.layers = nn.ModuleList(GatedLayer(plain.config, index) for index in range(3))
-        own = get_plan(plain, "hf")
+        own = get_plan(find_parts(plain), "hf")
         gathers = []
         for pointwise in (("gate",), ()):
             register_tp_plan("llama", own, LayerTraits(pointwise=pointwise, per_position=("position_ids",)))

@@ -22,6 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.stablelm.modeling_stablelm import StableLmLayerNormPerHead
 from transformers.pytorch_utils import Conv1D
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 from lightning_fsdp2.parallel.tensor.plans import STYLES
 from lightning_fsdp2.parallel.tensor.styles import (
@@ -73,7 +74,7 @@ def parallelize(module: nn.Module, plan: Plan) -> None:
     names = list(plan) if isinstance(plan, dict) else []
     is_nested = any(name != other and name.startswith(other) for name in names for other in names)
     if is_nested:
-        apply_tensor_parallel(module, make_mesh(), plan=plan)
+        apply_tensor_parallel(find_structure(module), make_mesh(), plan=plan)
     else:
         parallelize_module(module, make_mesh(), plan)
 

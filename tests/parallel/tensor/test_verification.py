@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -117,7 +118,7 @@ def test_a_plan_with_wrong_gradients_is_refused_in_the_first_forward(name: str, 
     def run() -> None:
         torch.manual_seed(0)
         model = build()
-        apply_tensor_parallel(model, make_mesh(), plan=plan, sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=plan, sequence_parallel=sequence_parallel)
         with pytest.raises(ValueError, match="tp_plan: .*" + message):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
 
@@ -137,7 +138,9 @@ def test_what_is_missing_can_be_added(sequence_parallel: bool) -> None:
         torch.manual_seed(0)
         plain = make_family_model("qwen3")
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan={**ATTENTION, **NORMS}, sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(
+            find_structure(sharded), make_mesh(), plan={**ATTENTION, **NORMS}, sequence_parallel=sequence_parallel
+        )
         assert_same_gradients(plain, sharded)
 
     run_ranks(run, 2)
@@ -148,7 +151,7 @@ def test_checkpointed_layers_are_verified_too(use_reentrant: bool) -> None:
     def run() -> None:
         model: Any = make_family_model("qwen3").train()
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        apply_tensor_parallel(model, make_mesh(), plan=ATTENTION)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=ATTENTION)
         ids = torch.ones(1, 4, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"tp_plan: .* alike \(with self_attn\.[qk]_norm\.weight"):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -159,7 +162,7 @@ def test_checkpointed_layers_are_verified_too(use_reentrant: bool) -> None:
 def test_a_forward_without_gradients_verifies_nothing_and_the_next_one_does() -> None:
     def run() -> None:
         model = make_family_model("qwen3")
-        apply_tensor_parallel(model, make_mesh(), plan=ATTENTION)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=ATTENTION)
         ids = torch.ones(1, 4, dtype=torch.int64)
         with torch.no_grad():
             model(input_ids=ids)
@@ -177,7 +180,7 @@ def test_each_layer_is_followed_once_and_a_layer_that_comes_later_too() -> None:
     def run() -> None:
         model: Any = make_family_model("qwen3")
         wrong = {**ATTENTION, **NORMS, "model.layers.1.self_attn.k_norm": "replicate"}
-        apply_tensor_parallel(model, make_mesh(), plan=wrong)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=wrong)
         model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
         for _ in range(2):
             with pytest.raises(ValueError, match=r"in model\.layers\.1 .* self_attn\.k_norm\.weight"):
@@ -189,7 +192,7 @@ def test_each_layer_is_followed_once_and_a_layer_that_comes_later_too() -> None:
 def test_a_layer_is_verified_again_when_other_parameters_are_trained() -> None:
     def run() -> None:
         model: Any = make_family_model("qwen3")
-        apply_tensor_parallel(model, make_mesh(), plan=ATTENTION)
+        apply_tensor_parallel(find_structure(model), make_mesh(), plan=ATTENTION)
         norms = [module for name, module in model.named_modules() if name.endswith(("q_norm", "k_norm"))]
         for norm in norms:
             norm.requires_grad_(False)
@@ -223,7 +226,7 @@ class Tagged(torch.autograd.Function):
 def test_no_graph_is_kept_alive() -> None:
     def run() -> None:
         model: Any = make_family_model("llama")
-        apply_tensor_parallel(model, make_mesh())
+        apply_tensor_parallel(find_structure(model), make_mesh())
         tokens = [Token()]
         alive = weakref.ref(tokens[0])
         handle = model.model.layers[0].mlp.register_forward_hook(lambda *args: Tagged.apply(args[-1], tokens[0]))
@@ -275,7 +278,7 @@ def test_a_right_plan_is_let_through_whatever_surrounds_it(name: str, sequence_p
         torch.manual_seed(0)
         plain = make_family_model(family)
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
         change(sharded)
         assert_same_gradients(plain, sharded)
 
@@ -344,7 +347,9 @@ def test_layers_may_take_and_return_anything(shape: str) -> None:
         torch.manual_seed(0)
         plain = SHAPES[shape]()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+        apply_tensor_parallel(
+            find_structure(sharded), make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+        )
         hidden = torch.randn(2, 4, 6)
         for model in (plain, sharded):
             model(hidden).square().sum().backward()
@@ -361,7 +366,9 @@ def test_a_loss_that_a_layer_returns_beside_its_result_must_be_whole() -> None:
 
     def run() -> None:
         model = Model(lambda layer, hidden: layer(hidden)[0], lambda: WithLoss(identity, identity))
-        apply_tensor_parallel(model, make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+        apply_tensor_parallel(
+            find_structure(model), make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+        )
         with pytest.raises(ValueError, match=r"tp_plan: layers\.0 returns what each rank computed for itself with up"):
             model(torch.randn(2, 4, 6))
 
@@ -371,7 +378,7 @@ def test_a_loss_that_a_layer_returns_beside_its_result_must_be_whole() -> None:
 def test_a_user_s_mistake_is_not_put_down_to_the_plan_of_a_family() -> None:
     def run() -> None:
         model = make_family_model("llama")
-        apply_tensor_parallel(model, make_mesh())
+        apply_tensor_parallel(find_structure(model), make_mesh())
         mask = torch.ones(1, 1, 4, 5, dtype=torch.bool)
         with pytest.raises(RuntimeError):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=mask)
@@ -434,7 +441,9 @@ def test_a_style_of_one_s_own_with_collectives_of_its_own() -> None:
         torch.manual_seed(0)
         plain = Model(lambda layer, hidden: layer(hidden), lambda: Layer(identity, identity))
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan={"layers.*.up": Megatron(0), "layers.*.down": Megatron(1)})
+        apply_tensor_parallel(
+            find_structure(sharded), make_mesh(), plan={"layers.*.up": Megatron(0), "layers.*.down": Megatron(1)}
+        )
         hidden = torch.randn(2, 4, 6)
         for model in (plain, sharded):
             model(hidden).square().sum().backward()
@@ -467,10 +476,10 @@ def test_styles_of_torch_are_verified_and_can_be_completed(plan: dict[str, Any])
         plain = make_family_model("qwen3")
         wrong, right = copy.deepcopy(plain), copy.deepcopy(plain)
         mesh = make_mesh()
-        apply_tensor_parallel(wrong, mesh, plan=plan)
+        apply_tensor_parallel(find_structure(wrong), mesh, plan=plan)
         with pytest.raises(ValueError, match=r"tp_plan: .* alike \(with self_attn\.[qk]_norm\.weight"):
             wrong(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
-        apply_tensor_parallel(right, mesh, plan={**plan, **NORMS})
+        apply_tensor_parallel(find_structure(right), mesh, plan={**plan, **NORMS})
         assert_same_gradients(plain, right)
 
     run_ranks(run, 2)
@@ -483,7 +492,7 @@ def test_sharded_logits_in_the_words_of_torch_keep_weights_tied() -> None:
         plain.config.tie_word_embeddings = True
         plain.lm_head.weight = plain.model.embed_tokens.weight
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(sharded, make_mesh(), plan=TORCH)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), plan=TORCH)
         assert sharded.lm_head.weight is sharded.model.embed_tokens.weight
         logits = sharded(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits
         assert logits.placements == (Shard(2),)
