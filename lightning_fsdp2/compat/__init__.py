@@ -1,1 +1,1 @@
-"""Everything that leans on names which torch, Lightning or transformers do not promise to keep."""
+"""All code that relies on names which torch, Lightning or transformers do not promise to keep."""

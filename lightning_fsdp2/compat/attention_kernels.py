@@ -1,8 +1,8 @@
-"""The fused attention of each device, with the logarithm of its softmax's denominator.
+"""Fused attention kernels of each device that also return the logarithm of the softmax's denominator.
 
-``torch.nn.functional.scaled_dot_product_attention`` calls the same operations, but keeps that logarithm to itself
-(torch 2.11 to 2.15), and without it results over parts of the keys cannot be merged. They are private; torch's own
-ring attention calls them too.
+Results over parts of the keys cannot be merged without that logarithm.
+``torch.nn.functional.scaled_dot_product_attention`` calls the same kernels but does not return it (torch 2.11 to 2.15).
+The kernels are private; torch's own ring attention calls them too.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 _aten: Any = torch.ops.aten
 
 _ALIGNMENT = 8
-"""Elements by which CUDA kernels want dims of heads and rows of masks to be divisible."""
+"""Number of elements by which CUDA kernels want head dims and the rows of masks to be divisible."""
 
 _LARGEST_FLASH_HEAD = 256
 
 _NORMALIZER_ALIGNMENT = 32
-"""Queries by which CUDA's memory-efficient kernel wants the logarithms of denominators to be divisible."""
+"""Number by which CUDA's memory-efficient kernel wants the number of queries in the normalizer to be divisible."""
 
 
 def attend(
@@ -31,12 +31,12 @@ def attend(
         query: [batch, heads, queries, dim].
         key: [batch, heads, keys, dim].
         value: [batch, heads, keys, value dim].
-        is_causal: Whether the n-th query sees the first n keys alone; there are as many of both.
-        mask: [1 or batch, 1, queries, keys], bool, with a key for every query. None for all keys.
-        scale: Of the scores.
+        is_causal: Whether the n-th query sees only the first n keys. There must be as many queries as keys.
+        mask: [1 or batch, 1, queries, keys], bool, with at least one key for every query. None for all keys.
+        scale: Factor of the scores.
 
     Returns:
-        [batch, heads, queries, value dim] and [batch, heads, queries], float32.
+        The attention, [batch, heads, queries, value dim], and the normalizer, [batch, heads, queries], float32.
     """
     size = value.size(-1)
     query, key, value = _pad_heads(query, key, value)
@@ -70,7 +70,7 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys and values for the ``gradient`` of the output.
 
-    Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
+    Output and normalizer may come from a softmax over more keys. The gradients are then the parts from these keys.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -81,14 +81,14 @@ def attend_backward(
             *inputs, output, normalizer, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif bias is None and has_flash(query):
-        # without dropout there is no random state; lengths are given for packed batches only
+        # without dropout there is no random state; the lengths are only for packed batches
         no_random = torch.empty(0, dtype=torch.uint64, device=query.device)
         counts = (None, None, query.size(2), key.size(2))
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             *inputs, output, normalizer.contiguous(), *counts, 0.0, is_causal, no_random, no_random, scale=scale
         )
     else:
-        # this kernel takes no stride of the output, and reads it position by position
+        # this kernel ignores the strides of the output and reads it position by position
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
         padded = F.pad(normalizer, (0, -normalizer.size(-1) % _NORMALIZER_ALIGNMENT)).contiguous()
         no_random = torch.zeros((), dtype=torch.int64)
@@ -108,20 +108,20 @@ def attend_segments_by_flash(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention within segments by FlashAttention's kernel for sequences of various lengths.
+    """Return attention within segments and its normalizer, by FlashAttention's kernel for sequences of various lengths.
 
     Args:
-        query: [queries, heads, dim], for which :func:`has_flash` holds.
+        query: [queries, heads, dim]. :func:`has_flash` must hold for it.
         key: [keys, key-value heads, dim].
         value: [keys, key-value heads, value dim].
-        ends: Where queries and keys of each segment end, after a zero. [segments + 1], int32, each.
-        most: The most queries and keys of a segment.
-        window: How many keys a query sees at most, itself included; None for all up to its own, the last query's being
-            the last one.
-        scale: Of the scores.
+        ends: Ends of each segment in the queries and in the keys, after a zero. [segments + 1], int32, each.
+        most: Largest number of queries and of keys of a segment.
+        window: Largest number of keys that a query sees, including its own. None for all keys up to its own. The last
+            query's own key is the last key of the segment.
+        scale: Factor of the scores.
 
     Returns:
-        [queries, heads, value dim] and [heads, queries], float32.
+        The attention, [queries, heads, value dim], and the normalizer, [heads, queries], float32.
     """
     size = value.size(-1)
     inputs = _pad_heads(query, key, value)
@@ -145,7 +145,10 @@ def attend_segments_by_flash_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; output and normalizer may be those of more keys."""
+    """Return the gradients of queries, keys and values.
+
+    See :func:`attend_segments_by_flash`. Output and normalizer may come from a softmax over more keys.
+    """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
     no_random = torch.empty(0, dtype=torch.uint64, device=query.device)  # there is no dropout
@@ -159,12 +162,15 @@ def attend_segments_by_flash_backward(
 
 
 def _get_window_options(window: int | None) -> dict[str, int]:
-    """Without a window the kernel's own causal mask does; both are aligned with the last key."""
+    """Return the kernel's options for a window; none without a window, where the kernel's own causal mask will do.
+
+    Both masks are aligned with the last key.
+    """
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def has_flash(query: Tensor) -> bool:
-    """Whether the device computes attention of these queries without a mask by FlashAttention."""
+    """Return whether the device computes attention of these queries by FlashAttention, if there is no mask."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -174,7 +180,10 @@ def has_flash(query: Tensor) -> bool:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Give all of them the largest one's dim: columns of zeros change no score, and no value but those added."""
+    """Pad all tensors with zeros to the largest head dim: this changes no score, and only adds columns to the values.
+
+    On accelerators the dim is also rounded up to what the kernels want.
+    """
     alignment = 1 if tensors[0].device.type == "cpu" else _ALIGNMENT
     size = max(tensor.size(-1) for tensor in tensors)
     size += -size % alignment
@@ -182,11 +191,11 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
 
 
 def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What the kernels add to the scores, in the dtype of the queries."""
+    """Return the bias that the kernels add to the scores for ``mask``, in the dtype of the queries."""
     if mask is None:
         return None
     shape = (query.size(0), query.size(1), query.size(2), key.size(2))
-    # a row of the memory that a kernel reads begins at a multiple of the alignment
+    # for the kernels, every row of the bias must begin at a multiple of the alignment
     memory = query.new_zeros(*mask.shape[:-1], shape[-1] + -shape[-1] % _ALIGNMENT)
     bias = memory[..., : shape[-1]].masked_fill_(~mask, -torch.inf)
     return bias if query.device.type == "cpu" else bias.expand(shape)

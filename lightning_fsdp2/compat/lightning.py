@@ -1,44 +1,117 @@
-"""Every private Lightning name that callbacks, loggers and what strategies tell them touch, with the reason."""
+"""Every private name of Lightning that this package uses, with the reason. Tested with lightning 2.6.6."""
 
 import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.compat.ledger import get_ledger
+
+DDPForwardRedirection = _DDPForwardRedirection
+"""Redirection of a module's step through the forward of its DDP wrapper."""
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+"""Lightning's launcher for ``python script.py``."""
 
 
 def logs_graph(logger: Logger) -> bool:
-    """Whether ``logger`` traces the module's forward, on rank 0 alone."""
+    """Return whether ``logger`` traces the module's forward, which it does on rank 0 only."""
     return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Set ``module.device_mesh``, as Lightning's own ``ModelParallelStrategy`` does."""
+    module._device_mesh = mesh
+
+
+def set_device(module: LightningModule, device: torch.device) -> None:
+    """Set ``module.device``. Lightning sets it when it moves a module, but a sharded module is not moved."""
+    module._device = device
+
+
+def has_trainer(module: LightningModule | None) -> bool:
+    """Return whether ``module`` has a Trainer; it has none if Lightning refuses the arguments of a stage."""
+    return module is not None and module._trainer is not None
+
+
+def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], bool]) -> None:
+    """Let all ranks validate together if ``val_check_interval`` is a time, for which each rank has its own clock.
+
+    Args:
+        trainer: Trainer of a fit.
+        decide: Function that decides for all ranks, given whether a validation is due on this rank. All ranks call it
+            after each batch.
+    """
+    loop = cast(Any, trainer).fit_loop.epoch_loop
+    is_due = type(loop)._should_check_val_fx
+    if cast(Any, trainer)._val_check_time_interval is not None:
+        check = _then(partial(is_due, loop), decide)
+        get_ledger(trainer).replace(loop, "_should_check_val_fx", check, reason="each rank has a clock of its own")
+
+
+def set_available_flops(monitor: ThroughputMonitor, flops: int | None) -> None:
+    """Tell Lightning's monitor the peak FLOP/s of a device."""
+    monitor.available_flops = flops
+    for throughput in monitor._throughputs.values():
+        throughput.available_flops = flops
+
+
+def get_loaders(trainer: Trainer) -> list[Any]:
+    """Return the data loaders of a fit."""
+    loader = cast(Any, trainer).fit_loop._combined_loader
+    return [] if loader is None else loader.flattened
+
+
+def get_loader_states(trainer: Trainer) -> list[Any]:
+    """Return the states of the data loaders of a fit, as checkpoints hold them."""
+    loader = cast(Any, trainer).fit_loop._combined_loader
+    return [] if loader is None else loader._state_dicts()
+
+
+def restore_loader_states(trainer: Trainer) -> None:
+    """Load the states of data loaders that Lightning has not loaded.
+
+    This happens when ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, which makes the loaders
+    before their states are restored (https://github.com/Lightning-AI/pytorch-lightning/issues/20550).
+    """
+    fit_loop = cast(Any, trainer).fit_loop
+    if fit_loop._combined_loader_states_to_load:
+        fit_loop._load_combined_loader_states()
+        iter(fit_loop._data_fetcher)
+
+
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether no optimizer step follows the current micro-batch; the Trainer does not say how it has decided."""
+    """Return whether no optimizer step follows the current micro-batch; the Trainer has no public method for it."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def logs_current_step(trainer: Trainer) -> bool:
-    """Whether the Trainer logs the current step: ``log_every_n_steps``, or the last one of a run that shall stop."""
+    """Return whether the Trainer logs the current step, by ``log_every_n_steps`` or because the run should stop."""
     return bool(cast(Any, trainer)._logger_connector.should_update_logs)
 
 
 def get_logged_step(trainer: Trainer) -> int:
-    """The number under which ``self.log`` writes now; ``global_step`` counts every optimizer, and is one ahead."""
+    """Return the step number that ``self.log`` writes now. ``global_step`` counts every optimizer and is one ahead."""
     return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
 
 
 def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
-    """How many batches of its first epoch a resumed run counts, in that epoch's first iteration; 0 at other times."""
+    """Return how many batches of its first epoch a resumed run counts as done.
+
+    That is known in the first iteration of that epoch only; the result is 0 at other times.
+    """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     return int(loop.batch_progress.current.ready) if loop.restarting else 0
 
@@ -46,83 +119,88 @@ def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around each ``next(dataloader)`` of the training.
 
-    These are the Trainer's own marks for its profiler. What else lies between two batches includes its waiting for the
-    device (the broadcast of SIGTERM), logging and checkpoints.
+    The Trainer marks the same places for its profiler. The whole time between two batches would also include waiting
+    for the device (the broadcast of SIGTERM), logging and checkpoints.
     """
-    loop = cast(Any, trainer).fit_loop.epoch_loop
-    loop._on_before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), before)
-    loop._on_after_fetch = _call_both(after, partial(type(loop)._on_after_fetch, loop))
+    loop, ledger = cast(Any, trainer).fit_loop.epoch_loop, get_ledger(trainer)
+    reason = "no hook of callbacks is called around the fetch of a batch"
+    before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), before)
+    after_fetch = _call_both(after, partial(type(loop)._on_after_fetch, loop))
+    ledger.replace(loop, "_on_before_fetch", before_fetch, reason=reason)
+    ledger.replace(loop, "_on_after_fetch", after_fetch, reason=reason)
 
 
 def ignore_fetches(trainer: Trainer) -> None:
-    """End what :func:`watch_fetches` began."""
-    for name in ("_on_before_fetch", "_on_after_fetch"):
-        cast(Any, trainer).fit_loop.epoch_loop.__dict__.pop(name, None)
+    """Undo :func:`watch_fetches`."""
+    get_ledger(trainer).put_back(cast(Any, trainer).fit_loop.epoch_loop, "_on_before_fetch", "_on_after_fetch")
 
 
 def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
-    """Let ``note`` have SIGTERM and SLURM's signal in the place of Lightning's handlers, which it registers later.
+    """Let ``note`` handle SIGTERM and SLURM's signal in place of Lightning's handlers, which are registered later.
 
-    Those communicate, at whatever place the rank is. Without them the broadcast in every micro-batch, for which the
-    host waits for the device, says nothing, and is left out.
+    Lightning's handlers communicate, at whatever place the rank is. Without them, the broadcast of SIGTERM in every
+    micro-batch has nothing to tell. It is left out, because the host waits for the device in it.
 
     Raises:
-        RuntimeError: When Lightning has none of these.
+        RuntimeError: When this version of Lightning lacks one of these methods.
     """
     connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
-    _replace(connector, "_sigterm_notifier_fn", note)
-    _replace(connector, "_slurm_sigusr_handler_fn", note)
-    _replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+    ledger, reason = get_ledger(trainer), "Lightning's signal handlers communicate at whatever place the rank is"
+    ledger.replace(connector, "_sigterm_notifier_fn", note, reason=reason)
+    ledger.replace(connector, "_slurm_sigusr_handler_fn", note, reason=reason)
+    ledger.replace(loop, "_broadcast_sigterm_tensor", lambda: None, reason="the host waits for it in each micro-batch")
 
 
 def end_by_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM end an evaluation as it ends any process, unless the program itself handles it; pass SLURM's over.
+    """Let SIGTERM end an evaluation as it ends any process, unless the program handles it. Ignore SLURM's signal.
 
     Lightning's handlers communicate, at whatever place the rank is, and nothing reads what they leave.
     """
-    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # and called behind Lightning's
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # called after Lightning's
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
-        if isinstance(launcher, _SubprocessScriptLauncher):  # nobody else tells the ranks that it has started
+        if isinstance(launcher, SubprocessScriptLauncher):  # nobody else tells the ranks that the launcher has started
             launcher.kill(signal.Signals(number))
         if not is_handled:
             die_of(number)
 
-    connector = cast(Any, trainer)._signal_connector
-    _replace(connector, "_sigterm_notifier_fn", end)
-    _replace(connector, "_slurm_sigusr_handler_fn", lambda *args: None)
+    connector, ledger = cast(Any, trainer)._signal_connector, get_ledger(trainer)
+    reason = "Lightning's signal handlers communicate, and nothing reads what they leave"
+    ledger.replace(connector, "_sigterm_notifier_fn", end, reason=reason)
+    ledger.replace(connector, "_slurm_sigusr_handler_fn", lambda *args: None, reason=reason)
 
 
 def die_of(number: int) -> None:
-    """Do what a signal does where nobody handles it."""
+    """Let a signal do to this process what it does without a handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def give_signals_back(trainer: Trainer) -> None:
-    """End what :func:`take_signals` or :func:`end_by_sigterm` began."""
+    """Undo :func:`take_signals` or :func:`end_by_sigterm`."""
     connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
-    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-        connector.__dict__.pop(name, None)
-    loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    get_ledger(trainer).put_back(connector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    get_ledger(trainer).put_back(loop, "_broadcast_sigterm_tensor")
 
 
 def end_signal_handling(trainer: Trainer) -> None:
-    """Give the program its own handlers back, at once and not when the Trainer has torn everything down."""
+    """Give the program its own signal handlers back now, not only once the Trainer has torn everything down."""
     cast(Any, trainer)._signal_connector.teardown()
 
 
 class StepBoundary:
-    """Where a fit is left and goes on: the hooks and metrics of a batch are done, and nothing that follows them.
+    """The moment between two batches at which a fit can be left and resumed.
 
-    What follows may be a validation, an update of ``ReduceLROnPlateau``, the end of an epoch. Lightning leaves it out
-    in a run that goes on from a checkpoint of that moment. One that is saved while ``is_left`` goes on with it. And
-    all checkpoints of the fit have the metrics that callbacks and schedulers monitor, which Lightning's have not.
+    The hooks and metrics of a batch are done at that moment, but nothing that follows them: maybe a validation, an
+    update of ``ReduceLROnPlateau``, or the end of the epoch. A run that resumes from a checkpoint of that moment leaves
+    these out with Lightning alone. From a checkpoint that was saved while ``is_left`` is True, the run goes on with
+    them. Also, all checkpoints of the fit contain the metrics that callbacks and schedulers monitor, which Lightning's
+    do not.
 
     Args:
-        trainer: Of a fit that has loaded no checkpoint yet.
-        behind_batch: Called there, behind each batch.
+        trainer: Trainer of a fit that has not loaded a checkpoint yet.
+        behind_batch: Function that is called at that moment after each batch.
     """
 
     _REPLACED = ("on_save_checkpoint", "on_load_checkpoint", "advance", "on_advance_end")
@@ -134,25 +212,25 @@ class StepBoundary:
         self._behind_batch = behind_batch
         self._has_metrics = False
         self._is_entered = False
+        reason = "a fit that is left between two batches would leave out what follows the first"
         for name in self._REPLACED:
-            _replace(self._loop, name, getattr(self, f"_{name}"))
+            get_ledger(trainer).replace(self._loop, name, getattr(self, f"_{name}"), reason=reason)
 
     def remove(self) -> None:
-        """Let the loop be Lightning's again."""
-        for name in self._REPLACED:
-            self._loop.__dict__.pop(name, None)
+        """Give the loop Lightning's own methods back."""
+        get_ledger(self._trainer).put_back(self._loop, *self._REPLACED)
 
     def is_end_of_fit(self) -> bool:
-        """Whether no step follows: a run that goes on from here would leave out what does."""
+        """Return whether no step follows. A run that resumes from here would then leave out the end of the fit."""
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
 
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
-            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # of the epoch, which has all its batches
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # the epoch's, as it has all its batches
         state = type(self._loop).on_save_checkpoint(self._loop)
-        # users may put there what is no metric
+        # users may put values there that are not metrics
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
@@ -166,17 +244,17 @@ class StepBoundary:
     def _advance(self, fetcher: Any) -> None:
         if self._is_entered:
             self._is_entered = False
-            self._loop.val_loop.restarting = False  # from its first batch
+            self._loop.val_loop.restarting = False  # so that a validation begins with its first batch
         elif not self._has_no_batch_left(fetcher):
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Whether an epoch that goes on only has to end; without a validation Lightning would train a batch more."""
+        """Return whether a resumed epoch only has to end, without a validation; Lightning would train another batch."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
     def _on_advance_end(self, fetcher: Any) -> None:
-        if self._has_metrics:  # else Lightning does not update ReduceLROnPlateau at the end of this epoch
+        if self._has_metrics:  # otherwise Lightning does not update ReduceLROnPlateau at the end of this epoch
             self._trainer.fit_loop._restarting = False
         self._behind_batch()
         type(self._loop).on_advance_end(self._loop, fetcher)
@@ -186,28 +264,19 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    if not hasattr(owner, name):
-        raise RuntimeError(
-            f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which Preemption replaces; install"
-            " lightning 2.6.6."
-        )
-    setattr(owner, name, replacement)
-
-
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
-    """The callback whose last checkpoint a run goes on from: the first one that keeps it, or the first one."""
+    """Return the callback whose last checkpoint a run resumes from: the first with ``save_last``, or else the first."""
     if cast(Any, trainer).fast_dev_run:  # saves nothing
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    callbacks.sort(key=lambda callback: callback.save_weights_only)  # from which no run goes on
+    callbacks.sort(key=lambda callback: callback.save_weights_only)  # no run resumes from weights only, so they go last
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
 def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only: bool = False) -> str:
-    """Save as ``callback`` names its last checkpoint, and return the path."""
+    """Save a checkpoint under the name that ``callback`` gives its last one, and return the path."""
     choices = callback.save_last, callback.save_weights_only
-    # where it makes links, there is nothing yet to link
+    # with "link" the callback would make a link, but there is nothing to link to yet
     callback.save_last, callback.save_weights_only = True, save_weights_only
     try:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
@@ -217,22 +286,22 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only:
 
 
 def get_slurm_checkpoint_path(trainer: Trainer) -> str:
-    """Where Lightning looks for a checkpoint on SLURM if it is given no ``ckpt_path``."""
+    """Return the path at which Lightning looks for a checkpoint on SLURM if no ``ckpt_path`` is given."""
     connector = cast(Any, trainer)._checkpoint_connector
     return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Whether the fit ends with the epoch that now ends, finished or not.
+    """Return whether the fit ends with the current epoch, which is ending now, with all its batches or without.
 
-    ``fit_loop.done`` knows that too, and says it each time it is asked.
+    ``fit_loop.done`` knows that too, but prints a message each time it is read.
     """
     loop = cast(Any, trainer.fit_loop)
     return _is_told_to_end(trainer) or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
 
 
 def is_epoch_cut_short(trainer: Trainer) -> bool:
-    """Whether ``max_steps`` or a request to stop has ended the fit before its epoch had all its batches."""
+    """Return whether ``max_steps`` or a request to stop has ended the fit before its epoch had all its batches."""
     loop = cast(Any, trainer.fit_loop)
     epoch, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     return epoch.started == epoch.processed > 0 and not batches.is_last_batch and _is_told_to_end(trainer)
@@ -244,9 +313,9 @@ def _is_told_to_end(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let a run that goes on from this state end the epoch that the state counts as processed.
+    """Let a run that resumes from this state go on in the epoch that the state counts as processed.
 
-    Where :func:`is_epoch_cut_short`, the run would leave out the rest of it.
+    If :func:`is_epoch_cut_short`, the run would leave out the rest of the epoch otherwise.
     """
     for count in ("current", "total"):
         progress = fit_loop["epoch_progress"][count]
@@ -254,10 +323,10 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
-    """Count the epochs right in the state of a fit that goes on, and return the number of the epoch that it goes on in.
+    """Correct the counts of epochs in the state of a fit that resumes, and return the number of its current epoch.
 
-    A fit with ``max_steps`` ends an epoch anew that was saved while it ended, and would count it twice: samplers that
-    shuffle by epoch would be one ahead.
+    If the checkpoint was saved while an epoch ended, a fit with ``max_steps`` ends that epoch again and would count it
+    twice. Samplers that shuffle by epoch would be one epoch ahead.
     """
     _end_last_batch(fit_loop)
     progress = fit_loop["epoch_progress"]["current"]
@@ -269,9 +338,10 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
 
 
 def _end_last_batch(fit_loop: dict[str, Any]) -> None:
-    """Let an epoch that was saved in the hooks of its last batch be ended, which Lightning would take for ended.
+    """Count the last batch of an epoch as completed if the state was saved in the hooks of that batch.
 
-    Its data loaders have come to their end, and the next epoch would have no batch.
+    Lightning would take the epoch for ended. But its data loaders have come to their end, so the next epoch would have
+    no batch. With the corrected count, the epoch is ended first.
     """
     epoch, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     batch = batches["current"]
@@ -282,14 +352,14 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Tell the samplers of ``dataloader`` the epoch; Lightning does so only once a resumed run has its iterators."""
+    """Set the epoch of the samplers of ``dataloader``; in a resumed run Lightning does so after it makes iterators."""
     _set_sampler_epoch(dataloader, epoch)
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:
-    """Let a fit that goes on after a complete epoch begin the next one with its first batch.
+    """Let a fit that resumes after a complete epoch begin the next epoch with its first batch.
 
-    With ``max_steps`` Lightning would begin it with the number of batches that the complete one had.
+    With ``max_steps`` Lightning would begin it at the number of batches that the complete epoch had.
     """
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
@@ -298,8 +368,15 @@ def begin_epoch_after_complete_one(trainer: Trainer) -> None:
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
-    """Path and step of the checkpoint just saved; ``last_model_path`` and ``best_model_path`` may be others."""
+    """Return path and step of the checkpoint saved last; ``last_model_path`` and ``best_model_path`` may differ."""
     return callback._last_checkpoint_saved, callback._last_global_step_saved
+
+
+def _then(first: Callable[[Any], bool], second: Callable[[bool], bool]) -> Callable[[Any], bool]:
+    def call(argument: Any) -> bool:
+        return second(first(argument))
+
+    return call
 
 
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

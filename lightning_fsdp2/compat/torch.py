@@ -1,4 +1,4 @@
-"""Every private torch name this package touches, in one place, with the reason and what would let it go."""
+"""Every private torch name that this package uses, with the reason and what would make it unnecessary."""
 
 import inspect
 import pickle
@@ -29,26 +29,27 @@ StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
 
 StorageInfo: Any = filesystem._StorageInfo
-"""Where in its file a tensor of a checkpoint lies: what ``.metadata`` consists of, on disk since torch 2.1."""
+"""The position of a checkpoint's tensor in its file. ``.metadata`` consists of these, on disk since torch 2.1."""
 
 StateDictStager: Any = _state_dict_stager.StateDictStager
-"""Copies state dicts to host memory that it keeps. The public ``DefaultStager`` around it closes it after each use on
-torch 2.11, and the next one fails; 2.13 and 2.15 do not."""
+"""The class that copies state dicts to host memory and keeps that memory for the next copy. On torch 2.11 the public
+``DefaultStager`` around it closes it after each use, so that the next use fails; 2.13 and 2.15 do not."""
 
 tree_map_only: Any = _pytree.tree_map_only
-"""Maps what is of a type in nested containers; private by its module's name only (torch 2.11 to 2.15)."""
+"""The map over leaves of a type in nested containers. Only its module's name is private (torch 2.11 to 2.15)."""
 
 tree_leaves: Any = _pytree.tree_leaves
-"""Lists what is in nested containers."""
+"""The list of the leaves of nested containers."""
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
-"""Maps everything in them, with the keys on the way to it."""
+"""The map over all leaves of nested containers, with the keys that lead to each."""
 
 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:
-    """Wrap ``module`` in DDP, whose ``broadcast_buffers`` warns in torch 2.13 and 2.15, for a flag of another name.
+    """Wrap ``module`` in DDP, with ``broadcast_buffers`` under the name that this version of torch wants.
 
-    Under that name False still shares buffers when the module is wrapped, unless ``init_sync=False`` is given too.
+    In torch 2.13 and 2.15, ``broadcast_buffers`` warns in favour of ``forward_sync_buffers``. With the new flag, False
+    still shares buffers when the module is wrapped, unless ``init_sync=False`` is given too.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     options["forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"] = broadcast_buffers
@@ -56,44 +57,47 @@ def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> 
 
 
 def has_own_loading(module: nn.Module) -> bool:
-    """Whether other code than torch's decides what ``module`` itself takes from a state dict: a hook, or its method.
+    """Return whether a hook or a method that is not torch's decides what ``module`` itself takes from a state dict.
 
-    Hooks can be added and removed in public, but not listed. FSDP2 adds one to each module with parameters.
+    Hooks can be added and removed by public methods, but not listed. FSDP2 adds a hook to each module with parameters.
     """
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     return any(not is_of_torch(function) for function in (module._load_from_state_dict, *hooks))
 
 
 def is_of_torch(function: Callable[..., Any]) -> bool:
-    """Whether torch defines ``function``."""
+    """Return whether torch defines ``function``."""
     return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def has_packed_shards() -> bool:
-    """Whether DTensor can gather a ``_StridedShard`` that no order of mesh axes explains, as packed weights need.
+    """Return whether DTensor can gather a ``_StridedShard`` that no order of mesh axes explains, as for packed weights.
 
-    That of torch 2.11 raises "unable to be interpreted into a corresponding shard_order".
+    The DTensor of torch 2.11 raises "unable to be interpreted into a corresponding shard_order".
     """
     return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 
 
 def get_optional_function(node: Any) -> Any:
-    """The ``torch.autograd.Function`` that made a node of the autograd graph, None for torch's own operations.
+    """Return the ``torch.autograd.Function`` that made a node of the autograd graph; None for torch's own operations.
 
-    There is no public way from one to the other.
+    There is no public way to get the function of a node.
     """
     return getattr(type(node), "_forward_cls", None)
 
 
 def is_fsdp_pass_through(node: Any) -> bool:
-    """Whether a node of the autograd graph returns its inputs as they are, to learn of the end of a unit's backward."""
+    """Return whether a node of the autograd graph is FSDP2's, which returns its inputs as they are.
+
+    FSDP2 uses it to notice the end of a unit's backward.
+    """
     return get_optional_function(node) is _fsdp_param_group.RegisterPostBackwardFunction
 
 
 def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
-    """The placements of the DTensor, or of its gradient if ``to_local`` was told them, whose local part a node returns.
+    """Return the placements of the DTensor whose local part a node returns; None if it returns something else.
 
-    None for nodes that return something else.
+    They are the placements of its gradient if ``to_local`` was given those.
     """
     if get_optional_function(node) is not _api._ToTorchTensor:
         return None
@@ -103,24 +107,25 @@ def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """View the one axis of ``mesh`` as several axes.
 
-    ``DeviceMesh._unflatten`` (torch 2.11 to 2.15) is the only way to several views of one world that all share a root,
-    which FSDP2 with tensor parallel needs; names made by ``_flatten`` and sliced from a root are deprecated. It can go
-    once a public twin exists.
+    FSDP2 with tensor parallel needs several views of one world that all share a root. ``DeviceMesh._unflatten`` (torch
+    2.11 to 2.15) is the only way to get them: names made by ``_flatten`` and sliced from a root are deprecated. It can
+    go once there is a public equivalent.
     """
     return mesh._unflatten(0, sizes, names)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fail with ``message`` when ``condition`` is false, on the device, without waiting for it.
+    """Fail with ``message`` on the device if ``condition`` is false; the host does not wait for it.
 
-    ``torch._assert_async`` has no public twin; torchtitan guards its steps with it too.
+    ``torch._assert_async`` has no public equivalent; torchtitan guards its steps with it too.
     """
     torch._assert_async(condition, message)
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Start or stop to record every allocation on GPUs and its stack, the last 100 000; torch documents it by this
-    private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
+    """Start or stop recording the last 100 000 allocations on GPUs, with their stacks.
+
+    torch documents it by this private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
     """
     if enabled:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -129,7 +134,7 @@ def record_memory_history(enabled: bool) -> None:
 
 
 def dump_memory_snapshot(path: Path) -> None:
-    """Write what :func:`record_memory_history` has recorded, and what is allocated."""
+    """Write the record of :func:`record_memory_history` and the current allocations to ``path``."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
@@ -146,16 +151,19 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ``group`` out of place, traceable by ``torch.compile``; the functional collectives are not public."""
+    """Return the sum of ``tensor`` over ``group``; ``torch.compile`` can trace it.
+
+    The functional collectives are not public.
+    """
     from torch.distributed import _functional_collectives as collectives
 
     return _wait(collectives.all_reduce(tensor.contiguous(), "sum", group))
 
 
 def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the equally sized tensors of ``group`` along ``dim``; renamed in torch 2.13.
+    """Concatenate the equally sized tensors of ``group`` along ``dim``. torch 2.13 has renamed the collective.
 
-    Along another dim than 0 torch 2.11 reads strides in a way that ``torch.compile`` cannot trace.
+    Along another dim than 0, torch 2.11 reads strides in a way that ``torch.compile`` cannot trace.
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -165,7 +173,7 @@ def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
 
 
 def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ``group`` and keep this rank's part along ``dim``; renamed in torch 2.13."""
+    """Sum over ``group`` and keep this rank's part along ``dim``. torch 2.13 has renamed the collective."""
     from torch.distributed import _functional_collectives as collectives
 
     scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
@@ -173,14 +181,14 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def all_to_all_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the n-th of ``tensor``'s rows (dim 0) to rank n of ``group``, and return what the ranks have sent."""
+    """Send the n-th part of ``tensor`` (along dim 0) to rank n of ``group``, and return what the ranks have sent."""
     from torch.distributed import _functional_collectives as collectives
 
     return _wait(collectives.all_to_all_single(tensor.contiguous(), None, None, group))
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    """Wait for the result of a functional collective, once: when it is traced, it waits for itself.
+    """Wait for the result of a functional collective, only once: a traced collective already waits by itself.
 
     Inductor's pass for asynchronous tensor parallelism does not look through a second ``wait_tensor``.
     """
@@ -190,15 +198,15 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 def has_symmetric_memory(device_type: str) -> bool:
-    """Whether ranks on such devices can read each other's memory, and inductor fuses collectives with it."""
+    """Return whether ranks on such devices can read each other's memory, which inductor uses to fuse collectives."""
     return device_type == "cuda" and dist.is_nccl_available()
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     """Let inductor fuse the collectives of ``group``.
 
-    Up to torch 2.14 it passes over a group that was not registered, without a message, although the function that does
-    so says that there is no need to call it (pytorch#193027, torchtitan#3869, torchtitan#4045, torchtitan#4634).
+    Up to torch 2.14, inductor silently skips a group that was not registered, although the function that registers it
+    says that there is no need to call it (pytorch#193027, torchtitan#3869, torchtitan#4045, torchtitan#4634).
     """
     if TorchVersion(torch.__version__) >= "2.15":
         return
@@ -210,16 +218,16 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def get_fusion_options(visit: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
-    """Options of ``torch.compile`` to fuse collectives with matrix products; there is no public one.
+    """Return the options of ``torch.compile`` that fuse collectives with matrix products; there is no public option.
 
     ``visit`` is given each graph afterwards. Inductor does not put a graph that a plain function has seen into its
-    cache on disk, so that a later run compiles and counts again.
+    cache on disk, so a later run compiles the graph and calls ``visit`` again.
     """
     return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": visit}
 
 
 def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The operations of a graph that are fused collectives, and those that could be."""
+    """Return the graph operations that are fused collectives, and the collectives that could be fused."""
     fused, collectives = torch.ops.symm_mem, torch.ops._c10d_functional
     return (
         (fused.fused_all_gather_matmul.default, fused.fused_matmul_reduce_scatter.default),
@@ -228,18 +236,21 @@ def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def is_backward_graph(graph: torch.fx.Graph) -> bool:
-    """Whether inductor was given ``graph`` for a backward: AOTAutograd names the gradients it takes ``tangents``."""
+    """Return whether ``graph`` is that of a backward: AOTAutograd calls the gradients that it takes ``tangents``."""
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
 @contextmanager
 def compile_layers_of_many_kinds() -> Iterator[None]:
-    """Let ``torch.compile`` compile the layers of a model in the block.
+    """Let ``torch.compile`` compile a model's layers of many kinds in the block.
 
     Dynamo counts the graphs of all modules that were compiled with ``module.compile()`` together, and would give up at
-    the eighth: first, middle and last layers, of several kinds, with gradients and without. Under activation
-    checkpointing it refuses that a layer puts this rank's part in place of its parameters for the time of its forward,
-    unless it is told not to do so a second time in backward. Neither has a public option.
+    the eighth. More are needed for first, middle and last layers of several kinds, with gradients and without.
+
+    Under activation checkpointing, a layer may replace its parameters by this rank's part during its forward. Dynamo
+    refuses that, unless it is told not to repeat this side effect in backward.
+
+    There is no public option for either.
     """
     import torch._dynamo
 
@@ -248,21 +259,21 @@ def compile_layers_of_many_kinds() -> Iterator[None]:
 
 
 def get_graph_breaks() -> Counter[str]:
-    """How often dynamo has broken a graph so far, by reason; it has no public count."""
+    """Return how often dynamo has broken a graph so far, by reason; there is no public count."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
 
 
 def get_stance() -> str:
-    """What ``torch.compiler.set_stance`` has set last; there is no public way to read it."""
+    """Return what ``torch.compiler.set_stance`` has set last; there is no public way to read it."""
     from torch._dynamo import eval_frame
 
     return eval_frame._stance.stance
 
 
 def can_compile_checkpointed_collectives() -> bool:
-    """Whether a compiled layer may contain a checkpoint that computes collectives of a DeviceMesh a second time.
+    """Return whether a compiled layer may contain an activation checkpoint that recomputes collectives of a DeviceMesh.
 
     Torch 2.13 raises "expected all tensors_saved_with_vc_check to be Tensors, got ... DeviceMesh"; 2.11, 2.14 and 2.15
     do not, and 2.12 was not tried.
@@ -272,59 +283,59 @@ def can_compile_checkpointed_collectives() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd calls: a forward then is one that activation checkpointing computes again."""
+    """Return whether this runs in a backward, where a forward is the recomputation of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of 16 bits by a scalar in place, in float32, by one kernel for many of them.
+    """Multiply 16-bit tensors in place by a scalar, in float32, with one kernel for many of them.
 
-    ``torch._foreach_mul_`` rounds the factor to 16 bits first, or has a kernel for each tensor; what unscales gradients
-    for a ``GradScaler`` does neither.
+    ``torch._foreach_mul_`` rounds the factor to 16 bits first, or launches a kernel for each tensor. The function that
+    unscales gradients for a ``GradScaler`` does neither.
     """
-    found = torch.zeros((), device=factor.device)  # what is not finite: not looked at
+    found = torch.zeros((), device=factor.device)  # whether a value is not finite; this is not read
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
 
 
 def has_fused_optimizers(device: torch.device) -> bool:
-    """Whether torch's optimizers have a kernel for ``fused=True`` on ``device``; without one their first step fails."""
+    """Return whether torch's optimizers support ``fused=True`` on ``device``; otherwise their first step fails."""
     return device.type in _get_fused_kernels_supported_devices()
 
 
 def leave_unscaling_to_scaler(optimizer: Optimizer) -> None:
-    """Let a ``GradScaler`` unscale gradients ahead of the step, as it does where ``fused`` is False.
+    """Let a ``GradScaler`` unscale gradients before the step of a fused optimizer, as for one with ``fused=False``.
 
-    Lightning's mixed precision clips the gradients of no optimizer that unscales by itself, in bfloat16 neither, where
-    there is no scaler.
+    Lightning's mixed precision refuses to clip the gradients of an optimizer that unscales by itself, even in bfloat16,
+    where there is no scaler.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return how tensors are saved for backward here: the hooks of the innermost ``saved_tensors_hooks``.
+    """Return the functions that save tensors for backward here: the hooks of the innermost ``saved_tensors_hooks``.
 
-    Hooks inside of others take their place; torch has no public way to call on those outside.
+    Inner hooks replace the outer ones; torch has no public way to call the outer ones.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set after which time a hang of ``group`` becomes an error; ``_unflatten`` takes no timeout for what it makes.
+    """Set the timeout of ``group``, after which a hang becomes an error.
 
-    Public since torch 2.15.
+    ``_unflatten`` takes no timeout for the groups that it makes. This is public since torch 2.15.
     """
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """After which time a hang of ``group`` becomes an error, on the device that waits least; nothing public tells."""
+    """Return the timeout of ``group``, the smallest one of its devices; there is no public way to read it."""
     return min(group._get_backend(device).options._timeout for device in group._device_types)
 
 
 def read_flight_record() -> dict[str, Any]:
-    """The last collectives of gloo's groups on this rank, oldest first in ``entries`` (torch 2.11 to 2.15).
+    """Return the last collectives of gloo's groups on this rank, oldest first in ``entries`` (torch 2.11 to 2.15).
 
     NCCL's groups write theirs by themselves when they time out.
     """
@@ -341,11 +352,11 @@ def initialize_root(module: FSDPModule) -> None:
 
 
 def end_forward(module: FSDPModule) -> None:
-    """End what a forward of a part of the model left open in ``module``, so that ``reshard`` shards it again.
+    """Finish what a forward of a part of the model has left open in ``module``, so that ``reshard`` shards it again.
 
-    A call of one block gathers the next one ahead of time; a call of one module of a list unit (``lm_head`` without
-    the norm) leaves the unit waiting for the others. Both would keep weights from before the next optimizer step.
-    ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
+    A call of one block gathers the next block ahead of time. A call of one module of a list unit (``lm_head`` without
+    the norm) leaves the unit waiting for its other modules. Either would keep weights from before the next optimizer
+    step. ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
     """
     state = module._get_fsdp_state()
     # torch's own prefetch follows this order, also into an earlier forward; before the first forward there is none
@@ -363,10 +374,10 @@ def end_forward(module: FSDPModule) -> None:
 
 
 def ensure_gathered_once(module: FSDPModule) -> None:
-    """Gather the weights of ``module`` if they never were: every rank must call it.
+    """Gather the weights of ``module`` once if they were never gathered; every rank must call it.
 
     With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter,
-    also of a unit that took no part in forward (an unused head, a dropped layer), and fails where none was ever made.
+    even in a unit that took no part in forward (an unused head, a dropped layer). It fails if there never was a copy.
     """
     if any(
         not hasattr(parameter, "_unsharded_param")
@@ -379,9 +390,9 @@ def ensure_gathered_once(module: FSDPModule) -> None:
 
 @contextmanager
 def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Let forwards leave gathered weights gathered; the settings of the modules are put back at the end.
+    """Let forwards leave weights gathered inside the block; the settings of the modules are restored at the end.
 
-    ``FSDPModule.set_reshard_after_forward`` sets them but nothing public reads them.
+    ``FSDPModule.set_reshard_after_forward`` sets them, but there is no public way to read them.
     """
     groups = [group for module in modules for group in _get_param_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
@@ -395,24 +406,28 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
-    """Forget what backwards without synchronisation have left in a unit, of ``parameters``; nothing public does."""
+    """Drop the gradients of ``parameters`` that backwards without synchronisation have left in a unit.
+
+    There is no public way to do so.
+    """
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # gathered once
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered at least once
                 parameter._unsharded_param.grad = None
-            if parameter.unsharded_accumulated_grad is not None:  # apart from the former until torch 2.15
+            if parameter.unsharded_accumulated_grad is not None:  # before torch 2.15 kept separately from `grad`
                 parameter.unsharded_accumulated_grad = None
         if len(chosen) == len(group.fsdp_params):
-            group._partial_reduce_output = None  # of all of them, under HSDP
+            group._partial_reduce_output = None  # gradients of the whole unit, under HSDP
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
 
 
 def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Give each gradient that backwards without synchronisation have left in units memory of its own.
+    """Give its own memory to each gradient that backwards without synchronisation have left in units.
 
-    Autograd hands one tensor on to several parameters (of a sum, or a concatenation), and copies it for all but the
-    last that holds it. In DTensors each looks like the only holder, and the next backward would add to what all hold.
+    Autograd may pass one tensor on as the gradient of several parameters (of a sum, or a concatenation), and copies it
+    for all but the last holder. In DTensors each parameter looks like the only holder, so nothing is copied, and the
+    next backward would add to the memory that all of them share.
     """
     seen: set[int] = set()
     for group in (group for module in modules for group in _get_param_groups(module)):
@@ -426,7 +441,7 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
 
 
 def _get_param_groups(module: FSDPModule) -> list[Any]:
-    """Parameters and gradients of a unit: one group or none in torch 2.11 (``_fsdp_param_group``), a list since."""
+    """Return the parameter groups of a unit: one or none in torch 2.11 (``_fsdp_param_group``), a list since then."""
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]

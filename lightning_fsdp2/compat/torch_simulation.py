@@ -1,4 +1,4 @@
-"""Private torch names that stand in for ranks and values which are not there."""
+"""Private torch names that simulate ranks and values which do not exist."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,23 +12,23 @@ from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
-"""Makes tensors of shapes and dtypes without values; torch documents it, and exports it by no public name."""
+"""The mode that makes fake tensors: shapes and dtypes without values. torch documents it, but under a private name."""
 
 FakeTensor: type[Tensor] = fake_tensor.FakeTensor
-"""The class of those tensors."""
+"""The class of fake tensors."""
 
 DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-"""What an operation on fake tensors raises whose result, or its shape, depends on values."""
+"""Errors of operations on fake tensors if the result, or its shape, depends on values."""
 
 with_values: Any = fake_tensor.unset_fake_temporarily
-"""Makes the tensors of a block real ones where a plan's are fake, to compute what does not depend on the run."""
+"""Context in which tensors are real where a plan's are fake, to compute what does not depend on the run."""
 
 
 @contextmanager
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``world_size`` ranks whose collectives do nothing, to see how tensors would be sharded over them.
+    """Simulate in the block one of ``world_size`` ranks, to see how tensors would be sharded. Collectives do nothing.
 
-    Torch's own tests do so (2.11 to 2.15); nothing public stands in for a process group.
+    Torch's own tests do the same (2.11 to 2.15); there is no public replacement for a process group.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
@@ -45,16 +45,16 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # what no rank sends would be read from memory as it comes; this rank's own objects stand for those of others
+        # nothing is sent, so this would read arbitrary memory; this rank's own objects stand for those of others
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 the shards of all: more work than all the rest on thousands
+        # torch makes the groups of all ranks, and FSDP2 all shards: for thousands of ranks, that takes the most time
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
 
 
 class _Chunks:
-    """What ``torch.chunk`` makes of a tensor, each when it is asked for; empty ones where it makes fewer."""
+    """The chunks that ``torch.chunk`` makes of a tensor, each made when it is read; empty where it makes fewer."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -68,9 +68,10 @@ class _Chunks:
 
 @contextmanager
 def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
-    """Call ``observe`` behind each resize of a storage, which is how FSDP2 frees and allocates what it has gathered.
+    """Call ``observe`` after each resize of a storage in the block.
 
-    No operation is dispatched there; torch's own trackers of memory (2.11 to 2.15) replace the method, too.
+    FSDP2 frees and allocates gathered weights by such resizes. They dispatch no operation; torch's own memory trackers
+    (2.11 to 2.15) replace the method, too.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -93,7 +94,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """The group among the arguments of a collective operation, which the dispatcher hands on boxed or by its name."""
+    """Return the process group among the arguments of a collective; the dispatcher passes it boxed or by name."""
     names = [argument for argument in arguments if isinstance(argument, str)]
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):

@@ -1,4 +1,4 @@
-"""Everything of transformers that it does not promise to keep, with the versions it is good for."""
+"""Everything of transformers that this package uses and that transformers does not promise to keep."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,10 +8,10 @@ from typing import Any
 
 @contextmanager
 def assume_unpacked_sequences() -> Iterator[None]:
-    """Let transformers take every batch for one without packed sequences inside the block.
+    """Let transformers assume inside the block that no batch has packed sequences.
 
-    It looks for position ids that restart in two places, and waits for the device to see what it has found: in the
-    attention masks of every forward, and in every layer with flash attention at batch size 1.
+    Otherwise it looks for position ids that restart, and waits for the device to see the result. It does so in two
+    places: for the attention masks of every forward, and in every layer with flash attention at batch size 1.
     """
     from transformers import masking_utils, modeling_flash_attention_utils
 
@@ -30,19 +30,19 @@ def assume_unpacked_sequences() -> Iterator[None]:
 
 
 def assumes_unpacked_sequences() -> bool:
-    """Return whether this is inside of :func:`assume_unpacked_sequences`."""
+    """Return whether this runs inside of :func:`assume_unpacked_sequences`."""
     from transformers import masking_utils
 
     return getattr(masking_utils.find_packed_sequence_indices, "func", None) is _answer
 
 
 def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for a forward that is inside of :func:`assume_unpacked_sequences`, and for its repetition."""
+    """Return contexts for a forward inside of :func:`assume_unpacked_sequences`, and for its recomputation."""
     return nullcontext(), _AssumeAgain()
 
 
 class _AssumeAgain(AbstractContextManager[None]):
-    """Enters :func:`assume_unpacked_sequences` anew for every backward through the same graph."""
+    """Context that can enter :func:`assume_unpacked_sequences` again for every backward through the same graph."""
 
     def __enter__(self) -> None:
         self.context = assume_unpacked_sequences()

@@ -1,4 +1,4 @@
-"""The Trainer's callbacks: those that a strategy refuses, sets right, and adds to every fit."""
+"""The Trainer's callbacks: a strategy refuses some, corrects some, and adds its own to every fit."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,14 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.compat.lightning import end_by_sigterm, give_signals_back, logs_graph
+from lightning_fsdp2.compat.lightning import set_available_flops as set_monitor_flops
 
 
 class OwnCallbacks:
-    """Those of a strategy, in a fit whose Trainer has none of their kind.
+    """Callbacks that a strategy adds to a fit, unless the Trainer already has one of the same kind.
 
     Args:
-        strategy: Its name, for errors.
-        steady_timeout: Of a :class:`ProcessGroupTimeout`; None for none.
+        strategy: Name of the strategy, for errors.
+        steady_timeout: Timeout of the :class:`ProcessGroupTimeout` to add; None adds none.
     """
 
     def __init__(self, strategy: str, steady_timeout: timedelta | None) -> None:
@@ -29,10 +30,12 @@ class OwnCallbacks:
         self._added: list[Callback] = []
 
     def attach(self, trainer: Trainer) -> None:
-        """Add them behind the Trainer's own; an evaluation needs none, and saves nothing if it is told to end.
+        """Add the callbacks after the Trainer's own.
+
+        An evaluation needs none: it has nothing to save when SIGTERM tells it to end, so the signal just ends it.
 
         Raises:
-            ValueError: When the Trainer has what the strategy is told to add.
+            ValueError: When the Trainer already has a :class:`ProcessGroupTimeout` and the strategy should add one.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             end_by_sigterm(trainer)
@@ -53,7 +56,7 @@ class OwnCallbacks:
         cast(Any, trainer).callbacks += self._added
 
     def detach(self, trainer: Trainer) -> None:
-        """Give the Trainer its own list back."""
+        """Remove the added callbacks, and give the Trainer its signal handling back."""
         for callback in self._added:
             cast(Any, trainer).callbacks.remove(callback)
         self._added.clear()
@@ -64,11 +67,11 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
     """Refuse callbacks of these classes.
 
     Args:
-        trainer: Of a run.
-        refused: Why, and what to do instead, by class.
+        trainer: Trainer whose callbacks are checked.
+        refused: Reason for the refusal and what to do instead, by class.
 
     Raises:
-        ValueError: Naming the first.
+        ValueError: When the Trainer has such a callback. The message names the first one.
     """
     for callback in cast(Any, trainer).callbacks:
         for kind, reason in refused.items():
@@ -77,10 +80,10 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
 
 
 def refuse_graphs(trainer: Trainer) -> None:
-    """Refuse loggers that trace a module which is then sharded: its forward is a collective, and has no trace.
+    """Refuse loggers that trace the module: once it is sharded, its forward is a collective and cannot be traced.
 
     Raises:
-        ValueError: Naming the first.
+        ValueError: When the Trainer has such a logger. The message names the first one.
     """
     for logger in cast(Any, trainer).loggers:
         if logs_graph(logger):
@@ -92,9 +95,10 @@ def refuse_graphs(trainer: Trainer) -> None:
 
 
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:
-    """Lightning's monitor takes all precisions but its own for float32, and the utilisation would be too high."""
+    """Tell Lightning's throughput monitors the peak FLOP/s of the device for ``dtype``.
+
+    Lightning takes every precision that is not its own for float32, so the utilisation would come out too high.
+    """
     for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, ThroughputMonitor):
-            callback.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
-            for throughput in callback._throughputs.values():
-                throughput.available_flops = callback.available_flops
+            set_monitor_flops(callback, get_available_flops(trainer.strategy.root_device, dtype))

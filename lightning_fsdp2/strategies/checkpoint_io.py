@@ -1,4 +1,4 @@
-"""Lightning's seam for checkpoint files: how the mesh strategies write, read and remove them."""
+"""The mesh strategies' implementation of Lightning's ``CheckpointIO``: write, read and remove checkpoints."""
 
 import os
 import re
@@ -32,9 +32,10 @@ from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY
 
 
 class MeshCheckpointIO(CheckpointIO):
-    """Writes and reads checkpoints of a device mesh as :class:`~lightning_fsdp2.CheckpointConfig` says.
+    """Checkpoint plugin that writes and reads checkpoints of a device mesh.
 
-    Every rank calls every method. A subclass can be given to ``Trainer(plugins=[...])``; the strategy connects it.
+    :class:`~lightning_fsdp2.CheckpointConfig` says how. Every rank calls every method. A subclass can be passed to
+    ``Trainer(plugins=[...])``; the strategy connects it.
     """
 
     config: CheckpointConfig
@@ -54,7 +55,14 @@ class MeshCheckpointIO(CheckpointIO):
         group: dist.ProcessGroup,
         thread_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Tell the process groups: a CPU group for the main thread and, to save asynchronously, one for the other."""
+        """Set the config, the device and the process groups.
+
+        Args:
+            config: How checkpoints are written and read.
+            device: This rank's device.
+            group: CPU group of all ranks for the main thread.
+            thread_group: CPU group of all ranks for the thread that writes with ``async_save``.
+        """
         if not config.async_save:
             self._writer = None
         elif self._writer is None or group is not self._group:
@@ -73,17 +81,18 @@ class MeshCheckpointIO(CheckpointIO):
         summary: dict[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Write a checkpoint; with ``async_save``, after the copies have been made, unless ``wait``.
+        """Write a checkpoint; with ``async_save``, in the background unless ``wait`` is set.
 
         Args:
-            checkpoint: The Trainer's, with sharded tensors.
-            path: Local, or in a store that fsspec knows; what is there is replaced once the new one is complete.
-            storage_options: Refused.
-            summary: For ``meta.json``.
-            wait: Whether to return only once it is on the disk.
+            checkpoint: The Trainer's checkpoint dict, with sharded tensors.
+            path: Local path, or one in a store that fsspec knows. A checkpoint that is already there is replaced once
+                the new one is complete.
+            storage_options: Must be None.
+            summary: Entries for ``meta.json``.
+            wait: Whether to return only once the checkpoint is on the disk.
 
         Raises:
-            TypeError: For ``storage_options``.
+            TypeError: When ``storage_options`` is given.
         """
         if storage_options is not None:
             raise TypeError(
@@ -107,7 +116,7 @@ class MeshCheckpointIO(CheckpointIO):
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # what was made for the save may go once it is copied
+            bare = snapshot.with_tensors({})  # tensors made for the save can be freed once they are copied
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
@@ -125,11 +134,11 @@ class MeshCheckpointIO(CheckpointIO):
         """Read a checkpoint of any kind; see :func:`~lightning_fsdp2.checkpoint.loading.read_checkpoint`.
 
         Args:
-            path: Of a directory or a file.
-            model: Says how tensors are sharded.
+            path: Path of a directory or a file.
+            model: Module whose parameters say how tensors are sharded.
             with_optimizers: Whether to read optimizer states.
-            in_place: Read the model's own keys straight into its tensors.
-            weights_only: The call's choice counts before the config's.
+            in_place: Whether to read the model's own keys straight into its tensors.
+            weights_only: Overrides ``weights_only`` of the config, unless it is None.
         """
         self.wait()
         return read_checkpoint(
@@ -144,19 +153,22 @@ class MeshCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, once what is being written is complete and no link in its folder points to it."""
+        """Remove a checkpoint once the save in progress is complete.
+
+        While a link in its folder points to the checkpoint, it is kept.
+        """
         self._pending[get_path(path)] = False
         if get_rank() == 0:
             self.then(lambda: self._remove(get_path(path)))
 
     def exists(self, path: str | Path) -> bool:
-        """Whether ``path`` is there, as it will be once what is being written is complete."""
+        """Return whether ``path`` will exist once the save in progress is complete."""
         target = get_path(path)
         is_writing = self._writer is not None and self._writer.is_writing
         return self._pending[target] if is_writing and target in self._pending else target.exists()
 
     def link(self, target: str | Path, link: str | Path) -> None:
-        """Let ``link`` point to ``target`` at once, when that is complete; every rank must call it."""
+        """Make ``link`` point to ``target`` as soon as that checkpoint is complete; every rank must call it."""
         if os.path.abspath(target) == os.path.abspath(link):
             return
         self._pending[Path(link)] = True
@@ -166,11 +178,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.then(lambda: self._link(Path(target), Path(link)))
 
     def clean(self, folder: str | Path, last: str = ModelCheckpoint.CHECKPOINT_NAME_LAST) -> None:
-        """Remove what saves that died have left in ``folder``; what an earlier fit had put off is kept.
+        """Remove what interrupted saves have left in ``folder``; keep the checkpoints whose removal was put off.
 
         Args:
-            folder: Of a ``ModelCheckpoint``.
-            last: What that names its last checkpoint, with fields such as ``"{epoch}-last"``.
+            folder: Folder of a ``ModelCheckpoint``.
+            last: The callback's name for its last checkpoint, maybe with fields, such as ``"{epoch}-last"``.
         """
         self._linked.clear()
         name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))
@@ -178,29 +190,29 @@ class MeshCheckpointIO(CheckpointIO):
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once what is being written is complete, or now; never if that fails."""
+        """Run ``action`` once the save in progress is complete, or now if there is none; never if the save fails."""
         if self._writer is None:
             action()
         else:
             self._writer.then(action)
 
     def wait_for_copies(self) -> None:
-        """Wait until what is being saved may be changed: before the optimizer steps."""
+        """Wait until the tensors that are being saved may be changed. Called before the optimizer steps."""
         if self._writer is not None:
             self._writer.wait_for_copies()
 
     def poll(self) -> None:
-        """Raise the failure of a save in the background, and do what was waiting for its end."""
+        """Finish a background save that is complete: raise its error, or run the actions that wait for its end."""
         if self._writer is not None:
             self._writer.poll()
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait for the save in progress, if there is one."""
         if self._writer is not None:
             self._writer.wait()
 
     def settle(self) -> None:
-        """Wait where other ranks may be gone, behind an error."""
+        """Wait for the save in progress after an error, when other ranks may be gone."""
         if self._writer is not None:
             self._writer.settle()
 
@@ -216,7 +228,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.start(tensors, write)
 
     def _get_trust(self, weights_only: bool | None) -> bool:
-        """Whether checkpoints may hold any object, where a call says ``weights_only``."""
+        """Return whether checkpoints may hold any object, given the ``weights_only`` of a call."""
         choice = weights_only if weights_only is not None else self.config.weights_only
         return self.config.trust_checkpoint if choice is None else not choice
 
@@ -226,7 +238,7 @@ class MeshCheckpointIO(CheckpointIO):
         if foreign:
             rank_zero_warn(f"{path} is kept, although it would be removed now: {', '.join(foreign)} points to it.")
         elif links:
-            # ModelCheckpoint removes before it links: a kill in between would leave `last.ckpt` pointing to nothing
+            # ModelCheckpoint removes before it links: if it were killed in between, `last.ckpt` would point to nothing
             self._linked.append(path)
         else:
             _remove(path)
@@ -234,13 +246,13 @@ class MeshCheckpointIO(CheckpointIO):
     def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
         for path in self._linked:
-            # of a run before this one, whose `last.ckpt` Lightning leaves beside its own `last-v1.ckpt`
+            # links of an earlier run: Lightning leaves its `last.ckpt` in place and writes `last-v1.ckpt` next to it
             for other in filter(self._is_lightnings, _get_links(path)):
                 link_checkpoint(target, other)
         self._remove_linked()
 
     def _is_lightnings(self, link: Path) -> bool:
-        """Whether Lightning moves the link along, in this run or one before."""
+        """Return whether Lightning made the link, in this run or an earlier one, and moves it to newer checkpoints."""
         return any(name.fullmatch(link.name) for name in self._link_names)
 
     def _remove_linked(self) -> None:
@@ -253,12 +265,12 @@ class MeshCheckpointIO(CheckpointIO):
 def _remove(path: AnyPath) -> None:
     try:
         remove_checkpoint(path)
-    except OSError as error:  # nothing is lost, and no reason to end a training
+    except OSError as error:  # nothing is lost, so this is no reason to end the training
         rank_zero_warn(f"The checkpoint {str(path)!r} could not be removed: {error}")
 
 
 def _get_links(path: AnyPath) -> list[Path]:
-    """The links beside a checkpoint that point to it."""
+    """Return the links in the folder of a checkpoint that point to it."""
     if not is_local(path) or not path.exists():
         return []
     links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.exists()]

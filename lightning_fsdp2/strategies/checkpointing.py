@@ -1,4 +1,4 @@
-"""The checkpoint half of the mesh strategies: between Lightning's checkpoint dict and its files."""
+"""The checkpoint half of the mesh strategies, between Lightning's checkpoint dict and the files."""
 
 import platform
 from abc import abstractmethod
@@ -24,8 +24,11 @@ from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_le
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
 from lightning_fsdp2.checkpoint.single_file import gather_state
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
+from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.compat.lightning import (
     get_last_saved,
+    get_loader_states,
+    get_loaders,
     is_accumulating,
     is_epoch_cut_short,
     is_last_epoch,
@@ -52,15 +55,15 @@ _SAVE_TIMEOUT_AFTER_ERROR = timedelta(minutes=1)
 
 
 class CheckpointingStrategy(WorldStrategy):
-    """Saves and loads Lightning checkpoints as :class:`CheckpointConfig` says.
+    """Strategy that saves and loads Lightning checkpoints as :class:`CheckpointConfig` says.
 
-    Hooks see what they see under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole
+    Hooks see the same as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole
     dict, with sharded tensors in ``state_dict`` and ``optimizer_states``, and may change it.
     """
 
     checkpoint_config: CheckpointConfig
     saved_steps: dict[str, int | None]
-    """The step of each checkpoint that was saved, by its path."""
+    """Step of each saved checkpoint, by path."""
 
     _random_state_to_restore: dict[str, Any] | None = None
     _begins_epoch_anew = False
@@ -72,16 +75,16 @@ class CheckpointingStrategy(WorldStrategy):
 
     @abstractmethod
     def parallelize(self) -> None:
-        """Shard the LightningModule, once; every stage calls it."""
+        """Shard the LightningModule unless that has been done. Every stage calls this."""
 
     def release_parameters(self) -> None:
-        """Let the module hold what optimizers and checkpoints see; a forward may have left it with what it read."""
+        """Put the sharded parameters back, which optimizers and checkpoints use; a forward may leave gathered ones."""
         reshard(self.lightning_module)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # False is the only way to learn `trainer.fit(weights_only=)`; `load_checkpoint` shards the module if need be
+        # only with False does Lightning pass `trainer.fit(weights_only=)` on; `load_checkpoint` shards if need be
         return False
 
     @property
@@ -114,7 +117,7 @@ class CheckpointingStrategy(WorldStrategy):
         self._tracking.attach(self.lightning_module.trainer)
 
     def prepare_checkpoints(self, trainer: "Trainer") -> None:
-        """Clean up behind earlier runs, and take over what Lightning does with paths and signals by itself."""
+        """Clean up after earlier runs, and take over how ``ModelCheckpoint`` callbacks save and link."""
         self.checkpoint_io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -123,28 +126,32 @@ class CheckpointingStrategy(WorldStrategy):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self.checkpoint_io.clean(callback.dirpath or trainer.default_root_dir, callback.CHECKPOINT_NAME_LAST)
-                # Lightning's removes the old link before it makes the new one, and makes it before the target is there
-                callback.__dict__["_link_checkpoint"] = self._link
-                # Lightning's would not see what is being written, and choose its name again
-                callback.__dict__["file_exists"] = self._file_exists
-                if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
-                    callback.__dict__["on_train_batch_end"] = partial(_save_behind_steps, callback)
-                if self.checkpoint_config.save_at_end and not cast(Any, trainer).fast_dev_run:
-                    own = callback.on_train_epoch_end
-                    callback.__dict__["on_train_epoch_end"] = partial(_save_last_step, callback, own)
-                if cast(Any, trainer).fast_dev_run and type(callback).on_train_end is ModelCheckpoint.on_train_end:
-                    # saves a last checkpoint all the same, maybe in the place of that of a long run
-                    callback.__dict__["on_train_end"] = lambda *args: None
+                self._take_over(callback, trainer)
                 self._warn_of_second_save(callback)
 
+    def _take_over(self, callback: ModelCheckpoint, trainer: "Trainer") -> None:
+        """Let ``callback`` save only what all ranks write together, after optimizer steps and at the end of a fit."""
+        replace = partial(get_ledger(trainer).replace, callback)
+        replace("_link_checkpoint", self._link, reason="the old link is removed before the new one has a target")
+        replace("file_exists", self._file_exists, reason="what is being written is not seen, and its name chosen again")
+        if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+            save = partial(_save_behind_steps, callback)
+            replace("on_train_batch_end", save, reason="it saves in micro-batches that no optimizer step follows")
+        fast_dev_run = bool(cast(Any, trainer).fast_dev_run)
+        if self.checkpoint_config.save_at_end and not fast_dev_run:
+            save = partial(_save_last_step, callback, callback.on_train_epoch_end)
+            replace("on_train_epoch_end", save, reason="the last steps of a fit may be in no checkpoint")
+        if fast_dev_run and type(callback).on_train_end is ModelCheckpoint.on_train_end:
+            reason = "it saves under fast_dev_run, maybe in place of the last checkpoint of a long run"
+            replace("on_train_end", lambda *args: None, reason=reason)
+
     def finish_checkpoints(self) -> None:
-        """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last one."""
+        """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last save."""
         trainer = self.lightning_module.trainer
         if self._tracking is not None:
             self._tracking.detach(trainer)
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_link_checkpoint", "file_exists", "on_train_batch_end", "on_train_epoch_end", "on_train_end"):
-                callback.__dict__.pop(name, None)
+            get_ledger(trainer).put_back(callback)
         if trainer.interrupted:
             self.checkpoint_io.settle()
         else:
@@ -152,7 +159,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the module; every rank must call it.
+        """Return the module's state for a checkpoint; every rank must call it.
 
         With ``CheckpointConfig(format="full")`` tensors are whole, on the host of rank 0, and other ranks have none.
         """
@@ -163,7 +170,7 @@ class CheckpointingStrategy(WorldStrategy):
         return gather_state(state) if self.checkpoint_config.format == "full" else state
 
     def wait_for_all_ranks_to_save(self) -> None:
-        """Explain a save that not every rank takes part in, where it would hang."""
+        """Wait until all ranks save. If some do not, raise an error that explains it instead of a hang."""
         self._wait_for_all_ranks(
             "save a checkpoint",
             "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
@@ -172,7 +179,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     def _wait_for_all_ranks(self, purpose: str, remedy: str) -> None:
         self.set_group_timeout(None)  # all ranks wait for the slowest to write
-        # in any case before the collectives that some ranks are in give up
+        # give up before the collectives in which other ranks may be waiting
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
@@ -188,10 +195,10 @@ class CheckpointingStrategy(WorldStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint ``filepath`` on all ranks; one of that name is replaced once the new one is complete.
+        """Write the checkpoint ``filepath`` on all ranks; replace one of that name once the new one is complete.
 
-        With ``async_save``, one saved during a fit is complete when the next save begins or the fit ends, at the
-        latest; others are when this returns.
+        With ``async_save``, a checkpoint saved during a fit is complete at the latest when the next save begins or the
+        fit ends. Any other checkpoint is complete when this returns.
         """
         self._wait_for_all_ranks(
             "write a checkpoint",
@@ -207,7 +214,7 @@ class CheckpointingStrategy(WorldStrategy):
         if not self.checkpoint_config.frozen_parameters:
             state = checkpoint["state_dict"]
             checkpoint[LEFT_OUT_KEY] = describe_left_out(self.lightning_module, state, self._control_group)
-        # outside of a fit there is no step that would learn of a failure
+        # outside of a fit no later step would report a failure, so wait
         self.saved_steps[str(filepath)] = checkpoint.get("global_step")
         state = self.lightning_module.trainer.state
         wait = state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING
@@ -216,12 +223,12 @@ class CheckpointingStrategy(WorldStrategy):
         )
 
     @override
-    @torch.inference_mode(False)  # of the user, around the Trainer: the module may be trained later
+    @torch.inference_mode(False)  # the user's may surround the Trainer, and the module may be trained later
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the checkpoint ``checkpoint_path`` on all ranks; of a directory, each reads its shards only.
+        """Read the checkpoint ``checkpoint_path`` on all ranks; from a directory, each rank reads only its shards.
 
         Raises:
-            FileNotFoundError: When there is none.
+            FileNotFoundError: When there is no such checkpoint.
             ValueError: When it is incomplete or damaged, or holds objects that may not be unpickled.
         """
         path = self.broadcast(checkpoint_path)
@@ -257,7 +264,7 @@ class CheckpointingStrategy(WorldStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; with ``async_save``, once the one that is being written is complete."""
+        """Remove a checkpoint; with ``async_save``, once the save in progress is complete."""
         self.checkpoint_io.remove_checkpoint(filepath)
 
     def _warn_of_second_save(self, callback: ModelCheckpoint) -> None:
@@ -268,9 +275,8 @@ class CheckpointingStrategy(WorldStrategy):
             )
 
     def keep_loader_states(self) -> None:
-        """Remember where the data loaders are at the end of a fit; they are reset before a later checkpoint."""
-        loader = self.lightning_module.trainer.fit_loop._combined_loader
-        self._last_loader_states = [] if loader is None else loader._state_dicts()
+        """Remember the positions of the data loaders at the end of a fit, for a checkpoint after they are reset."""
+        self._last_loader_states = get_loader_states(self.lightning_module.trainer)
 
     def _warn_of_gradients(self, checkpoint: dict[str, Any]) -> None:
         trainer = self.lightning_module.trainer
@@ -292,13 +298,13 @@ class CheckpointingStrategy(WorldStrategy):
         self.barrier()
 
     def restore_random_state(self) -> None:
-        """Put back the random state of the checkpoint, once the data loaders' iterators have drawn their seeds."""
+        """Restore the random state of the checkpoint. Call it once the data loaders' iterators have drawn seeds."""
         if self._random_state_to_restore is not None:
             set_random_state(self._random_state_to_restore, self.root_device)
             self._random_state_to_restore = None
 
     def _gather_rank_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What differs by rank and so cannot be rank 0's: random states, positions of the data loaders."""
+        """Gather the states that differ by rank, where rank 0's alone will not do: random states, loader positions."""
         own = (self.data_parallel_rank, get_random_state(self.root_device), _get_loader_states(checkpoint))
         everyone = [own] * self.world_size
         dist.all_gather_object(everyone, own, group=self._control_group)
@@ -313,7 +319,7 @@ class CheckpointingStrategy(WorldStrategy):
     def _take_rank_states(self, checkpoint: dict[str, Any], ranks: dict[str, Any]) -> None:
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if "tracking" in ranks:  # not in checkpoints of earlier versions
+        if "tracking" in ranks:  # missing in checkpoints of earlier versions
             self._tracking.set_state(ranks["tracking"])
         random_states, loader_states = ranks["random_states"], ranks["loader_states"]
         saved_mesh, mesh = ranks.get("mesh"), self._get_mesh_sizes()
@@ -340,13 +346,17 @@ class CheckpointingStrategy(WorldStrategy):
             )
 
     def _add_up_over_data(self, number: int) -> int:
-        """The sum over the ranks that read different data, on the host."""
+        """Return the sum of ``number`` over the ranks that read different data, on the host."""
         total = torch.tensor(number)
         dist.all_reduce(total, group=self._control_group)
         return int(total) * self.data_parallel_size // self.world_size
 
     def _can_take_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
-        """Whether the ranks of one replica get the same: from another mesh they would drop different activations."""
+        """Return whether this run can use random states that were saved by ``ranks`` ranks in a ``mesh`` of that shape.
+
+        The ranks of one replica must get the same state. With states of another mesh they would drop different
+        activations.
+        """
         if mesh is None:  # a checkpoint of an earlier version
             return ranks == self.world_size and self._replica_group.size() == 1
         return mesh == self._get_mesh_sizes()
@@ -370,10 +380,10 @@ class CheckpointingStrategy(WorldStrategy):
 
 
 def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
-    """Lightning's hook, but for micro-batches that no optimizer step followed.
+    """Call Lightning's hook, except after micro-batches that no optimizer step followed.
 
-    It asks for the number of steps alone, which is still that of a save in the micro-batches after it: those of a run
-    that has been resumed, and those behind an epoch's end, where it puts off a save until the next validation.
+    Lightning's hook only looks at the number of steps. That number may still call for a save in micro-batches after the
+    step: in a run that was resumed, or after the end of an epoch, where it puts off a save until the next validation.
     """
     if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
@@ -382,9 +392,10 @@ def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any
 def _save_last_step(
     callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
 ) -> None:
-    """Call Lightning's hook, and after it, where the fit ends now, save a last checkpoint of steps that are in none.
+    """Call Lightning's hook. If the fit ends now, then save the steps that are in no checkpoint yet.
 
-    Not in `on_train_end`, where the schedulers of the epoch have been updated, which a run that goes on does, too.
+    `on_train_end` would be too late: the schedulers have been updated for the epoch by then, and a run that resumes
+    from the checkpoint would update them again.
     """
     own(trainer, module)
     _, step = get_last_saved(callback)
@@ -393,10 +404,12 @@ def _save_last_step(
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:
-    """Whether all data loaders say so: that the ranks' states are equal says nothing, counts of batches are too."""
-    loader = trainer.fit_loop._combined_loader
-    loaders = [] if loader is None else [part for part in loader.flattened if hasattr(part, "state_dict")]
-    return all(getattr(part, "has_global_position", False) for part in loaders)
+    """Return whether all data loaders say that their positions are global.
+
+    Equal states on all ranks would prove nothing: counts of a rank's own batches are equal, too.
+    """
+    loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
+    return all(getattr(loader, "has_global_position", False) for loader in loaders)
 
 
 def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Data loaders whose ranks must stay in step: a sharded forward is a collective, so a rank cannot stop alone."""
+"""Data loaders that stay in step on all ranks: a sharded forward is a collective, so a rank cannot stop alone."""
 
 import hashlib
 import itertools
@@ -14,15 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool) -> Any:
-    """Make all data parallel ranks end together, without a hang.
+    """Make the loaders of all data parallel ranks end together, without a hang.
 
-    Loaders of one known length are returned as they are. Loaders of different known lengths end with the shortest.
-    Loaders of unknown length ask each other before every batch, on the host, and end together.
+    Loaders with the same known length are returned as they are. Loaders with different known lengths end with the
+    shortest. Loaders of unknown length ask each other before every batch, on the host, and end together.
 
     Args:
-        loader: This rank's.
-        group: A CPU group of all ranks; None for one process.
-        may_drop: Whether batches that only some ranks have may be dropped, with a warning; an error otherwise.
+        loader: This rank's data loader.
+        group: CPU group of all ranks; None for a single process.
+        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If not, they are an error
+            where a length is unknown, and loaders of known lengths are returned as they are.
 
     Raises:
         ValueError: When a rank has no batch at all.
@@ -49,14 +50,14 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
 
 
 def get_fingerprint(batch: Any) -> str:
-    """A hash of everything in a batch, tensors by their values."""
+    """Return a hash of everything in a batch, including the values of tensors."""
     digest = hashlib.sha256()
     _update_digest(digest, batch)
     return digest.hexdigest()
 
 
 class _LoaderWrapper:
-    """Looks like the loader it wraps, to Lightning and to the user."""
+    """Wrapper that looks like the wrapped loader to Lightning and to the user."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -80,9 +81,12 @@ class _ShortenedLoader(_LoaderWrapper):
 
 
 class _StatefulShortenedLoader(_ShortenedLoader):
-    """Adds the loader's state; behind the last batch it is that of a new epoch, whatever the loader has left."""
+    """Shortened loader with a state. After the last batch, the state is that of a new epoch.
 
-    has_global_position = False  # whatever the loader says: the batches are this rank's
+    That holds even if the wrapped loader has batches left.
+    """
+
+    has_global_position = False  # whatever the loader says: it counts this rank's batches
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
@@ -115,7 +119,7 @@ class _LockstepLoader(_LoaderWrapper):
 
     def __len__(self) -> int:
         if self._guessed_length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len` of the loader itself
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # like `len` of the loader itself
         return self._guessed_length
 
     def __iter__(self) -> Iterator[Any]:
@@ -149,10 +153,10 @@ class _LockstepLoader(_LoaderWrapper):
 
 
 class _StatefulLockstepLoader(_LockstepLoader):
-    """Adds the loader's state, as of the last batch that was trained on.
+    """Lockstep loader whose state is that after the last batch that was trained on.
 
-    Lightning reads one batch ahead of a loader of unknown length, so the loader itself is one batch too far. Behind
-    the last batch the state is that of a new epoch, whatever the loader has left.
+    Lightning reads one batch ahead from a loader of unknown length, so the loader itself is one batch too far. After
+    the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool, guessed_length: int | None) -> None:
@@ -182,14 +186,14 @@ class _StatefulLockstepLoader(_LockstepLoader):
 
 
 def _get_optional_length(loader: Any) -> int | None:
-    """The length, unless there is none or it is only a guess (an iterable dataset's)."""
+    """Return the length of ``loader``; None if it has none, or only a guess (with an iterable dataset)."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
     return _get_optional_guess(loader)
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """The length that progress bars and ``val_check_interval`` go by: None unless every rank has one."""
+    """Return the length for progress bars and ``val_check_interval``: the shortest, or None if a rank has none."""
     guesses: list[int | None] = [None] * group.size()
     dist.all_gather_object(guesses, _get_optional_guess(loader), group=group)
     known = [guess for guess in guesses if guess is not None]
@@ -219,7 +223,7 @@ def _update_digest(digest: Any, value: Any) -> None:
         data = value.detach().cpu().contiguous()
         digest.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, Mapping):  # a tokenizer's BatchEncoding is no dict
+    elif isinstance(value, Mapping):  # a tokenizer's BatchEncoding is not a dict
         digest.update(f"mapping of {len(value)}".encode())
         for key in value:
             digest.update(pickle.dumps(key))

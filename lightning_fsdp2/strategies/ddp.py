@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
+from lightning_fsdp2.compat.lightning import DDPForwardRedirection
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.mesh import ParallelSizes
@@ -34,18 +34,18 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDPStrategy(MeshStrategy[DDPManager]):
-    """Trains a LightningModule that every rank holds as a whole, with torch's ``DistributedDataParallel``.
+    """Strategy that trains a LightningModule with torch's ``DistributedDataParallel``: every rank holds all of it.
 
-    Losses, clipping, checkpoints and logs are those of :class:`~lightning_fsdp2.FSDP2Strategy`, whose checkpoints it
-    reads and which reads its own. ``precision="bf16-mixed"`` keeps float32 weights and computes under autocast.
+    Losses, clipping, checkpoints and logs are the same as with :class:`~lightning_fsdp2.FSDP2Strategy`, and each of the
+    two reads the other's checkpoints. ``precision="bf16-mixed"`` keeps float32 weights and computes under autocast.
 
     Args:
         config: The flags of DDP.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
-            saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
+            validates and saves.
         rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
@@ -75,7 +75,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         super().__init__(sizes=ParallelSizes(), config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
-        self._forward_redirection = _DDPForwardRedirection()
+        self._forward_redirection = DDPForwardRedirection()
         self._replica: Replica | None = None
         self._has_stepped = self._has_backward = False
 
@@ -93,7 +93,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def teardown(self) -> None:
-        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks in the parameters end with it
+        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks on the parameters end with it
         super().teardown()
 
     @override
@@ -102,7 +102,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def share_buffers(self) -> None:
-        # here and not in torch's forward, which does so behind some micro-batches only
+        # here and not in torch's forward, which does so after some micro-batches only
         if self.config.broadcast_buffers:
             super().share_buffers()
 
@@ -164,7 +164,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @property
     def replica(self) -> Replica:
-        """The module while it is trained."""
+        """The DDP replica of the module, which exists during a fit."""
         if self._replica is None:
             raise RuntimeError("The module is wrapped in DDP for the time of a fit.")
         return self._replica
@@ -178,7 +178,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
 
 def _check_manual_backward(optimizer: Optimizer, *, has_backward: bool) -> None:
-    """Plain ``loss.backward()`` would leave each rank with gradients of its own, and no error."""
+    """Refuse gradients of a plain ``loss.backward()``: they would differ between the ranks, without an error."""
     has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if has_gradients and not has_backward:
         raise ValueError(

@@ -34,27 +34,28 @@ if TYPE_CHECKING:
 
 
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
-    """Trains a LightningModule sharded over a device mesh with PyTorch's FSDP2, without sharding code in the module.
+    """Strategy that shards a LightningModule over a device mesh with PyTorch's FSDP2; the module needs no code for it.
 
     Build the model in ``__init__``, or under ``torch.device("meta")`` in ``configure_model`` if it is too large for
     one rank. A module that shards itself in ``configure_model`` is checked and left as it is.
 
     Args:
-        dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size`` leave.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size``
+            leave.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
-        tp_size: Tensor parallel ranks: each holds a part of every layer, and all read the same batch.
-        cp_size: Context parallel ranks, which compute a part of each sequence.
+        tp_size: Number of tensor parallel ranks. Each holds a part of every layer, and all read the same batch.
+        cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of FSDP2.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
-            saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
+            validates and saves.
         rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument is of another type, such as a mapping for a config.
-        ValueError: For sizes or flags that are not supported, or contradict each other.
+        TypeError: When an argument has another type, such as a mapping for a config.
+        ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
 
@@ -87,7 +88,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # an error before there are groups
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before there are groups
         super().setup_environment()
 
     @override
@@ -98,7 +99,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # not around the forwards alone: activation checkpointing computes layers again in backward
+            # not only around the forwards: activation checkpointing computes layers again in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -107,14 +108,14 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # whichever activated it: `setup`, or `parallelize` for a checkpoint that then could not be loaded
+            # whatever activated it: `setup`, or `parallelize` for a checkpoint that then could not be loaded
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # a rank must not build the whole model on its device: meta if asked for, else the host
+        # a rank must not build the whole model on its device: use the meta device if asked for, otherwise the host
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -134,7 +135,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):
-                if name != "forward":  # the Trainer calls the steps, and FSDP2 has its hooks around `forward`
+                if name != "forward":  # the Trainer calls the steps, but FSDP2 has its hooks around `forward`
                     register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
@@ -143,7 +144,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         def clear() -> None:
-            # callbacks that unfreeze add groups
+            # look the parameters up again: callbacks that unfreeze add groups
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             drop_deferred_gradients(self.lightning_module, parameters)
 
@@ -152,7 +153,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # one process may leave out the last micro-batch (a step that returns None), which would add up what is deferred
+        # a single rank may skip the last micro-batch (a step that returns None), which would add up what is deferred
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -167,7 +168,7 @@ def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
 
 
 def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module that others have made tensor parallel where further ranks hold copies of it."""
+    """Refuse a module that the user has made tensor parallel if data or context parallel ranks hold copies of it."""
     copies = mesh.size() // mesh["tensor_parallel"].size()
     if copies > 1:
         names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
@@ -180,7 +181,7 @@ def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
-    """A trainable parameter that not all ranks share would get a different gradient on each of them, silently."""
+    """Refuse trainable parameters that are not sharded over all ranks: their gradients would silently differ."""
     loose = [
         name
         for name, parameter in module.named_parameters()

@@ -1,4 +1,4 @@
-"""What a strategy has made of a module, which outlives the Trainer: another one must mean the same, or say so."""
+"""The layout of a parallelised module. It outlives the Trainer, so a later Trainer must ask for the same layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,39 +20,39 @@ _FLAGS_OF_A_RUN = (
     "bucket_cap_mb",
     "broadcast_buffers",
 )
-"""Those that leave the module as it is."""
+"""Flags that do not change the module."""
 
 
 _CAUSES = {"mp_policy": "precision", "autocast_dtype": "precision and autocast_dtype"}
-"""What users set where a flag differs that ``Trainer(precision=)`` sets too."""
+"""Settings that the error names in place of a flag, because ``Trainer(precision=)`` sets that flag too."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a module was parallelised."""
+    """Record of how a module was parallelised."""
 
     device_mesh: DeviceMesh
     config: DistributedConfig
 
     has_half_weights: bool
-    """Whether ``bf16-true`` has made its parameters bfloat16."""
+    """Whether ``bf16-true`` has made the module's parameters bfloat16."""
 
 
 def get_optional_layout(module: nn.Module) -> Layout | None:
-    """How ``module`` was parallelised by an earlier Trainer; None if it was not."""
+    """Return how an earlier Trainer parallelised ``module``; None if none did."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def set_layout(module: nn.Module, layout: Layout) -> None:
-    """Note how ``module`` was parallelised."""
+    """Record how ``module`` was parallelised."""
     module.__dict__[_ATTRIBUTE] = layout
 
 
 def check_same_layout(earlier: Layout, current: Layout) -> None:
-    """Refuse a module that an earlier Trainer has made something else of.
+    """Refuse a module that an earlier Trainer has parallelised in another way.
 
     Raises:
-        ValueError: When strategy, mesh or a flag differs that changes a module.
+        ValueError: When the strategy, the mesh, or a flag that changes the module differs.
     """
     if type(earlier.config) is not type(current.config):
         old, new = type(earlier.config).__name__, type(current.config).__name__
@@ -80,12 +80,12 @@ def check_same_layout(earlier: Layout, current: Layout) -> None:
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:
-    """The flags that change a module, and differ; of two configs of one class."""
+    """Return the flags that change a module and differ between two configs of the same class."""
     flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])
         for name, value in flags.items()
-        # the styles of a plan are compared by identity, but say what they are
+        # the styles of a plan are compared by identity, so compare what they print too
         if value != others[name] and repr(value) != repr(others[name])
     }
 

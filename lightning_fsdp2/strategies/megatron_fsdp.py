@@ -28,29 +28,30 @@ if TYPE_CHECKING:
 
 
 class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
-    """Trains a LightningModule sharded by NVIDIA's Megatron-FSDP: ``pip install "lightning-fsdp2[megatron]"``.
+    """Strategy that shards a LightningModule with NVIDIA's Megatron-FSDP.
 
-    Losses, clipping, checkpoints and logs are those of :class:`~lightning_fsdp2.FSDP2Strategy`, whose checkpoints it
-    reads and which reads its own. ``precision="bf16-true"`` computes and communicates in bfloat16 and keeps float32
-    weights for the optimizer; ``"bf16-mixed"`` has float32 weights and computes under autocast.
+    It needs ``pip install "lightning-fsdp2[megatron]"``. Losses, clipping, checkpoints and logs are the same as with
+    :class:`~lightning_fsdp2.FSDP2Strategy`, and each of the two reads the other's checkpoints.
+    ``precision="bf16-true"`` computes and communicates in bfloat16 and keeps float32 weights for the optimizer;
+    ``"bf16-mixed"`` has float32 weights and computes under autocast.
 
     Args:
-        dp_size: Data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` leaves.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` leaves.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
-        tp_size: 1: there is no tensor parallelism.
-        cp_size: Context parallel ranks, which compute a part of each sequence.
+        tp_size: Must be 1: tensor parallelism is not supported.
+        cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of Megatron-FSDP.
         checkpoint: How checkpoints are written and read.
-        timeout: Of collectives: after it a hang becomes an error. It holds while a run starts, compiles, validates and
-            saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
+            validates and saves.
         rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Of the collectives of training steps, from the second one on; None for ``timeout``. See
+        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        TypeError: When an argument is of another type, such as a mapping for a config.
-        ValueError: For sizes or flags that are not supported, or contradict each other.
+        TypeError: When an argument has another type, such as a mapping for a config.
+        ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
 
@@ -90,7 +91,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @property
     def driver(self) -> Driver:
-        """Of the wrapper around the LightningModule."""
+        """The driver of the Megatron-FSDP wrapper around the LightningModule."""
         return get_driver(self.lightning_module)
 
     @override
@@ -112,7 +113,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.driver.install_distributed_parameters()
 
     def _finish_outside_call(self, root: nn.Module) -> None:
-        # behind a forward with gradients, backward needs the parameters that were computed with
+        # after a forward with gradients, backward needs the parameters that the forward has used
         if not torch.is_grad_enabled():
             self.release_parameters()
 
@@ -135,8 +136,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self._is_accumulating:
             with self.surround_backward():
-                pass  # an empty one: the optimizer steps with what the micro-batches before have left
-        # hooks may read parameters, and those that were computed with may be without memory
+                pass  # an empty backward: the optimizer steps with the gradients of the earlier micro-batches
+        # hooks may read parameters, and the ones that the forward has used may have no memory any more
         self.release_parameters()
         return output
 

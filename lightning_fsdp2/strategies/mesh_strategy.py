@@ -1,4 +1,4 @@
-"""What the mesh strategies share: the Trainer's stages, steps and data loaders."""
+"""The common base of the mesh strategies: the Trainer's stages, steps and data loaders."""
 
 import os
 from abc import abstractmethod
@@ -32,9 +32,16 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
+from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.compat.lightning import (
     begin_epoch_after_complete_one,
+    decide_on_validation_together,
     end_signal_handling,
+    get_loaders,
+    has_trainer,
+    restore_loader_states,
+    set_device,
+    set_device_mesh,
     set_sampler_epoch,
 )
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
@@ -61,12 +68,12 @@ if TYPE_CHECKING:
 ManagerT = TypeVar("ManagerT")
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
-"""How long a rank that calls a sharded module outside of a step waits for the others, at most."""
+"""Longest time that a rank waits for the others when it calls a sharded module outside of a step."""
 
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Compute without gradients, and not in the user's inference mode: what is gathered in it cannot be trained."""
+    """Run the block under ``no_grad`` in place of the user's inference mode, whose tensors cannot be trained later."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -77,10 +84,10 @@ def _outside_inference_mode() -> Iterator[None]:
 class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     """Base of the strategies that train on a device mesh.
 
-    Modules may leave models on the meta device: the strategy gives them weights once they are sharded.
+    A module may leave its models on the meta device: the strategy gives them weights once they are sharded.
 
     Attributes:
-        token_mean: Mean loss and token count of the last optimizer step, where the module computes
+        token_mean: Mean loss and token count of the last optimizer step, if the module computes
             :func:`~lightning_fsdp2.token_mean_loss`.
     """
 
@@ -90,13 +97,13 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         "needs whole weights and fails on sharded ones; remove it, and average with"
         " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
-    """Lightning's callbacks that do something to weights which the strategy's do not bear, and what to do instead."""
+    """Lightning's callbacks that do not work on the strategy's weights, with what to do instead."""
 
     shards_module = True
     """Whether a rank holds less than the whole module."""
 
     averages_gradients = True
-    """Whether gradients are the mean over the data parallel ranks, not the sum."""
+    """Whether gradients are the mean over the data parallel ranks; otherwise they are the sum."""
 
     refused_optimizers: tuple[type[Optimizer], ...] = (
         torch.optim.LBFGS,
@@ -104,7 +111,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         torch.optim.Rprop,
         ZeroRedundancyOptimizer,
     )
-    """Those of torch that fail in their first step on sharded parameters, up to torch 2.15."""
+    """Optimizers of torch that fail in their first step on sharded parameters, up to torch 2.15."""
 
     def __init__(
         self,
@@ -126,12 +133,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._is_accumulating = False
         self._checked_batches: set[tuple[str, int]] = set()
         self._checked_optimizers: set[Optimizer] = set()
-        """Those of which a step has shown the states."""
+        """Optimizers whose states have been checked after a step."""
 
         self._buffer_owners: list[tuple[nn.Module, str]] = []
 
     def _check_arguments(self, config_class: type[DistributedConfig], **arguments: Any) -> None:
-        """Refuse what is of another type, such as a mapping for a config."""
+        """Refuse arguments of another type, such as a mapping for a config, and timeouts that are not positive."""
         kinds = {"config": config_class, "checkpoint": CheckpointConfig}
         for name, value in arguments.items():
             kind = kinds.get(name, timedelta)
@@ -151,15 +158,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """In which the layers of the module compute."""
+        """The dtype in which the layers of the module compute."""
         return _get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin)
 
     @abstractmethod
     def build_manager(self, device_mesh: DeviceMesh) -> ManagerT:
-        """Of the strategy's flags and the Trainer's precision, for a mesh with all four axes."""
+        """Build the manager from the config and the Trainer's precision, for a mesh with all four axes."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
-        """What watches the module's forwards outside of steps."""
+        """Build the guard that watches the module's forwards outside of steps."""
         return StepRegion(timeout)
 
     @abstractmethod
@@ -170,7 +177,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def setup_environment(self) -> None:
-        # before the callbacks' own `setup`, in which some copy the module, and before there are groups
+        # before the callbacks' `setup`, in which some copy the module, and before there are groups
         refuse_callbacks(self.lightning_module.trainer, self.refused_callbacks)
         check_clipping(self.lightning_module.trainer)
         if self.shards_module and self.lightning_module.example_input_array is not None:
@@ -182,7 +189,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         super().enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self._timeout, OUTSIDE_CALL_TIMEOUT))
-        self.lightning_module._device_mesh = self.device_mesh
+        set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override
     def check_ranks(self) -> None:
@@ -191,25 +198,24 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        # arguments that Lightning refuses leave a module that has no Trainer yet
-        if module is not None and module._trainer is not None and self._control_group is not None:
+        if has_trainer(module) and self._control_group is not None:
             self.finish_checkpoints()
             self._own_callbacks.detach(module.trainer)
-        # Lightning calls this after every stage: the sharded module, its mesh and process group live on
-        if module is not None and _is_log_whole(module.__dict__.get("log")):
-            del module.log
+        # Lightning calls this after every stage, but the sharded module, its mesh and process group live on
+        if has_trainer(module):
+            get_ledger(module.trainer).put_back_all()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # a `SystemExit` that all ranks raise is none
+        # a `SystemExit`, which all ranks raise, is not a failure
         RankLauncher.has_failed = isinstance(exception, Exception)
         if isinstance(exception, AssertionError) and is_raised_in(
             UnrepeatedDistributedSampler.__init__.__code__, exception
         ):
-            # Lightning's sampler for predict fails on the ranks without samples only: the others wait in `keep_in_step`
+            # Lightning's sampler for predict fails only on ranks without samples, and the others wait in `keep_in_step`
             keep_in_step((), self._control_group, may_drop=False)
         remedy = get_optional_remedy(exception, self.hosts)
         if remedy is not None:
@@ -236,22 +242,22 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        if "log" not in model.__dict__:  # a user's own stays
-            # a metric computed from a sharded parameter would be logged as this rank's part of it; here and not in
-            # `setup`, because callbacks get their `log` from the module before that
-            model.__dict__["log"] = partial(_log_whole, type(model).log, model)
+        if "log" not in vars(model):  # a user's own stays
+            # here and not in `setup`, because callbacks get their `log` from the module before that
+            log = partial(_log_whole, type(model).log, model)
+            reason = "a metric made of a sharded parameter would be logged as this rank's part of it"
+            get_ledger(model.trainer).replace(model, "log", log, reason=reason)
 
     @override
     def setup(self, trainer: "Trainer") -> None:
-        self._validate_together(trainer)
+        decide_on_validation_together(trainer, partial(self.reduce_boolean_decision, all=False))
         set_available_flops(trainer, self.compute_dtype)
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # weights first gathered in inference mode could not be trained afterwards
-            loop.inference_mode = False
+            get_ledger(trainer).replace(loop, "inference_mode", False, reason="what it gathers could not be trained")
         self.prepare_checkpoints(trainer)
         self._own_callbacks.attach(trainer)
-        with torch.inference_mode(False):  # of the user, around the Trainer: the module may be trained later
+        with torch.inference_mode(False):  # the user's may surround the Trainer, and the module may be trained later
             self.setup_module()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -261,10 +267,10 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         else:
             self.setup_precision_plugin()
         self._checked_batches.clear()
-        drop_token_windows(self.lightning_module)  # of a run that was aborted
+        drop_token_windows(self.lightning_module)  # left by a run that was aborted
 
     def setup_module(self) -> None:
-        """Make the module that of this rank; every stage calls it."""
+        """Shard the module, move it to this rank's device and watch its forwards; every stage calls this."""
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -272,22 +278,18 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
 
     def tell_branches_apart(self, module: nn.Module, units: Iterable[Any]) -> None:
-        """Let data parallel ranks, which have other batches, notice before they gather the weights of other units."""
+        """Let data parallel ranks check, before they gather weights, that they all run the same part of the model.
+
+        Their batches differ, and not every batch needs every part.
+        """
         if self.data_parallel_size > 1 and self._control_group is not None:
             check_branches(module, units, self._control_group)
 
     def setup_training(self, trainer: "Trainer") -> None:
-        """Make the optimizers of the module."""
+        """Set up the optimizers and the precision plugin."""
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._attach_optimizers()  # behind the precision plugin, which makes Lightning wrap them anew
-
-    def _validate_together(self, trainer: "Trainer") -> None:
-        """``Trainer(val_check_interval="00:30:00")``: each rank has its own clock, and some would validate alone."""
-        loop = cast(Any, trainer.fit_loop.epoch_loop)
-        is_due = type(loop)._should_check_val_fx
-        if cast(Any, trainer)._val_check_time_interval is not None:
-            loop._should_check_val_fx = lambda fetcher: self.reduce_boolean_decision(is_due(loop, fetcher), all=False)
+        self._attach_optimizers()  # after the precision plugin, which makes Lightning wrap the optimizers again
 
     @override
     def parallelize(self) -> None:
@@ -308,7 +310,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         set_layout(module, layout)
 
     def _apply_layer_sync(self, module: nn.Module) -> None:
-        """``Trainer(sync_batchnorm=True)``: new layers take the place of the old, so before they are sharded."""
+        """Apply ``Trainer(sync_batchnorm=True)`` before sharding, because it replaces layers by new ones."""
         if self._layer_sync is None:
             return
         if self.root_device.type == "cpu":
@@ -318,14 +320,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._layer_sync.apply(module)
 
     def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
-        """Ranks that read the same batch must not be counted twice by a metric that adds up or collects."""
+        """Let metrics synchronise over the data parallel ranks, so that ranks with the same batch count once."""
         for metric in find_metrics(module):
             if metric.process_group is None:
                 metric.process_group = self._data_group
 
     @override
     def model_to_device(self) -> None:
-        """Move what is not sharded: buffers, metrics, parameters outside of all units."""
+        """Move everything that is not sharded: buffers, metrics, and parameters outside of all units."""
         for parameter in self.lightning_module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(self.root_device)
@@ -335,7 +337,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.root_device)
-        self.lightning_module._device = self.root_device
+        set_device(self.lightning_module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
@@ -351,13 +353,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             check_optimizer_parameters(self.lightning_module, optimizer)
 
     def _attach_optimizers(self) -> None:
+        ledger = get_ledger(self.lightning_module.trainer)
         for optimizer, lightnings in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self.attach_optimizer(optimizer)
-            # what `self.optimizers()` gives a module has the methods of the class, not those of the instance
-            cast(Any, lightnings).zero_grad = optimizer.zero_grad
+            reason = "it would call the method of the optimizer's class, not that of the optimizer"
+            ledger.replace(lightnings, "zero_grad", optimizer.zero_grad, reason=reason)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the steps and the ``zero_grad`` of ``optimizer`` reach what the strategy keeps elsewhere."""
+        """Let steps and ``zero_grad`` of ``optimizer`` reach weights and gradients which the strategy keeps apart."""
 
     @override
     def on_train_end(self) -> None:
@@ -373,23 +376,19 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self.restore_random_state()
 
     def _restore_loader_positions(self) -> None:
-        """Load what Lightning left out where `configure_optimizers` reads `trainer.estimated_stepping_batches`.
+        """Set Lightning's batch count to the number of batches that this run's loaders have given.
 
-        That makes the loaders before their states are restored (Lightning-AI/pytorch-lightning#20550).
+        Lightning restores the count of the earlier run, which may have had another batch size or number of ranks.
         """
-        fit_loop = self.lightning_module.trainer.fit_loop
-        if fit_loop._combined_loader_states_to_load:
-            fit_loop._load_combined_loader_states()
-            iter(fit_loop._data_fetcher)
-        progress = fit_loop.epoch_loop.batch_progress
-        loaders = fit_loop._combined_loader.flattened
-        counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in loaders]
+        trainer = self.lightning_module.trainer
+        restore_loader_states(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
         if self._begins_epoch_anew:
             self._begins_epoch_anew = False
-            counts = [] if progress.is_last_batch else [0]  # an epoch that has had all its batches only ends
+            counts = [] if progress.is_last_batch else [0]  # an epoch with no batch left only has to end
         for count in counts:
             if count is not None and count != progress.current.ready:
-                # Lightning counts the batches of the run before, which had another size or number of ranks
                 shift = count - progress.current.ready
                 progress.current = type(progress.current)(**{k: v + shift for k, v in asdict(progress.current).items()})
 
@@ -400,16 +399,16 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return super().lightning_module_state_dict()
 
     def share_buffers(self) -> None:
-        """Rank 0's running statistics count, as under DDP: each rank's BatchNorm has seen its own batches only."""
+        """Give every rank the buffers of rank 0, as DDP does: each rank's BatchNorm has seen only its own batches."""
         buffers = [module._buffers.get(name) for module, name in self._buffer_owners]
         distributed.broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
     def begin_evaluation(self) -> None:
-        """What precedes the first step of a validation, test or prediction."""
+        """Prepare the first step of a validation, test or prediction."""
         self.share_buffers()
 
     def end_evaluation(self) -> None:
-        """What follows the last step of a validation, test or prediction."""
+        """Finish a validation, test or prediction after its last step."""
 
     @override
     def on_validation_start(self) -> None:
@@ -433,7 +432,10 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Around a step whose weights no backward needs: what hooks write behind it must not reach a gathered copy."""
+        """Run an evaluation step in the block, and then release the gathered weights, which no backward needs.
+
+        Otherwise, what hooks write to the weights after the step would reach a gathered copy only.
+        """
         with _outside_inference_mode(), self._step_region():
             yield
             check_end(self.lightning_module, "the end of the step")
@@ -443,9 +445,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # in every step, or training would depend on how often it is interrupted by an evaluation or a checkpoint
+        # in every step, otherwise training would depend on how often an evaluation or a checkpoint interrupts it
         self.share_buffers()
-        # in every micro-batch, so that a checkpoint in the background is the last one as soon as it is complete
+        # in every micro-batch, so that a background checkpoint becomes the last one as soon as it is complete
         self.checkpoint_io.poll()
         with self._step_region():
             return super().training_step(*args, **kwargs)
@@ -477,14 +479,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)
-        # by the number of this rank's steps after which it runs along: the end of each of its data loaders
+        # keys: the number of this rank's steps at the end of each data loader, after which it runs along with others
         missing = (most - own).nan_to_num(posinf=0.0)
         self._predict_steps = 0
         self._steps_of_others = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # the base class's lines, but for the region, which must not take in the hooks before and after backward
+        # the code of the base class with the region added, which must not cover the hooks before and after backward
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -495,23 +497,23 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return closure_loss
 
     def surround_backward(self) -> AbstractContextManager[None]:
-        """What a strategy does right before and behind the backward itself."""
+        """Return a context manager that surrounds the backward itself."""
         return nullcontext()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        # under manual optimisation only the optimizer step shows which backward was the last
+        # under manual optimisation only the optimizer step shows which backward was the last one
         if self.lightning_module.automatic_optimization and not self._is_accumulating:
             self._apply_token_mean()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         is_manual = not self.lightning_module.automatic_optimization
-        if is_manual and closure is do_nothing_closure:  # which not every optimizer calls
+        if is_manual and closure is do_nothing_closure:  # not every optimizer calls its closure
             self.finish_manual_gradients(optimizer)
 
         def closure_before_step() -> Any:
-            # forward and backward run in the closure, beside the copies of what the step is about to change
+            # forward and backward run in the closure, while the tensors that the step will change are still copied
             output = closure()
             if is_manual and closure is not do_nothing_closure:
                 self.finish_manual_gradients(optimizer)
@@ -526,12 +528,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return output
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Finish the gradients of a step under manual optimisation, after its closure if that may hold the backward."""
+        """Finish the gradients of a step under manual optimisation, after its closure if that may run the backward."""
         self._apply_token_mean()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A micro-batch that no optimizer step follows."""
+        """Run the block as a micro-batch that no optimizer step follows."""
         self._is_accumulating = True
         try:
             yield
@@ -553,8 +555,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
-            # every iterator draws a seed; from the global generator, a resumed run would not draw as often as an
-            # uninterrupted one, and its dropout would differ
+            # every iterator draws a seed. If it came from the global generator, a resumed run would draw another number
+            # of times than an uninterrupted one, and its dropout would differ
             dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed by global rank, and the ranks of one replica would augment differently
@@ -575,7 +577,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         if self._replica_group.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
             return
         self._checked_batches.add((stage, dataloader_idx))
-        # over all ranks and not each replica by itself, so that every rank raises
+        # over all ranks and not in each replica separately, so that every rank raises
         fingerprints = [(0, "")] * self.full_device_mesh.size()
         own = (self.data_parallel_rank, get_fingerprint(batch))
         dist.all_gather_object(fingerprints, own, group=self._control_group)
@@ -588,10 +590,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
 
 def check_manual_optimization(module: Any) -> None:
-    """Refuse to train what hangs on the module itself in steps inside its own step, in which it is gathered once.
+    """Refuse trainable parameters of the LightningModule itself under manual optimisation.
+
+    The module gathers them once for its training step, in which optimizers may step several times.
 
     Raises:
-        ValueError: Naming the parameters.
+        ValueError: When there are such parameters. The message names them.
     """
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
     if own and not module.automatic_optimization:
@@ -611,12 +615,8 @@ def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *ar
     log(module, name, gather(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
-def _is_log_whole(log: Any) -> bool:
-    return isinstance(log, partial) and log.func is _log_whole
-
-
 def _get_buffer_owners(root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the buffers hang that a checkpoint holds, in an order that is the same on every rank."""
+    """Return module and name of each buffer that a checkpoint holds, in the same order on every rank."""
     return [
         (module, name)
         for module in get_modules(root)

@@ -23,11 +23,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     }
     for name, (strategy, _, flags) in _STRATEGIES.items()
 }
-"""Written out, as in YAML, they take options; Lightning's registry knows the same names."""
+"""The strategies written out as in YAML, so that options can be added. Lightning's registry has the same names."""
 
 
 def register_strategies() -> None:
-    """Let ``Trainer(strategy=NAME)`` know the names."""
+    """Register the names for ``Trainer(strategy=NAME)``."""
     for name, (strategy, config, flags) in _STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=strategy.__doc__ or "", config=config(**flags))

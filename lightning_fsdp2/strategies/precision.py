@@ -1,4 +1,4 @@
-"""What ``Trainer(precision=)`` means for the strategies, and clipping that works on any mix of meshes."""
+"""The meaning of ``Trainer(precision=)`` for the strategies, and gradient clipping for any mix of meshes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,9 +29,9 @@ _REMEDIES = {
 
 
 class ShardedPrecision(Precision):
-    """Precision by FSDP2's mixed-precision policy, or by the autocast that the other strategies put around models.
+    """Precision plugin for FSDP2's mixed-precision policy, or the autocast that other strategies put around models.
 
-    Under FSDP2 (:func:`choose_autocast` says what the others do):
+    Under FSDP2 (for the others see :func:`choose_autocast`):
 
     ==============  ================  ===========================  =====================================
     precision       weights           compute                      gradient reduction, optimizer state
@@ -41,12 +41,12 @@ class ShardedPrecision(Precision):
     ``bf16-true``   bfloat16          bfloat16                     float32 reduction, bfloat16 state
     ==============  ================  ===========================  =====================================
 
-    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32, but
-    for the layers of a ``ModuleList``, which hand bfloat16 on; the batch is not cast, and parameters held by the
+    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32,
+    except the layers of a ``ModuleList``, which pass bfloat16 on. The batch is not cast, and parameters held by the
     LightningModule itself are used in float32.
 
     Args:
-        precision: One of the above.
+        precision: A precision from the table.
 
     Raises:
         ValueError: For any other precision; the message names the alternative.
@@ -61,15 +61,15 @@ class ShardedPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.gradient_norm: Tensor | None = None
-        """Of all gradients together, when they were last clipped by it; as it was before. [] float32."""
+        """Norm of all gradients together, before they were last clipped by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
-        """Called with the norm when gradients were clipped by it, before the optimizer uses them."""
+        """Functions that get the norm after gradients were clipped by it, before the optimizer uses them."""
         # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """The policy that this precision stands for."""
+        """The mixed-precision policy that this precision stands for."""
         if self.precision == "bf16-mixed":
             return MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
@@ -116,7 +116,7 @@ class ShardedPrecision(Precision):
 
 
 def check_clipping(trainer: Trainer) -> None:
-    """Refuse a bound that Lightning would pass over without a word, or that would make all gradients NaN.
+    """Refuse a clipping bound that Lightning would silently ignore, or that would make all gradients NaN.
 
     Raises:
         ValueError: When the Trainer's ``gradient_clip_val`` is negative or NaN.
@@ -129,8 +129,11 @@ def check_clipping(trainer: Trainer) -> None:
 
 
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Buffers that Hugging Face models compute in float32 and use so, such as rotary frequencies; positions far into a
-    sequence amplify their rounding. And those that their authors never keep in less, such as a router's correction.
+    """Yield the buffers of Hugging Face models that must stay in float32, each with its module and name.
+
+    These are the buffers that a model computes and uses in float32, such as rotary frequencies, because positions far
+    into a sequence amplify their rounding. And those that the authors always keep in float32, such as a router's
+    correction.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)
@@ -141,19 +144,22 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 
 
 def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
-    """``bf16-mixed`` for a strategy without units that cast: autocast, unless ``config`` says with which dtype."""
+    """Set ``autocast_dtype`` of ``config`` to bfloat16 under ``bf16-mixed``, unless it is set.
+
+    This is for strategies without FSDP2 units, which would cast.
+    """
     if precision == "bf16-mixed" and config.autocast_dtype is None:
         return replace(config, autocast_dtype=torch.bfloat16)
     return config
 
 
 def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    """Combine ``Trainer(precision=)`` with ``FSDP2Config.mp_policy``: two ways to say one thing.
+    """Combine ``Trainer(precision=)`` with ``FSDP2Config.mp_policy``: two ways to say the same thing.
 
     An explicit policy wins. ``32-true`` is the Trainer's default and contradicts nothing.
 
     Raises:
-        ValueError: When both were given and contradict each other.
+        ValueError: When both are given and contradict each other.
     """
     if configured is None:
         return ShardedPrecision(precision).mp_policy

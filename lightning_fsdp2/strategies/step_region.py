@@ -1,7 +1,7 @@
-"""Tell apart the forwards that all ranks run together from those that one rank may run alone.
+"""Distinguish the forwards that all ranks run together from those that one rank may run alone.
 
-A forward of a sharded module is a collective. Inside a step of the Trainer every rank takes part; in a hook or a
-callback somebody may guard it with ``if trainer.is_global_zero``, and the job would hang.
+A forward of a sharded module is a collective. Inside a step of the Trainer every rank takes part. In a hook or a
+callback, users may guard it with ``if trainer.is_global_zero``, and the job would hang.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +27,15 @@ _ALTERNATIVE = (
 
 
 class StepRegion:
-    """Checks, before a forward outside of a Trainer step, that all ranks have come to it.
+    """Guard that checks that all ranks take part in a forward outside of a Trainer step.
+
+    Calling it returns the context manager to put around a step.
 
     Args:
-        timeout: How long to wait for the others.
-        holds_units: Whether the forward of a module is a collective.
-        behind: Called with the root behind it.
-        alternative: To a call on all ranks, if there is one.
+        timeout: How long to wait for the other ranks.
+        holds_units: Function that says whether the forward of a module is a collective.
+        behind: Function that is called with the root module after such a forward.
+        alternative: The alternative to a call on all ranks, if there is one, for the error.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class StepRegion:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """A region that every rank enters: a step, a backward."""
+        """Run a block that every rank enters, such as a step or a backward."""
         self._depth += 1
         try:
             yield
@@ -60,9 +62,9 @@ class StepRegion:
             self._depth -= 1
 
     def watch(self, root: nn.Module) -> None:
-        """Watch the forwards of the sharded modules in ``root``, but for those of blocks, which models call.
+        """Watch the forwards of the sharded modules in ``root``, except those in blocks, which the models call.
 
-        The hooks outlive the Trainer, as the sharded module does; those of an earlier one are replaced.
+        The hooks outlive the Trainer, as the sharded module does. The hooks of an earlier Trainer are replaced.
         """
         for handle in root.__dict__.pop(_HANDLES_ATTRIBUTE, ()):
             handle.remove()
@@ -78,7 +80,7 @@ class StepRegion:
     def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
             is_outside = self._depth == 0 and not is_unsharded_by_user(module)
-            self._depth += 1  # before anything can raise: the exit hook is called in any case
+            self._depth += 1  # before anything can raise, because the exit hook is always called
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
 
@@ -88,7 +90,7 @@ class StepRegion:
         def exit_hook(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and not is_unsharded_by_user(module):
-                # what stayed gathered would hide sharded parameters and their gradients from later hooks
+                # parameters that stay gathered would hide the sharded ones and their gradients from later hooks
                 self._behind(root)
 
         return exit_hook

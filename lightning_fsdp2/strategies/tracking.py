@@ -1,4 +1,4 @@
-"""What the loggers of a run are told beside its metrics: what it is, how much it has read, which one it resumes."""
+"""Data for the loggers of a run besides its metrics: what it is, how many tokens it has read, which run it resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,37 +14,39 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
+from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 from lightning_fsdp2.loggers.run_identity import describe_run
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 
 
 class Tracking(Callback):
-    """Makes one row of a step in every logger, adds the tokens read so far, and logs once what the run is.
+    """Callback that gives every logger one row per step, with the tokens read so far, and logs once what the run is.
 
-    Lightning's row of ``self.log`` and those of callbacks come one by one; they are held until the step is over.
+    The row of ``self.log`` and the rows of callbacks come one by one. They are held until the step is over.
 
-    Tokens are the elements of ``batch["input_ids"]``, padding included, once for ranks that read the same batch. Steps
-    that are not logged count on the host and do nothing else.
+    Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch count once.
+    Steps that are not logged only add to a count on the host.
 
     Args:
-        add_up: The sum of a number over the ranks that read different data, on the host; all ranks call it.
-        when_complete: Calls a function once the checkpoint just saved is complete.
+        add_up: Function that returns the sum of a number over the ranks that read different data, on the host. All
+            ranks call it.
+        when_complete: Function that calls its argument once the checkpoint just saved is complete.
     """
 
     def __init__(self, add_up: Callable[[int], int], when_complete: Callable[[Callable[[], None]], None]) -> None:
         self._add_up = add_up
         self._when_complete = when_complete
         self._total_tokens = 0
-        self._own_tokens = 0  # of this rank, not in the total yet
-        self._rows: list[_Row] = []  # of the loggers
-        self._runs: list[dict[str, Any]] = []  # of the checkpoint
+        self._own_tokens = 0  # tokens of this rank that are not in the total yet
+        self._rows: list[_Row] = []  # one for each logger
+        self._runs: list[dict[str, Any]] = []  # states of the W&B runs in the checkpoint
 
     def attach(self, trainer: Trainer) -> None:
         """Begin a stage, before the Trainer asks its loggers for their experiments.
 
         Raises:
-            MissingKeyError: On every rank, when W&B has no key.
+            MissingKeyError: On every rank, when the API key for W&B is missing.
         """
         loggers = trainer.loggers if trainer.is_global_zero else []
         problems = [problem for logger in _get_wandb_loggers(loggers) if (problem := logger.get_optional_problem())]
@@ -55,38 +57,38 @@ class Tracking(Callback):
         for logger in trainer.loggers:
             row = _Row(logger)
             self._rows.append(row)
-            logger.__dict__["log_metrics"] = partial(self._log_metrics, row)
-            logger.__dict__["finalize"] = row.finalize
+            ledger = get_ledger(trainer)
+            ledger.replace(logger, "log_metrics", partial(self._log_metrics, row), reason="a step has one row")
+            ledger.replace(logger, "finalize", row.finalize, reason="the row of the last step is still held")
         if trainer.state.fn == TrainerFn.FITTING:
             for wandb_logger in _get_wandb_loggers(loggers):
                 others = [_name(other) for other in loggers if other is not wandb_logger]
                 wandb_logger.hold(self._when_complete, " and ".join(others))
 
     def detach(self, trainer: Trainer) -> None:
-        """End the stage."""
+        """End the stage: write the rows that are held, and give the loggers their own methods back."""
         if self in cast(Any, trainer).callbacks:
             cast(Any, trainer).callbacks.remove(self)
         self._write_rows()
         self._rows.clear()
         for logger in trainer.loggers:
-            for name in ("log_metrics", "finalize"):
-                logger.__dict__.pop(name, None)
+            get_ledger(trainer).put_back(logger)
 
     def get_state(self, trainer: Trainer) -> dict[str, Any]:
-        """What a checkpoint holds; all ranks must call it."""
+        """Return the state for a checkpoint; all ranks must call it."""
         self._count()
         runs = [logger.get_state() for logger in _get_wandb_loggers(trainer.loggers)]
         return {"total_tokens": self._total_tokens, "wandb": runs}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was saved."""
+        """Take the state from a checkpoint, to go on where it was saved."""
         self._total_tokens, self._own_tokens, self._runs = state["total_tokens"], 0, state["wandb"]
 
     # ------------------------------------------------------------------ hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the first hook behind the Trainer's look at the experiments: who looks now wants one
+        # the first hook after the Trainer has looked at the experiments; whoever asks for one now needs it
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -95,17 +97,17 @@ class Tracking(Callback):
         for logger, state in zip(_get_wandb_loggers(trainer.loggers), self._runs, strict=False):
             logger.continue_run(state)
         for logger in _get_wandb_loggers(trainer.loggers):
-            _ = logger.experiment  # which starts the run
+            _ = logger.experiment  # starts the run
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
-                # TensorBoard's would add a row `hp_metric` of -1 to the metrics of the run
+                # by default TensorBoard would add a row with `hp_metric` -1 to the metrics of the run
                 options: dict[str, Any] = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
                 any_logger.log_hyperparams({"run": identity}, **options)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._write_rows()  # here at the latest: whoever is killed loses the step it is in
+        self._write_rows()  # here at the latest: a process that is killed loses only the current step
 
     @override
     def on_train_batch_end(
@@ -119,7 +121,7 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_rows()  # which may take long
+        self._write_rows()  # before the validation, which may take long
         self._count()
 
     @override
@@ -146,14 +148,15 @@ class Tracking(Callback):
 
 @dataclass
 class _Row:
-    """What a logger was given for the current step, of which it would make a row per call."""
+    """The metrics that a logger was given for the current step. By itself it would write a row per call."""
 
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
-        # other ranks' loggers keep nothing, and would read tensors; of what is no number a logger may think anything
+        # loggers of other ranks write nothing, and holding would read tensors; values that are not numbers go straight
+        # to the logger, which may treat them in its own way
         is_held = step is not None and not options and rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if not is_held or not all(_is_number(name, value) for name, value in metrics.items()):
             type(self.logger).log_metrics(self.logger, metrics, step=step, **options)
@@ -171,7 +174,7 @@ class _Row:
             self.logger.save()
 
     def finalize(self, status: str) -> None:
-        """Of the logger, at the end of a stage, behind an error and before a job is queued again."""
+        """Write the row and finalize the logger: after a stage, after an error, and before a job is queued again."""
         self.write()
         type(self.logger).finalize(self.logger, status)
 

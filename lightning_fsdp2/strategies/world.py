@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, the mesh they form, and collectives between them."""
+"""The processes of a run: their ranks, their mesh, and the collectives between them."""
 
 import os
 import platform
@@ -37,20 +37,20 @@ from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launc
 T = TypeVar("T")
 
 _USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun's own agent, in the main thread of which the ranks are started."""
+"""Name of the variable that torchrun's own agent sets. It starts the ranks from its main thread."""
 
 
 class WorldStrategy(ParallelStrategy):
-    """Starts the processes of a run, arranges them in a mesh and lets them communicate.
+    """Strategy that starts the processes of a run, arranges them in a mesh and lets them communicate.
 
     Args:
-        sizes: What the run asks for.
-        config: Its ``backend`` and ``bind_device_id`` are read here.
-        timeout: Of collectives.
+        sizes: The sizes of the mesh that the run asks for.
+        config: Config whose ``backend`` and ``bind_device_id`` are read here.
+        timeout: Timeout of collectives.
         rendezvous_timeout: How long to wait for the other ranks at the start.
 
     Attributes:
-        hosts: Of all ranks, in their order.
+        hosts: Host names of all ranks, in the order of ranks.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WorldStrategy(ParallelStrategy):
         self._timeout = timeout
         self._rendezvous_timeout = rendezvous_timeout
         self.group_timeout = timeout
-        """After which time a collective of a step fails now; :meth:`set_group_timeout` changes it."""
+        """The current timeout of the collectives of a step. :meth:`set_group_timeout` changes it."""
         self._full_device_mesh: DeviceMesh | None = None
         self._control_group: dist.ProcessGroup | None = None
 
@@ -109,7 +109,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the ``data_parallel_size`` parts of the data this rank reads."""
+        """Number of the part of the data that this rank reads, out of ``data_parallel_size`` parts."""
         return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
 
     @property
@@ -126,12 +126,12 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return len(self.parallel_devices or [])
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning shards data and synchronises metrics for strategies that say so."""
+        """True, so that Lightning shards data and synchronises metrics."""
         return True
 
     @property
@@ -140,7 +140,7 @@ class WorldStrategy(ParallelStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def set_world_ranks(self) -> None:
-        """Called by the Trainer, before any process group exists."""
+        """Set the global rank and the world size; the Trainer calls this before any process group exists."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -171,7 +171,7 @@ class WorldStrategy(ParallelStrategy):
         )
 
     def _check_variables(self) -> None:
-        """Refuse variables of another launcher, or of a run before, where nobody but Lightning starts processes."""
+        """Refuse environment variables of another launcher or an earlier run, if Lightning starts the processes."""
         environment = self.cluster_environment
         if not isinstance(environment, LightningEnvironment):
             return
@@ -194,20 +194,23 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def is_launched_by_lightning(self) -> bool:
-        """Whether rank 0 of the node has started the other ranks, and watches them."""
+        """Whether the first process of the node has started the other ranks, and watches them."""
         return isinstance(self.cluster_environment, LightningEnvironment) and is_of_launcher()
 
     def _take_nodes_of_torchrun(self) -> None:
-        """With ``--nnodes 2:4`` it starts the run on as many nodes as there are, and anew when one is lost."""
+        """Take the number of nodes from torchrun.
+
+        With ``--nnodes 2:4`` torchrun starts the run on as many nodes as there are, and again when a node is lost.
+        """
         if not isinstance(self.cluster_environment, TorchElasticEnvironment):
             return
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))  # others than torchrun may not set it
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))  # other launchers than torchrun may not set it
         if nodes != self.num_nodes:
             rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={self.num_nodes}).")
             self.num_nodes = nodes
 
     def _check_tasks_of_slurm(self) -> None:
-        """Lightning compares what ``sbatch`` was told, and not how many tasks there are."""
+        """Check that SLURM has started the right number of tasks; Lightning only checks the options of ``sbatch``."""
         asked = self.num_nodes * self.num_processes
         if isinstance(self.cluster_environment, SLURMEnvironment) and self.world_size != asked:
             raise ValueError(
@@ -221,7 +224,7 @@ class WorldStrategy(ParallelStrategy):
         """The sizes of the mesh, resolved for the number of ranks.
 
         Raises:
-            ValueError: When they do not fit the number of ranks.
+            ValueError: When the sizes do not fit the number of ranks.
         """
         return self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
 
@@ -229,7 +232,7 @@ class WorldStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         RankLauncher.has_failed = False
         self._check_variables()  # again: in a notebook nothing is launched
-        sizes = self.sizes  # an error before there are groups
+        sizes = self.sizes  # raises before there are groups
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -241,7 +244,7 @@ class WorldStrategy(ParallelStrategy):
             timeout=self._timeout,
             rendezvous_timeout=self._rendezvous_timeout,
         )
-        # for what must not touch the accelerator or mix with the step's collectives
+        # for messages that must not touch the accelerator or mix with the step's collectives
         self._control_group = get_group("control", self._timeout)
         get_group("rendezvous", self._timeout)
         self.hosts = all_gather(platform.node(), self._control_group)
@@ -249,12 +252,12 @@ class WorldStrategy(ParallelStrategy):
         self.enter_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
 
     def check_ranks(self) -> None:
-        """Refuse ranks that would not train the same; they communicate already, and have no mesh yet."""
+        """Refuse ranks that would not train the same. They can communicate here, but have no mesh yet."""
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the place of this rank in a mesh with all four axes."""
+        """Keep a mesh with all four axes, and this rank's groups in it."""
         self._full_device_mesh = mesh
-        # kept, since slicing a mesh reads its ranks one by one
+        # keep the groups, since slicing a mesh reads its ranks one by one
         self._data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
         self._loss_group = get_mesh(mesh, DP_CP).get_group()
         self._replica_group = get_mesh(mesh, CP_TP).get_group()
@@ -262,9 +265,9 @@ class WorldStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ collectives
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
-        """Let the collectives that begin from now on fail after another time; None for the ``timeout`` of the strategy.
+        """Change the timeout of collectives that begin from now on; None for the ``timeout`` of the strategy.
 
-        It holds for all groups in which steps communicate, and so not for those of background saves.
+        This applies to all groups in which steps communicate, but not to the group of background saves.
         """
         timeout = timeout or self._timeout
         if timeout == self.group_timeout:
@@ -296,7 +299,7 @@ class WorldStrategy(ParallelStrategy):
             return tensor
         if group is None:
             group = self._data_group
-        # the accelerator's backend may have no way with host tensors
+        # the accelerator's backend may not support host tensors
         return distributed.reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
 
     @override
@@ -307,7 +310,7 @@ class WorldStrategy(ParallelStrategy):
         return bool(result)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Begin to find the largest ``number`` of all ranks, on the host, and return what waits for it."""
+        """Begin to find the largest ``number`` of all ranks, on the host. Return a function that waits for it."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
 

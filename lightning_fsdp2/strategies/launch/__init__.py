@@ -1,1 +1,1 @@
-"""Processes and their groups: how they start, find each other, agree, and end."""
+"""Processes and their groups: how they start, find each other, agree and end."""

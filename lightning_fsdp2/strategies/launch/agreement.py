@@ -1,4 +1,4 @@
-"""Nodes that differ: another config, a folder of their own; refused before they train."""
+"""Checks that the nodes of a run agree, before they train: the same config, and shared checkpoint folders."""
 
 import json
 import os
@@ -46,25 +46,27 @@ _OPTIONS_OF_TRAINER = (
 )
 
 _NAMES_OF_FILES = ("config", "ckpt_path")
-"""What is in the one is compared, and rank 0's other one counts."""
+"""Options that are file names and not compared: config files are compared by content, and rank 0's path counts."""
 
 _TIME_TO_APPEAR = timedelta(minutes=1)
-"""For a file on a network file system, at most; less under a short ``timeout``, in which the other ranks wait."""
+"""Longest time to wait for a file on a network file system. It is less under a short ``timeout``, which limits how long
+other ranks wait."""
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse ranks with another config; every rank calls it.
+    """Refuse ranks whose configs differ; every rank calls it.
 
-    The config is that of the command line, all of it; without one, what Trainer and strategy say. Hyperparameters that
-    a script has saved are only warned of: they may hold the rank, or a folder of its own.
+    The config is the whole config of the command line; without a command line, the options of Trainer and strategy. For
+    hyperparameters that a script has saved, a difference is only a warning: they may contain the rank, or a folder of
+    the rank's own.
 
     Args:
-        trainer: Its strategy has its sizes, and its module is connected.
-        hosts: Of all ranks.
-        group: Of all ranks, on the host.
+        trainer: Trainer whose strategy has its sizes, and whose module is connected.
+        hosts: Host names of all ranks.
+        group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, with what differs and where.
+        ValueError: On every rank, when configs differ. The message says what differs and where.
     """
     if differences := _compare(_describe_config(trainer), hosts, group):
         raise ValueError(refuse(differences))
@@ -76,14 +78,14 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
     """Refuse a folder of ``ModelCheckpoint`` that hosts do not share; every rank calls it.
 
     Args:
-        trainer: Its callbacks are set up.
-        hosts: Of all ranks.
-        group: Of all ranks, on the host.
+        trainer: Trainer whose callbacks are set up.
+        hosts: Host names of all ranks.
+        group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, with the folder and the ranks that do not see it.
+        ValueError: On every rank, when a folder is not shared. The message names it and the ranks that do not see it.
     """
-    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # which saves nothing
+    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # a fast_dev_run saves nothing
         return
     patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
     for callback in trainer.checkpoint_callbacks:
@@ -119,7 +121,7 @@ def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
 
 
 def _write(name: str, value: Any) -> str:
-    """The value where it says what it is; of an object, which says where it is, the class."""
+    """Return ``value`` as text that can be compared; for an object whose ``repr`` is an address, its class."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
     if isinstance(value, Namespace):
@@ -128,7 +130,7 @@ def _write(name: str, value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_write(name, item) for item in value) + "]"
-    if isinstance(value, set | frozenset):  # whose order is another one in every process
+    if isinstance(value, set | frozenset):  # the order of a set differs between processes
         return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
     if isinstance(value, torch.device):
         return value.type
@@ -137,7 +139,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # a name that no host has asked for before, and so none remembers as absent
+    # a new name: no host has asked for it before, so none remembers it as absent
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = all_gather(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
@@ -161,6 +163,6 @@ def _appears(path: Path, patience: timedelta) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # a network file system then asks again
+            os.listdir(path.parent)  # makes a network file system ask again
         time.sleep(0.2)
     return True

@@ -1,4 +1,4 @@
-"""The launcher of ``python script.py``: the first process of a node starts the others, and they end with it."""
+"""The launcher for ``python script.py``: the first process of a node starts the others, and they end with it."""
 
 import atexit
 import os
@@ -11,36 +11,38 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher, subprocess_script
+from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
+from lightning_fsdp2.compat.lightning import SubprocessScriptLauncher
 from lightning_fsdp2.strategies.launch import end_with_parent
 
 _LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
-"""In the environment of the processes that the launcher starts, which could not tell otherwise."""
+"""Environment variable that tells a process that this launcher has started it; it could not know otherwise."""
 
 _SECONDS_AFTER_ERROR = 5.0
-"""How long a process that failed waits for the ranks that it has started, before they end with it."""
+"""Number of seconds that a failed process waits for the ranks that it has started, before they end with it."""
 
 
-class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, but that no rank outlives the process that started it, whatever ends that.
+class RankLauncher(SubprocessScriptLauncher):
+    """Lightning's launcher, except that no rank outlives the process that started it, no matter how that process ends.
 
-    Lightning tells the ranks of errors and of some signals, during a fit. A process that is killed while its ranks
-    still import torch, or by a signal that nobody handles, would leave them behind, with the devices that they hold.
+    Lightning tells the ranks about errors and some signals, but only during a fit. If a process is killed while its
+    ranks still import torch, or by a signal that nobody handles, the ranks would live on and hold their devices.
 
     Args:
-        environment: Which asks for processes.
-        devices: Processes of this node.
-        nodes: Their number.
-        check: Called before the first process is started; Lightning overwrites variables of the environment then.
+        environment: Cluster environment for which processes are started.
+        devices: Number of processes on this node.
+        nodes: Number of nodes.
+        check: Function that is called before the first process is started, because Lightning then overwrites
+            environment variables.
     """
 
     has_started: ClassVar[bool] = False
-    """Whether this process has started others; it does so once, for all its Trainers."""
+    """Whether this process has started others. It does so once, for all its Trainers."""
 
     has_failed: ClassVar[bool] = False
-    """Whether the last run of this process, of whatever Trainer, has ended by an error, caught by its script or not."""
+    """Whether the last run of this process, of any Trainer, has ended with an error, caught by its script or not."""
 
     _has_killed = False
 
@@ -56,7 +58,7 @@ class RankLauncher(_SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # there is no other place between the command and its start
+        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook between the command and its start
         try:
             super()._call_children_scripts()
         finally:
@@ -70,7 +72,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         super().kill(signum)
 
     def _wait_for_ranks(self) -> None:
-        """Wait until the other ranks have come to the end of the script, too; after an error, for a moment only."""
+        """Wait until the other ranks have reached the end of the script, too; after an error, only for a moment."""
         has_failed = self._has_killed or self.has_failed or getattr(sys, "last_value", None) is not None
         for process in self.procs:
             with suppress(subprocess.TimeoutExpired):
@@ -78,12 +80,12 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def is_of_launcher() -> bool:
-    """Whether this process has started the other ranks of its node, or was started by the one that has."""
+    """Return whether this process has started the other ranks of its node, or was started by the process that did."""
     return RankLauncher.has_started or _LAUNCHED in os.environ
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    # the kernel takes the end of the thread that starts a process for the end of its parent
+    # for the kernel, the parent ends when the thread ends that started the process
     is_watched = threading.current_thread() is threading.main_thread()
     script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

@@ -1,4 +1,4 @@
-"""The process group's life, and collectives with the defaults that the strategies need."""
+"""The default process group from start to end, and collectives with the defaults that the strategies need."""
 
 import atexit
 import os
@@ -36,22 +36,22 @@ def init_process_group(
     timeout: timedelta,
     rendezvous_timeout: timedelta,
 ) -> None:
-    """Start the default process group, unless the user did; it ends with the interpreter.
+    """Start the default process group, unless the user has done so; it ends with the interpreter.
 
-    Lightning calls ``teardown`` after every stage, and the sharded module outlives it.
+    It cannot end in ``teardown``, which Lightning calls after every stage: the sharded module outlives the stage.
 
     Args:
-        environment: Says who this rank is.
-        backend: None chooses by ``device``, or takes what the group has.
-        device: This rank's.
+        environment: Cluster environment, which knows the number of this rank.
+        backend: Backend of the group. None chooses it by ``device``, or takes that of an existing group.
+        device: Device of this rank.
         bind_device_id: Whether the group is bound to ``device``.
-        timeout: Of its collectives.
+        timeout: Timeout of the group's collectives.
         rendezvous_timeout: How long to wait for the other ranks.
 
     Raises:
         TimeoutError: When some rank does not come.
-        ValueError: When there is a group of another size, backend or device, the ranks have other versions or backends,
-            or there is no device to bind the group to.
+        ValueError: When there is a group of another size, backend or device already, when versions or backends differ
+            between the ranks, or when there is no device to bind the group to.
     """
     if bind_device_id:
         check_bound_device(backend or get_default_backend(device), device)
@@ -81,7 +81,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # of what groups exchange through it later
+        store.set_timeout(timeout)  # for what groups exchange through the store later
     dist.init_process_group(
         backend,
         store=store,
@@ -94,7 +94,7 @@ def init_process_group(
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of these sizes: one per process, since every mesh makes process groups, and those hold device memory."""
+    """Return the mesh with these sizes. A process makes it once, since its process groups hold device memory."""
     device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
     for group in get_groups(device_mesh):
         set_group_timeout(group, timeout)
@@ -102,7 +102,7 @@ def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> D
 
 
 def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of all views of ``device_mesh``."""
+    """Return the process groups of all views of ``device_mesh``."""
     return [group for view in get_views(device_mesh) for group in view.get_all_groups()]
 
 
@@ -110,8 +110,8 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
     """All-reduce a copy of ``tensor``; a DTensor is gathered first.
 
     Args:
-        tensor: Any shape and dtype; the mean of integers is a float.
-        group: Ranks to reduce over.
+        tensor: Tensor of any shape and dtype; the mean of integers is a float.
+        group: Process group of the ranks to reduce over.
         op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
     """
     result = gather(tensor).clone()
@@ -139,7 +139,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
     """Give every rank the values of rank 0, in place and in one message per device.
 
     Args:
-        tensors: Of any dtype, strided, equal in shape and dtype on all ranks.
+        tensors: Strided tensors of any dtype, with the same shapes and dtypes on all ranks.
     """
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor for tensor in tensors if tensor.device == device]
@@ -156,7 +156,7 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Whether the default group is one of ``backend`` for tensors on ``device`` and, if it says, on the host."""
+    """Return whether the default group uses ``backend`` for tensors on ``device`` and, if it names one, on the host."""
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
     )
@@ -168,5 +168,5 @@ def _get_reduce_op(op: Any) -> Any:
 
 
 def _get_versions() -> dict[str, str]:
-    """Of packages; an older Python does the same."""
+    """Return the versions of packages that all ranks must share. That of Python may differ."""
     return {f"the version of {name}": str(version) for name, version in get_versions().items() if name != "python"}

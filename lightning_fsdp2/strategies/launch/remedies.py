@@ -1,4 +1,4 @@
-"""What to do about errors of torch and Lightning that do not say why they come."""
+"""Remedies for errors of torch and Lightning that do not say what caused them."""
 
 from collections.abc import Sequence
 from traceback import walk_tb
@@ -18,15 +18,15 @@ _PEER_IS_LOST = (
     "Timed out waiting",
     "collective operation timeout",
 )
-"""What gloo, the store and nccl say where another rank is no longer there, or does not answer within the timeout."""
+"""Messages of gloo, the store and nccl when another rank is gone, or does not answer within the timeout."""
 
 
 def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
-    """What to do where torch and Lightning fail without saying why.
+    """Return what to do about an error of torch or Lightning that does not say its cause; None if unknown.
 
     Args:
-        exception: What a stage failed with.
-        hosts: Of all ranks; empty before they have met.
+        exception: Error that ended a stage.
+        hosts: Host names of all ranks; empty before they have met.
     """
     if "mixed torch.Tensor and DTensor" in str(exception):
         return (
@@ -57,5 +57,5 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
 
 
 def is_raised_in(code: CodeType, exception: BaseException) -> bool:
-    """Whether ``exception`` comes from the function of ``code`` itself."""
+    """Return whether the function with ``code`` itself raised ``exception``."""
     return [frame.f_code for frame, _ in walk_tb(exception.__traceback__)][-1:] == [code]

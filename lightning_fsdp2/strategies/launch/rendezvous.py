@@ -1,4 +1,4 @@
-"""The other ranks of a run: waiting for them at its start, and saying which are gone when they answer no longer."""
+"""The other ranks of a run: wait for them at the start, and say which are gone when they no longer answer."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_fsdp2.ranks.failures import describe_ranks
 
 _PROBE_TIMEOUT = timedelta(seconds=5)
-"""How long ranks that lost contact wait for the others to say the same: all were in one collective."""
+"""Time that ranks which lost contact wait for the others to report the same: all were in the same collective."""
 
 _AGENT_TIMEOUT = timedelta(seconds=15)
-"""How long to wait for the store of torchrun's agent, which had it before it started the ranks: it may have ended."""
+"""Time to wait for the store of torchrun's agent, which existed before the ranks started. It may have ended."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -30,20 +30,21 @@ _LOST = "ranks that lost contact"
 
 
 def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timedelta, run: Mapping[str, str]) -> Store:
-    """Wait until every rank has come to the store at ``address:port``, and return it.
+    """Wait until every rank has come to the store at ``address:port``, and return the store.
 
     Args:
-        address: Of rank 0, which holds the store unless torchrun's agent does.
-        port: Of the store.
-        rank: This rank.
+        address: Address of rank 0, which holds the store unless torchrun's agent does.
+        port: Port of the store.
+        rank: Number of this rank.
         world_size: Number of ranks to wait for.
-        timeout: After which this fails.
-        run: What must be the same on all ranks before they can talk to each other, by name.
+        timeout: How long to wait for the other ranks.
+        run: Values by name that must be the same on all ranks before they can talk to each other.
 
     Raises:
         OSError: When the port is taken.
-        TimeoutError: With the ranks that did not come, and the hosts of those that did.
-        ValueError: On every rank, with what differs in ``run`` and where, or who has the number of another one.
+        TimeoutError: When ranks are missing. The message names them, and the hosts of those that came.
+        ValueError: On every rank, when ``run`` differs or two processes have the same rank. The message says what
+            differs and where.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
@@ -54,15 +55,15 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             world_size,
             is_master=rank == 0 and not is_agents,
             timeout=store_timeout,
-            wait_for_workers=False,  # which does not say for whom
+            wait_for_workers=False,  # waiting here would not say which ranks are missing
             multi_tenant=True,
         )
-        # torchrun may keep its store for the attempts that follow; the counts of two agents need not be the same, so
-        # that hosts come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        # torchrun may keep its store for later attempts, so every attempt has its own prefix. The counts of two agents
+        # may differ, so hosts can come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs know no `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last one compares for all
+        if store.add(_NUMBER, 1) == world_size:  # the last rank compares for all
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -86,7 +87,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             " nodes that have none."
         ) from error
     if fault:
-        with suppress(dist.DistError):  # the store ends with rank 0, which does not wait for long
+        with suppress(dist.DistError):  # the store ends with rank 0, which waits only for a short time
             if store.add(_NUMBER, 1) == 2 * world_size:
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
@@ -95,7 +96,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
 
 def refuse(differences: str) -> str:
-    """The message for ranks that :func:`tell_differences` found to differ."""
+    """Return the error message for the differences that :func:`tell_differences` has found."""
     return (
         f"The ranks of a run must be the same, and differ: {differences}. Install the same versions on all nodes, and"
         " start them with the same config."
@@ -103,11 +104,11 @@ def refuse(differences: str) -> str:
 
 
 def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Say in what ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if in nothing.
+    """Return how ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if they do not.
 
     Args:
-        descriptions: Of all ranks, values by name.
-        hosts: Of all ranks.
+        descriptions: The values of each rank, by name.
+        hosts: Host names of all ranks.
     """
     names = dict.fromkeys(name for description in descriptions for name in description)
     differences = [name for name in names if len({description.get(name) for description in descriptions}) > 1]
@@ -118,16 +119,18 @@ def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
-    """Find out which ranks have lost contact, too, behind a collective that failed because one does not answer.
+    """Find out which ranks have lost contact, too, after a collective that failed because a rank does not answer.
+
+    This takes seconds, whatever state the network is in.
 
     Args:
-        hosts: Of all ranks.
+        hosts: Host names of all ranks.
 
     Returns:
-        A sentence for the error; it takes seconds, whatever state the network is in.
+        A sentence for the error.
     """
     answered: list[int] = []
-    # a call to a store behind a dead link can wait for minutes
+    # a call to a store that a dead link cuts off can wait for minutes
     thread = threading.Thread(target=_ask_others, args=(len(hosts), answered), daemon=True)
     thread.start()
     thread.join(2 * _PROBE_TIMEOUT.total_seconds())
@@ -149,7 +152,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Say that this rank is there, and collect those that do the same."""
+    """Report that this rank is there, and collect the ranks that do the same in ``answered``."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
@@ -182,12 +185,12 @@ def _say_who_came(store: Store, world_size: int) -> str:
 
 
 def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
-    """Rank, host and run of those that have come, in the order of their arrival."""
+    """Return rank, host and ``run`` of each rank that has come, in the order of arrival."""
     return [json.loads(line) for line in store.get(_CAME).splitlines()]
 
 
 def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size: int) -> str:
-    """What is wrong with ranks that have all come; nothing, if all is well."""
+    """Return what is wrong with the ranks, once all have come; "" if nothing is."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     if [rank for rank, _, _ in arrivals] != list(range(world_size)):
         came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])
