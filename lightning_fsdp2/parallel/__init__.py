@@ -1,1 +1,1 @@
-"""One pass per file: a function of (model, mesh, settings) that knows nothing of Lightning."""
+"""Passes over a model, one per file: each is a function of (model, mesh, settings) and knows nothing of Lightning."""

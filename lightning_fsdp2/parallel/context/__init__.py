@@ -1,1 +1,1 @@
-"""Context parallelism; ``apply.py`` is the way in."""
+"""Context parallelism; ``apply.py`` is the entry point."""

@@ -1,10 +1,11 @@
 """Context parallelism: each rank computes a part of every sequence (https://arxiv.org/abs/2411.01783).
 
-A Hugging Face model is given whole sequences, as without it. Its forward takes this rank's positions of every argument
-that has a value per position, and runs on them as on a shorter sequence whose positions are told to it; only attention
-sees more, see :mod:`~lightning_fsdp2.parallel.context.attention`. Labels are shifted while they are whole, and the
-loss that the model returns is that of all positions. Other results, such as ``logits``, are of this rank's positions:
-:func:`shard_sequence` takes the same positions of a tensor of yours, :func:`gather_sequence` puts results together.
+A Hugging Face model is still called with whole sequences. Its forward takes this rank's positions of every argument
+that has a value per position, and runs on them as on a shorter sequence with explicit position ids. Only attention sees
+the whole sequence, see :mod:`~lightning_fsdp2.parallel.context.attention`. Labels are shifted while they are whole, and
+the loss that the model returns is that of all positions. Other results, such as ``logits``, cover this rank's positions
+only. :func:`shard_sequence` takes the same positions of any other tensor, and :func:`gather_sequence` puts the ranks'
+results together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ _PER_POSITION: dict[str, int | None] = {
     "labels": 1,
     "shift_labels": 1,
 }
-"""Arguments of models that have a value per position, and the dim of the positions."""
+"""Arguments of models that have a value per position, with the dim of the positions."""
 
 
 def apply_context_parallel(
@@ -41,21 +42,23 @@ def apply_context_parallel(
     sequence_parallel: bool = False,
     assumes_unpacked: bool = False,
 ) -> None:
-    """Split the sequences that Hugging Face models are given over the ranks of ``group``.
+    """Split the input sequences of Hugging Face models over the ranks of ``group``.
 
     Args:
-        structure: Of the module with the models, which is changed in place and not sharded yet.
-        group: The context parallel ranks.
-        method: ``"allgather"``, ``"ulysses"``, or ``"auto"``: whichever moves less, where heads can be exchanged.
-        inputs: Further arguments of the models' forwards that are tensors, and the dim in which they have a value per
-            position; None for those to leave whole.
-        tp_size: Tensor parallel ranks, between which heads are divided already.
-        sequence_parallel: Whether the tensor parallel ranks divide the rank's part of the sequence further.
-        assumes_unpacked: Whether position ids are known not to restart, so that nobody need look.
+        structure: Structure of the module that contains the models. The module must not be sharded yet, and is changed
+            in place.
+        group: Process group of the context parallel ranks.
+        method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which takes ``"ulysses"`` if it moves less data and the
+            heads can be exchanged.
+        inputs: Further tensor arguments of the models' forwards, with the dim in which each has a value per position;
+            None for a tensor that stays whole.
+        tp_size: Number of tensor parallel ranks, which already divide the heads.
+        sequence_parallel: Whether the tensor parallel ranks divide this rank's part of the sequence further.
+        assumes_unpacked: Whether position ids are known never to restart, so that they need not be checked.
 
     Raises:
-        ValueError: When there is no Hugging Face model, or one whose layers mix positions by other means than
-            transformers' attention, or whose heads cannot be exchanged.
+        ValueError: If there is no Hugging Face model, if a model's layers mix positions by other means than
+            transformers' attention, or if ``"ulysses"`` is asked for and the heads cannot be exchanged.
     """
     if not structure.models:
         raise ValueError(
@@ -73,7 +76,7 @@ def apply_context_parallel(
             divisor=2 * group.size() * (tp_size if sequence_parallel else 1),
             assumes_unpacked=assumes_unpacked,
         )
-        # its base model may be called by itself
+        # the base model may also be called directly
         called = [inner for inner in parts.hf_models if get_optional_embedding(inner) is not None]
         for inner in called:
             inner.__dict__[_ATTRIBUTE] = sharding
@@ -91,41 +94,45 @@ def activate_context_parallel(model: nn.Module) -> None:
 
 
 def deactivate_context_parallel(model: nn.Module) -> None:
-    """Let models compute whole sequences on every rank, with the attention that they had before."""
+    """Let models compute whole sequences on every rank, with their original attention."""
     for sharding in _get_shardings(model):
         sharding.deactivate()
 
 
 def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Take the positions that this rank's forward of ``model`` computes; all of them without context parallelism.
+    """Return the positions of ``tensor`` that this rank's forward of ``model`` computes.
+
+    Without context parallelism these are all positions.
 
     Args:
         model: A Hugging Face model, or a module around one.
-        tensor: With a value per position of the whole sequence along ``dim``.
-        dim: Of the sequence.
+        tensor: Tensor with a value per position of the whole sequence along ``dim``.
+        dim: Dim of the sequence.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.shard(tensor, dim)
 
 
 def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Put together what the ranks have computed for their positions; differentiable, and undone by slicing alone.
+    """Gather the ranks' results for their positions into one for the whole sequence.
+
+    This is differentiable, and :func:`shard_sequence` undoes it by slicing alone.
 
     Args:
         model: A Hugging Face model, or a module around one.
-        tensor: A result of it, such as logits, with a value per position of this rank along ``dim``.
-        dim: Of the sequence.
+        tensor: Result of the model, such as logits, with a value per position of this rank along ``dim``.
+        dim: Dim of the sequence.
 
     Returns:
-        The same for the whole sequence, in its order. Gradients of all ranks are summed, so that the mean of their
-        losses has the right one.
+        The result for the whole sequence, in the sequence's order. In backward the gradients of all ranks are summed,
+        so that the mean of the ranks' losses has the right gradient.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.gather(tensor, dim)
 
 
 def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Sum what the ranks have computed from their positions of the same sequences; without gradient."""
+    """Sum ``tensor`` over the ranks that compute positions of the same sequences, without gradient."""
     sharding = get_optional_sharding(model)
     if sharding is None:
         return tensor
@@ -135,7 +142,7 @@ def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def get_optional_sharding(model: nn.Module) -> "SequenceSharding | None":
-    """How the sequences of the (first) Hugging Face model in ``model`` are split; None if they are not."""
+    """Return how the sequences of the first Hugging Face model in ``model`` are split; None if they are not."""
     return next((sharding for sharding in _get_shardings(model) if sharding.is_active), None)
 
 

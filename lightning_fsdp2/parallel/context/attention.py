@@ -1,15 +1,16 @@
 """The attention of context parallel models: a function that transformers calls in place of its own.
 
-Sequences are split over the ranks of a group. Two ways lead to attention over the whole of them:
+Sequences are split over the ranks of a group. There are two methods to attend to whole sequences:
 
-- ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of the
-  others. Only key-value heads move; the traffic does not fall with the number of ranks.
-- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk, and exchanges it for the whole sequence of
-  its share of the heads, and back.
+- ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of the other
+  ranks. Only key-value heads are moved. The traffic does not fall with the number of ranks.
+- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk. It exchanges the chunk for the whole
+  sequence of its share of the heads, and exchanges the result back.
 
-A model asks for its mask once per forward, and gives it to each of its layers, whose attention hands it on to the
-function here. :class:`SequenceMask` takes the place of the tensor on that way: it says what is seen, in terms of the
-whole sequence, and which group holds it. Activation checkpointing keeps it for the layers that it computes again.
+A model makes its mask once per forward and passes it to each of its layers. Their attention passes it on to the
+function here. :class:`SequenceMask` takes the place of the mask tensor: it says which keys are seen, in positions of
+the whole sequence, and which group holds the sequence. Activation checkpointing keeps it for the layers that it
+recomputes.
 """
 
 import sys
@@ -45,31 +46,31 @@ Method = Literal["allgather", "ulysses"]
 _PREFIX = "context_parallel_"
 
 _uses: Counter[int] = Counter()
-"""How many models have installed attention in a config, by its id."""
+"""Number of models that have installed attention in a config, by the config's id."""
 
 _configs: Counter[str] = Counter()
-"""How many configs have each of the names that are registered."""
+"""Number of configs that use each registered name."""
 
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """What the queries of a sequence see, and how the ranks hold it; given to layers as their ``attention_mask``."""
+    """The keys that queries see, and how the ranks hold the sequence; layers get it as their ``attention_mask``."""
 
     blocks: tuple[Block, ...]
-    """Of the queries that this rank attends from."""
+    """Blocks of the queries that this rank attends from."""
 
     padding: Tensor | None
-    """[batch, those queries], bool: which of them see nothing; None for none."""
+    """[batch, queries that this rank attends from], bool: True for queries that see nothing. None without padding."""
 
     length: int
     method: Method
     group: dist.ProcessGroup
 
     def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
-        """Take all of it; Gemma 4 asks for the last ``logits_to_keep`` queries, and 0 are all.
+        """Return the whole mask. Gemma 4 asks for the last ``logits_to_keep`` queries, where 0 means all.
 
         Raises:
-            TypeError: When asked for a part.
+            TypeError: If only a part is asked for.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{type(self).__name__} has no part {index}")
@@ -78,7 +79,7 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward of a model that runs: the whole sequences of which it computes a part."""
+    """A running forward of a model, with the whole sequences that this rank computes a part of."""
 
     model: str
     length: int
@@ -105,19 +106,20 @@ def run_sharded(
     method: Method,
     group: dist.ProcessGroup,
 ) -> Iterator[set[nn.Module]]:
-    """Let masks that are made in the block be those of whole sequences.
+    """Let the masks that are made inside the block be those of whole sequences.
 
     Yields:
-        The modules that have called attention over the whole sequence in the block, but for those in compiled code.
+        The modules that have called attention over the whole sequence in the block, except those in compiled code.
 
     Args:
-        model: Its name, for messages.
-        positions: [..., length], the position ids of the whole sequences.
+        model: Name of the model, for messages.
+        positions: [..., length], position ids of the whole sequences.
         batch_size: Number of sequences.
-        documents: Positions of different ones do not see each other. None for one document.
-        padding: [batch, length], those of them that see nothing. None for none.
-        method: How the sequences are split.
-        group: The ranks they are split over.
+        documents: Documents of the sequences; positions of different documents do not see each other. None for one
+            document.
+        padding: [batch, length], bool: True for positions that see nothing. None without padding.
+        method: Method by which the sequences are split.
+        group: Process group of the ranks that the sequences are split over.
     """
     running = _Forward(model, positions.size(-1), batch_size, positions, documents, padding, method, group)
     token = _running.set(running)
@@ -128,24 +130,24 @@ def run_sharded(
 
 
 def is_running_sharded() -> bool:
-    """Whether the code runs in :func:`run_sharded`."""
+    """Return whether this runs inside of :func:`run_sharded`."""
     return _running.get() is not None
 
 
 def get_optional_whole_positions() -> Tensor | None:
-    """The position ids that :func:`run_sharded` was given, None outside of it."""
+    """Return the position ids that :func:`run_sharded` was given; None outside of it."""
     running = _running.get()
     return running.positions if running is not None else None
 
 
 def install_attention(config: Any) -> None:
-    """Let the modules of ``config`` call attention that is their own outside of :func:`run_sharded`."""
+    """Make the modules of ``config`` call context parallel attention inside of :func:`run_sharded`, else their own."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] += 1
     original = config._attn_implementation
     if isinstance(original, _AttentionName):
-        return  # several models have one config object
+        return  # several models share one config object
     name = _AttentionName(original)
     AttentionInterface.register(name, _Attention(original))
     AttentionMaskInterface.register(name, _Mask(original))
@@ -154,7 +156,7 @@ def install_attention(config: Any) -> None:
 
 
 def uninstall_attention(config: Any) -> None:
-    """Undo one :func:`install_attention`; the last one leaves transformers as it was."""
+    """Undo one :func:`install_attention`. The last undo leaves transformers as it was."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] -= 1
@@ -171,15 +173,15 @@ def uninstall_attention(config: Any) -> None:
 
 
 class _AttentionName(str):
-    """The name under which attention is registered; a copy, in a file too, is that of the original.
+    """The name under which attention is registered. A copy, also in a file, is the name of the original attention.
 
-    Configs keep it, and hyper-parameters keep configs: whoever loads them has no such attention.
+    Configs keep the name, and hyper-parameters keep configs. A process that loads them has no attention of this name.
     """
 
     original: str
 
     def __new__(cls, original: str) -> "_AttentionName":
-        # a name with "flash" in it would make models prepare what only that implementation takes
+        # with "flash" in the name, models would prepare arguments that only flash attention takes
         name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
         name.original = original
         return name
@@ -189,7 +191,7 @@ class _AttentionName(str):
 
 
 class _Mask:
-    """Makes a :class:`SequenceMask` where transformers would make a tensor."""
+    """A mask function that makes a :class:`SequenceMask` where transformers would make a tensor."""
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -223,7 +225,7 @@ def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
 
 
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
-    """Return the sliding window of a mask, None for a causal one without."""
+    """Return the sliding window of a mask; None for a causal mask without a window."""
     try:
         key = _describe(mask_function)
     except TypeError:
@@ -239,12 +241,12 @@ def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | N
 
 
 def _describe(value: Any) -> Hashable:
-    """Say all that the results of a mask function depend on: its code and the constants that it was made with.
+    """Return all that the results of a mask function depend on: its code and the constants that it was made with.
 
-    Models make a new function for each forward.
+    Models make a new function for each forward, so the functions themselves cannot be compared.
 
     Raises:
-        TypeError: When it depends on more, such as a tensor, or is none of transformers' own.
+        TypeError: If it depends on more, such as a tensor, or is not one of transformers' own functions.
     """
     from transformers import masking_utils
 
@@ -259,7 +261,7 @@ def _describe(value: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class _MaskFunction:
-    """A mask function that equals others of the same description."""
+    """A mask function that equals every other one with the same description."""
 
     description: Hashable
     compute: Callable[..., Any] = field(compare=False)
@@ -271,9 +273,9 @@ def _find_window_once(function: _MaskFunction, length: int) -> int | None:
 
 
 def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
-    """Find how many keys a query of a mask sees, by asking what some queries see; None for no causal window.
+    """Find the causal window of a mask by asking which keys some queries see; None for any other mask.
 
-    The window of a causal mask without one is the length.
+    The window of a causal mask without one is ``length``.
     """
     last, keys = length - 1, torch.arange(length)
 
@@ -284,13 +286,13 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or of the device
+    except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or on the device
         return None
     return window if is_window else None
 
 
 class _Attention:
-    """Computes attention over the whole sequence for the layers that were given a :class:`SequenceMask`."""
+    """Attention over the whole sequence, for the layers that were given a :class:`SequenceMask`."""
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -340,7 +342,7 @@ def _attend_exchanged(
 
 
 class _Exchange(torch.autograd.Function):
-    """Give each rank its shard of one dim of tensors, and take those of another dim from all of them."""
+    """An all-to-all that splits tensors over the ranks in one dim, and joins the ranks' parts in another dim."""
 
     @staticmethod
     def forward(
@@ -358,7 +360,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     split_dim: int, join_dim: int, group: dist.ProcessGroup, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """One all-to-all for all tensors."""
+    """Exchange all tensors in one all-to-all."""
     shards = [torch.stack(tensor.chunk(group.size(), split_dim)) for tensor in tensors]
     received = all_to_all_tensor(torch.cat([shard.flatten(1) for shard in shards], 1), group)
     parts = received.split([shard[0].numel() for shard in shards], 1)
@@ -405,7 +407,10 @@ def _check_arguments(module: nn.Module, ranks: int, arguments: dict[str, Any]) -
 
 
 def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What transformers calls for an implementation: each of its files has an ``eager_attention_forward``."""
+    """Return the function that transformers calls for an implementation.
+
+    Each model file of transformers has its own ``eager_attention_forward``.
+    """
     from transformers import AttentionInterface
 
     own = (getattr(sys.modules.get(base.__module__), "eager_attention_forward", None) for base in type(module).__mro__)

@@ -1,10 +1,10 @@
-"""What the queries of a part of a sequence see, cut into blocks that fused attention computes.
+"""The keys that the queries of a part of a sequence see, cut into blocks that fused attention computes.
 
-A block is a few queries and a few keys. In a *dense* block all queries see all keys, or the n-th query the first n of
-them, or a mask says what is seen. A block of *segments* is many pieces at once, each with keys of its own, as kernels
-for sequences of various lengths take them: documents that are packed into a sequence, windows, or both. Such a block
-computes exactly the pairs that are seen, in one call of such a kernel, however many documents there are and however
-small the window.
+A block has some queries and some keys. In a *dense* block all queries see all keys, or the n-th query sees the first n
+keys, or a mask says which keys are seen. A block of *segments* has many pieces at once, each with its own keys, as
+kernels for sequences of various lengths take them: documents that are packed into a sequence, windows, or both. Such a
+block computes exactly the pairs that are seen, in one kernel call, no matter how many documents there are and how small
+the window is.
 """
 
 from bisect import bisect_right
@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 _MASKED_ROWS = 512
-"""Most queries of a block with a mask: a mask has a byte for each of them and each key."""
+"""Largest number of queries of a block with a mask. A mask has a byte for each pair of a query and a key."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Which positions of sequences see each other: those of one document."""
+    """The documents of sequences. Only positions of the same document see each other."""
 
     starts: tuple[tuple[int, ...], ...] | None
-    """Where documents begin, for each sequence, the first at 0; None where one consists of several runs."""
+    """Positions where each sequence's documents begin, the first at 0. None if a document consists of several runs."""
 
     numbers: Tensor | None
-    """[batch, sequence] of the whole sequence, a number for each document, in that case."""
+    """[batch, whole sequence]: the number of each position's document. None unless ``starts`` is None."""
 
 
 def find_documents(numbers: Tensor, device: torch.device) -> Documents:
-    """Return the documents of ``numbers``, [batch, sequence], in host memory, for queries on a device."""
+    """Return the documents with these ``numbers``, [batch, sequence] in host memory, for queries on ``device``."""
     starts = []
     for row in numbers:
         borders = [0, *(row.diff().nonzero().flatten() + 1).tolist()]
@@ -43,13 +43,13 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees: those not after it, of its document, and not further than the window before it."""
+    """The keys that a query sees: those of its document that are not after it, and not before its window."""
 
     window: int | None = None
-    """How many keys a query sees at most, itself included; None for all."""
+    """Largest number of keys that a query sees, its own included. None for all."""
 
     documents: Documents | None = None
-    """None for one document."""
+    """Documents of the sequences. None for one document."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mask:
-    """What is seen in a block, of which nothing is kept."""
+    """The pairs of a block that are seen. The mask tensor is made for each use, and not kept."""
 
     first: int
-    """Where the first query is, counted as the keys are."""
+    """Position of the first query, counted like the keys."""
 
     window: int
     numbers: Tensor | None = None
-    """[batch, sequence]: as those of :class:`Documents`. None for one document."""
+    """[batch, sequence], the numbers of :class:`Documents`. None for one document."""
 
     def make(self, rows: int, keys: slice, device: torch.device) -> Tensor:
-        """Return what ``rows`` queries see of the keys. [1 or batch, 1, rows, keys], bool."""
+        """Return which keys ``rows`` queries see: [1 or batch, 1, rows, keys], bool."""
         queries = slice(self.first, self.first + rows)
         distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
         distance = distance - torch.arange(keys.start, keys.stop, device=device)
@@ -88,13 +88,13 @@ class Mask:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Queries and keys of which every pair is computed, or every pair of a triangle."""
+    """Queries and keys of a dense block: every pair of them is computed, or every pair of a triangle."""
 
     rows: slice
-    """Its queries, among those of the rank."""
+    """Queries of the block, among those of the rank."""
 
     keys: slice
-    """Positions of the whole sequence."""
+    """Keys of the block, as positions of the whole sequence."""
 
     is_causal: bool = False
     """Whether the n-th query sees the first n keys."""
@@ -104,43 +104,44 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class SegmentBlock:
-    """Pieces of sequences, one after the other in memory: queries of each see keys of its own.
+    """Segments of sequences, one after the other in memory. The queries of a segment see only keys of that segment.
 
-    The last query of a segment sees its last key, the one before sees all but that, and so on; and none more than the
-    window. What changes from batch to batch is in tensors, and in numbers that compiled code need not know.
+    The last query of a segment sees the segment's last key and those before, the query before it sees all except that
+    key, and so on. No query sees more keys than the window. What changes from batch to batch is held in tensors, and in
+    numbers that compiled code need not know.
     """
 
     rows: slice
-    """Its queries, among those of the rank."""
+    """Queries of the block, among those of the rank."""
 
     key_end: int
-    """The keys that it may need of each sequence are those before."""
+    """End of the keys that the block may need of each sequence."""
 
     key_starts: Tensor
     """[batch], int64, in host memory: the first key that is needed of each sequence."""
 
     query_ends: Tensor
-    """[segments + 1], int32: a zero, and where the queries of each segment end."""
+    """[segments + 1], int32: a zero, then the end of each segment's queries."""
 
     key_ends: Tensor
-    """The same of the keys that are needed."""
+    """[segments + 1], int32: a zero, then the end of each segment's keys, among those that are needed."""
 
     most_queries: int
     most_keys: int
-    """Numbers of queries and of keys of the largest segments."""
+    """Largest number of keys of a segment; ``most_queries`` is the largest number of queries."""
 
     window: int | None
     pairs: int
-    """Number of pairs of a query and a key that are seen, of all sequences, for each head."""
+    """Number of pairs of a query and a key that are seen, in all sequences together, for each head."""
 
 
 Block = DenseBlock | SegmentBlock
 
 
 def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chunk]:
-    """Cut a sequence into ``2 * ranks`` chunks, of which a rank takes one from the head and one from the tail.
+    """Return the chunks of ``rank`` among ``2 * ranks`` of a sequence: one from its head and one from its tail.
 
-    Causal attention is then the same work for all ranks: the n-th query has n keys.
+    Causal attention, where the n-th query has n keys, is then the same work for all ranks.
     """
     size = length // (2 * ranks)
     return Chunk(rank * size, size), Chunk((2 * ranks - 1 - rank) * size, size)
@@ -152,10 +153,10 @@ def get_blocks(
     """Return the blocks of the queries of ``chunks``.
 
     Args:
-        chunks: Which positions the queries have, in their order.
-        pattern: Which keys they see.
+        chunks: Positions of the queries, in the order of the queries.
+        pattern: Keys that the queries see.
         batch_size: Number of sequences.
-        device: Of the queries.
+        device: Device of the queries.
     """
     blocks: list[Block] = []
     first_row = 0
@@ -183,16 +184,16 @@ def _get_causal_blocks(chunk: Chunk, rows: slice) -> Iterator[DenseBlock]:
 def get_masked_blocks(
     rows: slice, first: int, window: int, *, first_key: int = 0, numbers: Tensor | None = None
 ) -> Iterator[DenseBlock]:
-    """Cut queries into a few at a time, each with the keys that their windows reach.
+    """Cut queries into blocks of a few queries, each with the keys that their windows reach.
 
     Args:
-        rows: The queries.
-        first: Where the first of them is, counted as the keys are.
-        window: How many keys a query sees at most, itself included.
-        first_key: Keys before are of others.
-        numbers: As those of :class:`Documents`.
+        rows: Queries to cut, among those of the rank.
+        first: Position of the first query, counted like the keys.
+        window: Largest number of keys that a query sees, its own included.
+        first_key: First key that the queries may see; earlier keys belong to other segments.
+        numbers: [batch, sequence], the numbers of :class:`Documents`. None for one document.
     """
-    # with few rows little is computed outside of the window, with many the device is busy
+    # few rows compute little outside of the window, many rows keep the device busy
     size = min(_MASKED_ROWS, max(window // 4, 64))
     for start in range(rows.start, rows.stop, size):
         end = min(start + size, rows.stop)
@@ -232,10 +233,10 @@ def _get_segment_block(
 
 
 def _count_pairs(begin: int, end: int, window: int | None) -> int:
-    """Return how many keys the queries ``begin`` to ``end`` of a document see together."""
+    """Return the numbers of keys that the queries ``begin`` to ``end`` of a document see, added up."""
     if window is None:
         return (begin + 1 + end) * (end - begin) // 2
-    growing = slice(min(begin, window), min(end, window))  # queries that see all before them
+    growing = slice(min(begin, window), min(end, window))  # queries that see all keys before them
     seen = (growing.start + 1 + growing.stop) * (growing.stop - growing.start) // 2
     return seen + window * (end - begin - (growing.stop - growing.start))
 

@@ -1,11 +1,11 @@
 """Attention of some queries of a sequence to all of its keys, computed block by block and merged exactly.
 
-A rank of a context parallel group holds a few *chunks* of each sequence. What a chunk's queries may see is cut into
-blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`), whose results add up to the result of one softmax
-over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). No block is computed that no query of it may
-see.
+A rank of a context parallel group holds a few *chunks* of each sequence. The keys that a chunk's queries may see are
+cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). The results of the blocks add up to the
+result of one softmax over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query may
+see are in no block.
 
-A learned sink, a score in every softmax that no value belongs to, is one more block, without work.
+A learned sink is a score in every softmax that no value belongs to. It counts as one more block, without work.
 """
 
 from typing import Any
@@ -34,17 +34,18 @@ def block_attention(
 ) -> Tensor:
     """Return the attention of the queries of a rank's chunks.
 
-    For backward nothing of the whole sequence is kept: with a ``group`` keys and values are gathered again.
+    With a ``group``, the gathered keys and values are not kept for backward, but gathered again.
 
     Args:
         query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
-        key: [batch, key-value heads, positions, dim]; those of the chunks with a ``group``, else the whole sequence's.
+        key: [batch, key-value heads, positions, dim]: the keys of the chunks with a ``group``, else those of the whole
+            sequence.
         value: [batch, key-value heads, positions, value dim].
-        blocks: What the queries see, of :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
-        scale: Of the scores.
-        padding: [batch, positions of the chunks], bool: queries whose result is zero. None for none.
-        sinks: [heads], a score in the softmax of every query of a head; None for none.
-        group: Of the ranks that hold the sequence's other chunks, in the order of
+        blocks: Blocks of the queries, from :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
+        scale: Factor of the scores.
+        padding: [batch, positions of the chunks], bool: True for queries whose result is zero. None without padding.
+        sinks: [heads], a score per head that takes part in the softmax of every query. None without sinks.
+        group: Process group of the ranks that hold the sequence's other chunks, in the order of
             :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`.
 
     Returns:
@@ -67,7 +68,7 @@ class _BlockAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         keys, values = _gather(key, value, group)
-        # position by position in memory, as the model goes on with it: else it would keep a copy for its own backward
+        # laid out position by position, as the model uses it next: else the model would keep a copy for its backward
         shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
         output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
@@ -75,8 +76,8 @@ class _BlockAttention(torch.autograd.Function):
             normalizer[:] = sinks.float()[:, None]
         for block in blocks:
             merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
-        # a copy where the dtype is the same too: compiled by torch 2.11, what a forward has changed in place gets no
-        # gradient (https://github.com/pytorch/pytorch/issues/180642)
+        # copy even if the dtype is the same: compiled by torch 2.11, a tensor that a forward has changed in place gets
+        # no gradient (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.blocks, ctx.scale, ctx.group = blocks, scale, group
@@ -123,7 +124,7 @@ def _add_segment_gradients(
     block: SegmentBlock,
     scale: float,
 ) -> None:
-    """Add the block's summands of the gradients, as ``add_dense_gradients`` does for others."""
+    """Add the block's summands of the gradients to ``sums``, as ``add_dense_gradients`` does for dense blocks."""
     rows = block.rows
     own = query[:, :, rows]
     parts = segment_attention_backward(
@@ -146,7 +147,7 @@ def _get_arguments(block: SegmentBlock, scale: float) -> tuple[Any, ...]:
 
 
 def _flatten(tensor: Tensor) -> Tensor:
-    """Put [batch, heads, positions, dim] position by position: [batch * positions, heads, dim]."""
+    """Flatten [batch, heads, positions, dim] to [batch * positions, heads, dim]."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -155,12 +156,15 @@ def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
-    """Take what the block may need of [batch, heads, positions, dim]: [batch, positions, heads, dim]."""
+    """Return the positions of ``tensor`` that the block may need.
+
+    [batch, heads, positions, dim] becomes [batch, positions, heads, dim].
+    """
     return tensor[:, :, : block.key_end].transpose(1, 2)
 
 
 def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Put the chunks of all ranks in the sequence's order."""
+    """Gather the chunks of all ranks, in the order of the sequence."""
     if group is None:
         return key, value
     gathered = all_gather_tensor(torch.cat([key, value], -1).movedim(2, 0), 0, group)
@@ -170,10 +174,10 @@ def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tupl
 
 
 def _scatter(key: Tensor, value: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of what :func:`_gather` returned over the ranks, and take those of this rank's chunks.
+    """Sum the gradients of the gathered keys and values over the ranks, and return those of this rank's chunks.
 
-    Each rank sends its summands, rounded once, and adds up what it receives in float32: a reduce-scatter of as many
-    bytes would round every sum of two, which shows from 16 ranks on.
+    Each rank sends its summands, rounded once, and adds up the received ones in float32. A reduce-scatter of as many
+    bytes would round after every addition, which is noticeable from 16 ranks on.
     """
     if group is None:
         return key.to(dtype), value.to(dtype)

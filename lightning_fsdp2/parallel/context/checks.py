@@ -1,4 +1,4 @@
-"""What context parallelism asks of a Hugging Face model, checked before it is sharded."""
+"""The requirements of context parallelism for a Hugging Face model, checked before the model is sharded."""
 
 import inspect
 from typing import Any
@@ -12,10 +12,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_context_parallel(parts: ModelParts, ranks: int) -> None:
-    """Refuse models whose layers mix positions by other means than transformers' attention functions.
+    """Refuse a model whose layers mix positions by other means than transformers' attention functions.
 
     Raises:
-        ValueError: The message names the model and the reason.
+        ValueError: If the model is refused; the message names the model and the reason.
     """
     reason = _get_optional_reason(parts.module, parts.head)
     if reason is not None:
@@ -28,11 +28,11 @@ def check_context_parallel(parts: ModelParts, ranks: int) -> None:
 def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method:
     """Choose how attention sees the whole sequence.
 
-    ``"auto"`` takes what moves less. Forward and backward together, Ulysses moves queries, keys, values and results
-    twice, each a ``1 / cp_size`` part; the all-gather moves keys and values three times.
+    ``"auto"`` takes the method that moves less data. In forward and backward together, Ulysses moves a ``1 / cp_size``
+    part of queries, keys, values and results twice; the all-gather moves keys and values three times.
 
     Raises:
-        ValueError: When ``"ulysses"`` is asked for, but heads do not divide.
+        ValueError: If ``"ulysses"`` is asked for, but the heads cannot be divided over the ranks.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -1,8 +1,9 @@
 """Dense blocks of attention, merged exactly.
 
-Each block is one call of the device's fused attention, which returns the log of its softmax's denominator too, so that
-the blocks' results add up to the result of one softmax over all keys; in backward each block is given the merged
-result, and returns its summand of the gradients (https://arxiv.org/abs/2310.01889, https://arxiv.org/abs/2205.14135).
+Each block is one call of the device's fused attention, which also returns the logarithm of its softmax's denominator.
+With it the blocks' results add up to the result of one softmax over all keys. In backward each block is given the
+merged result, and returns its summand of the gradients (https://arxiv.org/abs/2310.01889,
+https://arxiv.org/abs/2205.14135).
 """
 
 import torch
@@ -13,14 +14,14 @@ from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock
 
 
 def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_normalizer: Tensor) -> None:
-    """Add what some queries see more, in place.
+    """Merge the attention of some queries to further keys into ``output`` and ``normalizer``, in place.
 
     Args:
-        output: [batch, heads, queries, value dim], float32: the attention to what was seen before.
-        normalizer: [batch, heads, queries], float32: the logarithm of its softmax's denominator.
-        rows: The queries that see more.
-        part: [batch, heads, rows, value dim], the attention to that alone.
-        part_normalizer: [batch, heads, rows].
+        output: [batch, heads, queries, value dim], float32: attention to the keys of earlier blocks.
+        normalizer: [batch, heads, queries], float32: logarithm of the denominator of that attention's softmax.
+        rows: Queries that see the further keys.
+        part: [batch, heads, rows, value dim]: attention to the further keys alone.
+        part_normalizer: [batch, heads, rows]: logarithm of the denominator of the softmax of ``part``.
     """
     total = torch.logaddexp(normalizer[:, :, rows], part_normalizer)
     output[:, :, rows] *= (normalizer[:, :, rows] - total).exp_().unsqueeze(-1)
@@ -35,8 +36,8 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock,
         query: [batch, heads, queries, dim].
         keys: [batch, key-value heads, positions, dim].
         values: [batch, key-value heads, positions, value dim].
-        block: Some of the queries and of the keys.
-        scale: Of the scores.
+        block: Block of queries and keys.
+        scale: Factor of the scores.
     """
     query = query[:, :, block.rows]
     inputs = _match_heads(query, keys, values, block)
@@ -59,15 +60,15 @@ def add_dense_gradients(
     """Add the block's summands of the gradients of queries, keys and values to ``sums``, which are float32.
 
     Args:
-        sums: Changed in place; three, as large as ``query``, ``keys`` and ``values``.
-        gradient: Of ``output``.
-        query: As for :func:`attend_dense`.
-        keys: As for :func:`attend_dense`.
-        values: As for :func:`attend_dense`.
-        output: [batch, heads, queries, value dim], merged.
-        normalizer: [batch, heads, queries], merged.
-        block: Some of the queries and of the keys.
-        scale: Of the scores.
+        sums: Three tensors of the shapes of ``query``, ``keys`` and ``values``, changed in place.
+        gradient: Gradient of ``output``.
+        query: See :func:`attend_dense`.
+        keys: See :func:`attend_dense`.
+        values: See :func:`attend_dense`.
+        output: [batch, heads, queries, value dim], merged from all blocks.
+        normalizer: [batch, heads, queries], merged from all blocks.
+        block: Block of queries and keys.
+        scale: Factor of the scores.
     """
     rows = block.rows
     own = query[:, :, rows]
@@ -96,10 +97,10 @@ def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:
 
 
 def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the block's keys and values, with as many heads as the queries have.
+    """Return the queries, and the block's keys and values, with the same number of heads.
 
-    Where all queries see all keys, the queries of the heads that share a key are just more queries. Elsewhere the block
-    is small, and its keys are repeated.
+    If all queries see all keys, the queries of the heads that share a key become those of one head. Otherwise the block
+    is small, and its keys and values are repeated.
     """
     key, value = keys[:, :, block.keys], values[:, :, block.keys]
     heads = keys.size(1)

@@ -1,4 +1,4 @@
-"""The forward of a context parallel model: whole sequences come in, this rank's positions go through."""
+"""The forward of a context parallel model: it takes whole sequences and computes this rank's positions."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -33,21 +33,21 @@ _REFUSED = {
     "start_positions": "which are places in the whole sequence",
     "end_positions": "which are places in the whole sequence",
 }
-"""Arguments that are about whole sequences, and why they are refused."""
+"""Arguments that are about whole sequences, with the reasons why they are refused."""
 
 _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What flash attention is told of packed documents."""
+"""Arguments that tell flash attention about packed documents."""
 
 
 _known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
-"""The documents of every batch in a plan, whose tensors have no values."""
+"""Documents of every batch in a plan, where tensors have no values."""
 
 
 @contextmanager
 def assume_documents(position_ids: Tensor) -> Iterator[None]:
-    """Let all batches in the block have the documents of these position ids, [batch, sequence], as a plan needs it."""
+    """Let all batches inside the block have the documents of ``position_ids``, [batch, sequence], as a plan needs."""
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
     try:
@@ -57,19 +57,19 @@ def assume_documents(position_ids: Tensor) -> Iterator[None]:
 
 
 class ShardedForward:
-    """Runs the forward of a model, or of its base model, on this rank's positions."""
+    """The forward of a model, or of its base model, on this rank's positions."""
 
     def __init__(self, model: nn.Module, sharding: SequenceSharding) -> None:
         self.model = model
         self.sharding = sharding
         self.name = get_class_name(model)
         self._parameters = list(inspect.signature(model.forward).parameters)
-        # as OPT's positions do
+        # as OPT's position embedding does
         self._counts_tokens = any(
             isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             for module in model.modules()
         )
-        # as RoBERTa's do, from 2 on
+        # as RoBERTa does, from 2 on
         self._makes_positions = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
         config: Any = model.config
         self._has_image_positions = "mrope_section" in str(getattr(config.get_text_config(), "rope_parameters", ""))
@@ -81,7 +81,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # the base model, in the model's own forward
+        if is_running_sharded():  # the base model, called in the model's own forward
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -93,7 +93,7 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            stack.enter_context(assume_unpacked_sequences())  # positions of two chunks do not count on
+            stack.enter_context(assume_unpacked_sequences())  # the positions of a rank's two chunks are not consecutive
             sequences = run_sharded(
                 self.name,
                 given["position_ids"],
@@ -112,7 +112,7 @@ class ShardedForward:
         return output if loss is None else loss.finish(output)
 
     def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
-        """Run the model's own forward; the first time, see that every layer that runs attends to the other ranks."""
+        """Run the model's own forward. The first time, check that every layer that runs attends to the other ranks."""
         ran: set[nn.Module] = set()
         lists = [] if self._is_checked else self._get_layer_lists()
         hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
@@ -127,7 +127,7 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list of which none attends may be one of projections, if there is another
+            # a list in which no layer attends may be one of projections, if layers of another list attend
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers: it"
@@ -138,11 +138,11 @@ class ShardedForward:
 
     def _get_layer_lists(self) -> list[list[nn.Module]]:
         lists = get_layer_lists(self.model)
-        # what compiled code calls cannot be followed
+        # calls inside of compiled code cannot be observed
         return [] if any(layer._compiled_call_impl is not None for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
-        """Refuse what cannot be said of a part of a sequence."""
+        """Refuse arguments that have no meaning for a part of a sequence, and drop those about packed documents."""
         for name, reason in _REFUSED.items():
             if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
                 raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
@@ -166,10 +166,10 @@ class ShardedForward:
             del given[name]
 
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """Take the mask out of the arguments; find the documents, which do not see each other, and the padding.
+        """Take the mask out of ``given``, and return the documents, which do not see each other, and the padding.
 
-        As in one process, position ids that restart separate documents unless there is a mask. One synchronisation
-        with the device for either, as transformers has it.
+        As without context parallelism, position ids that restart separate documents, unless there is a mask. Reading
+        either costs one synchronisation with the device, as in transformers.
         """
         batch, length = inputs.shape[:2]
         mask, positions = given.pop("attention_mask", None), given.get("position_ids")
@@ -183,7 +183,7 @@ class ShardedForward:
             return None, None
         if (known := _known_documents.get()) is not None:
             return known, None
-        if positions.ndim == 3:  # [4, batch, sequence]: those of the text, and three for images
+        if positions.ndim == 3:  # [4, batch, sequence]: the text's position ids, and three for images
             positions = positions[0] if positions.size(0) == 4 else None
         if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():
             return None, None
@@ -212,16 +212,16 @@ class ShardedForward:
                 " cannot leave out the padding; set it to False, or pack the sequences instead"
             )
         if (is_token[:, 1:] <= is_token[:, :-1]).all():
-            return None, None  # behind all tokens, where causal attention does not look
+            return None, None  # padding after all tokens, where causal attention does not look
         if self._counts_tokens and not has_positions:
             raise self._make_error(
                 "counts positions by its attention_mask, which begins with padding; give position_ids"
             )
-        # padding sees padding, as a document of its own: a query that sees no key has no softmax
+        # padding sees padding, as its own document: a query that sees no key has no softmax
         return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
-        """Shift the labels and count them while they are whole."""
+        """Shift and count the labels while they are whole; return None without labels."""
         if "labels" not in given and "shift_labels" not in given:
             return None
         ignore_index = given.get("ignore_index", IGNORE_INDEX)
@@ -249,7 +249,10 @@ class ShardedForward:
         return self.sharding.shard(value, dim)
 
     def _gather_router_logits(self, output: Any) -> Any:
-        """The auxiliary loss of a mixture is one of all tokens, in any order. [tokens, experts] each."""
+        """Gather the router logits, [tokens, experts] each.
+
+        The auxiliary loss of a mixture of experts is over all tokens, in any order.
+        """
         if getattr(output, "router_logits", None) is not None:
             group = self.sharding.group
             output.router_logits = tuple(gather_for_ranks(logits, 0, group) for logits in output.router_logits)
@@ -257,7 +260,10 @@ class ShardedForward:
 
     @contextmanager
     def _draw_own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Let ranks drop different elements of different positions; outside of the model they draw the same numbers."""
+        """Let ranks draw different random numbers inside the block, since they drop elements of different positions.
+
+        Outside of the model they draw the same numbers.
+        """
         random = LayerRandom(self.model, self.sharding.group, device)
         if self._draws_random_numbers:
             random.begin_shards()
@@ -282,14 +288,17 @@ class ShardedForward:
 
 
 def computes_by_length(module: nn.Module) -> bool:
-    """Whether ``module`` is a rotary embedding whose frequencies depend on the largest position that it is given."""
+    """Return whether ``module`` is a rotary embedding whose frequencies depend on the largest position it is given."""
     rope_type = getattr(module, "rope_type", None)
     names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
 
 
 class WholeRotary:
-    """Runs such an embedding on the positions of all ranks, and takes this rank's: [..., sequence, dim] each."""
+    """The forward of a rotary embedding, run on the positions of all ranks.
+
+    It returns this rank's part of the results, [..., sequence, dim] each.
+    """
 
     def __init__(self, sharding: SequenceSharding) -> None:
         self.sharding = sharding
@@ -302,7 +311,7 @@ class WholeRotary:
 
 
 class _ShardedLoss:
-    """The loss that a model computes from its positions' labels, made that of all positions."""
+    """The loss that a model computes from the labels of this rank's positions, turned into that of all positions."""
 
     def __init__(self, forward: ShardedForward) -> None:
         self.forward = forward
@@ -311,7 +320,7 @@ class _ShardedLoss:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """See whether the model's loss function takes the labels that are shifted already."""
+        """Find out inside the block whether the model's loss function takes the labels that are already shifted."""
         own = self.model.__dict__.get("_loss_function")
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters
@@ -329,10 +338,10 @@ class _ShardedLoss:
                 self.model.loss_function = own
 
     def finish(self, output: Any) -> Any:
-        """Replace the loss in what the model returned by the mean of all ranks' losses.
+        """Replace the loss in the model's output by the mean of all ranks' losses.
 
         Raises:
-            ValueError: When the model shifted the labels itself, and so lost one at each border of a part.
+            ValueError: If the model shifted the labels itself, and so lost one label at each border of a part.
         """
         if not self._is_shifted:
             raise self.forward._make_error(
@@ -348,7 +357,7 @@ class _ShardedLoss:
 
 
 class _MeanOfValues(torch.autograd.Function):
-    """The mean over the ranks, whose gradient is that of the rank's own value: FSDP takes the mean of gradients."""
+    """The mean over the ranks. Its gradient goes to the rank's own value unchanged, since FSDP averages gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -360,5 +369,8 @@ class _MeanOfValues(torch.autograd.Function):
 
 
 def _is_generating(given: dict[str, Any]) -> bool:
-    """Tokens that come one by one cannot be split: all ranks compute them alike."""
+    """Return whether the model generates.
+
+    Tokens that come one by one cannot be split: all ranks compute them alike.
+    """
     return not torch.is_grad_enabled() and "past_key_values" in given

@@ -1,7 +1,7 @@
-"""Attention of many segments in one operation: the kernel for various lengths where the device has it, or a loop.
+"""Attention of many segments in one operation: the device's variable-length kernel if it has one, else a loop.
 
-The operations are torch's custom ones (``torch.library``), so that what counts operations, and what compiles, sees one
-for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` knows their FLOPs by ``pairs``.
+The operations are custom operators of torch (``torch.library``). FLOP counters and ``torch.compile`` therefore see one
+operation for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` computes its FLOPs from ``pairs``.
 """
 
 from itertools import pairwise
@@ -38,20 +38,22 @@ def segment_attention(
     The block is a :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
 
     Args:
-        query: [queries, heads, dim], those of one segment after those of the other.
+        query: [queries, heads, dim], segment after segment.
         key: [batch, positions, key-value heads, dim].
         value: [batch, positions, key-value heads, value dim].
-        key_starts: [batch]; these and the next are those of the block.
-        query_ends: [segments + 1].
-        key_ends: [segments + 1].
-        most_queries: Of a segment.
-        most_keys: Of a segment.
-        window: How many keys a query sees at most, itself included; None for all of its segment up to its own.
-        scale: Of the scores.
-        pairs: For who counts; nothing here depends on it.
+        key_starts: [batch], the block's ``key_starts``.
+        query_ends: [segments + 1], the block's ``query_ends``.
+        key_ends: [segments + 1], the block's ``key_ends``.
+        most_queries: Largest number of queries of a segment.
+        most_keys: Largest number of keys of a segment.
+        window: Largest number of keys that a query sees, its own included. None if it sees all keys of its segment up
+            to its own.
+        scale: Factor of the scores.
+        pairs: Number of pairs that are seen, for FLOP counters; the result does not depend on it.
 
     Returns:
-        [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries], float32.
+        The attention, [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries],
+        float32.
     """
     key, value = _pack(key, key_starts), _pack(value, key_starts)
     if has_flash(query):
@@ -89,9 +91,10 @@ def segment_attention_backward(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values for that of the output of :func:`segment_attention`.
+    """Return the gradients of queries, keys and values, given the gradient of :func:`segment_attention`'s output.
 
-    Output and normalizer may be those of a softmax over more keys: the gradients are then summands, for these keys.
+    ``output`` and ``normalizer`` may be those of a softmax over more keys. The gradients are then the summands that
+    these keys contribute.
     """
     keys, values = _pack(key, key_starts), _pack(value, key_starts)
     saved = (gradient, query, keys, values, output, normalizer)
@@ -129,9 +132,9 @@ def _compute_gradients(
 
 
 def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
-    """Take what is needed of each sequence, one after the other. [batch, positions, heads, dim] to [keys, heads, dim].
+    """Join the needed positions of all sequences: [batch, positions, heads, dim] to [keys, heads, dim].
 
-    Where it is the same of all, or there is one, nothing is copied that lies so in memory.
+    If they start at the same position in all sequences, nothing is copied if the memory layout allows it.
     """
     first, *others = starts.tolist()
     if all(other == first for other in others):
@@ -140,7 +143,7 @@ def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
-    """Put back what :func:`_pack` took, with zeros elsewhere."""
+    """Undo :func:`_pack`, with zeros at the positions that it left out."""
     result = packed.new_zeros(like.shape)
     lengths = [like.size(1) - start for start in starts.tolist()]
     for sequence, start, part in zip(result, starts.tolist(), packed.split(lengths), strict=True):
@@ -149,12 +152,12 @@ def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
 
 
 def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
-    """Return dense blocks of each segment; on a device it is waited for."""
+    """Return the dense blocks of each segment. This waits for the device that holds the tensors."""
     blocks: list[DenseBlock] = []
     for (first, end), (first_key, last_key) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
-        rows, own = slice(first, end), last_key - (end - first)  # the key of the first query's own position
+        rows, own = slice(first, end), last_key - (end - first)  # own: the key at the first query's position
         if window is not None and window < last_key - first_key:
             blocks += get_masked_blocks(rows, own, window, first_key=first_key)
             continue

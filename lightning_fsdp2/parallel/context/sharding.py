@@ -1,4 +1,4 @@
-"""Which positions of a model's sequences this rank of a context parallel group computes."""
+"""The positions of a model's sequences that this rank of a context parallel group computes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 
 class SequenceSharding:
-    """How the sequences of one Hugging Face model are split over ranks.
+    """The split of one Hugging Face model's sequences over ranks.
 
     Attributes:
-        group: The ranks.
+        group: Process group of the context parallel ranks.
         method: ``"allgather"`` or ``"ulysses"``.
-        divisor: What the length of a sequence must be divisible by.
-        is_active: Whether they are split at all.
+        divisor: Number that must divide the length of a sequence.
+        is_active: Whether the sequences are split at the moment.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class SequenceSharding:
         self.is_active = False
 
     def activate(self) -> None:
-        """Let the model split its sequences."""
+        """Make the model split its sequences."""
         if not self.is_active:
             for config in _get_attention_configs(self.model):
                 install_attention(config)
         self.is_active = True
 
     def deactivate(self) -> None:
-        """Let the model compute whole sequences, and leave transformers as it was."""
+        """Make the model compute whole sequences, and leave transformers as it was."""
         if self.is_active:
             for config in _get_attention_configs(self.model):
                 uninstall_attention(config)
         self.is_active = False
 
     def get_chunks(self, length: int) -> tuple[Chunk, ...]:
-        """This rank's positions of sequences of ``length``.
+        """Return this rank's positions of sequences of ``length``.
 
         Raises:
-            ValueError: When it cannot be divided.
+            ValueError: If ``length`` is not divisible by ``divisor``.
         """
         if length % self.divisor:
             lower = length // self.divisor * self.divisor
@@ -74,12 +74,12 @@ class SequenceSharding:
         return (Chunk(self.group.rank() * size, size),)
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Take this rank's positions of the whole sequences in ``tensor``."""
+        """Return this rank's positions of the whole sequences in ``tensor``."""
         chunks = self.get_chunks(tensor.size(dim))
         return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Put the ranks' positions in the order of the whole sequences."""
+        """Gather the positions of all ranks, in the order of the whole sequences."""
         whole = gather_for_ranks(tensor.contiguous(), dim, self.group)
         if self.method == "ulysses":
             return whole

@@ -1,7 +1,7 @@
-"""Parts of a model that not every batch needs, such as the tower of images, run on all data parallel ranks or on none.
+"""Parts of a model that not every batch needs, such as an image tower, run on all data parallel ranks or on none.
 
-Ranks gather a unit's weights together. One whose batch has no image would enter the language model while the others
-gather the tower, and the two collectives would be taken for one: a crash, or a hang.
+Ranks gather a unit's weights together. A rank whose batch has no image would enter the language model while the others
+gather the tower. The two collectives would be taken for one, which crashes or hangs.
 """
 
 from collections.abc import Iterable
@@ -18,24 +18,24 @@ from lightning_fsdp2.ranks.failures import describe_ranks
 _CHECK_ATTRIBUTE = "_lightning_fsdp2_branches"
 
 End = Literal["the backward pass", "the end of the step"]
-"""What may follow the last part."""
+"""Names of the events that may follow the last part."""
 
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
 
-    A part is a unit outside of layers, or a list of layers; each costs an exchange of a number on the host, and so does
-    what follows the last one (:func:`check_end`). Where there is one list of layers, and nothing beside a Hugging Face
-    model, there is nothing to choose from, and no exchange.
+    A part is a unit outside of layers, or a list of layers. Each part costs an exchange of a number on the host, and so
+    does the event after the last part (:func:`check_end`). If there is only one list of layers, and nothing beside a
+    Hugging Face model, there is nothing to choose from, and no exchange.
 
     Args:
-        root: A module that is sharded.
-        units: Its modules whose weights are gathered when they are called.
-        group: All ranks, on the host.
+        root: Module that is sharded.
+        units: Modules of ``root`` whose weights are gathered when they are called.
+        group: Process group of all ranks, on the host.
     """
     lists = get_layer_lists(root)
     inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
-    # a list of layers is entered with the first
+    # a list of layers is entered with its first layer
     entered = ({*units} - inside) | {blocks[0] for blocks in lists}
     parts = [module for module in root.modules() if module in entered]
     models = {module for model in get_hf_models(root) for module in model.modules()}
@@ -50,10 +50,12 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Let the ranks tell each other that they enter no further part of ``root``, if they tell which they enter.
+    """Let the ranks tell each other that they enter no further part of ``root``.
+
+    This does nothing if :func:`check_branches` found nothing to check.
 
     Raises:
-        RuntimeError: On every rank, where another one enters a part.
+        RuntimeError: On every rank, if one of the ranks enters a part.
     """
     if (check := root.__dict__.get(_CHECK_ATTRIBUTE)) is not None:
         check.compare(check.names.index(end))
@@ -69,13 +71,13 @@ class _Check:
             if not is_unsharded_by_user(module):
                 self.compare(index)
 
-        return torch.compiler.disable(hook)  # dynamo would take the hook of a compiled layer for code to trace
+        return torch.compiler.disable(hook)  # dynamo would trace the hook of a compiled layer
 
     def compare(self, index: int) -> None:
-        """Raise, on every rank, where ranks are at different parts.
+        """Compare the part that this rank enters with the other ranks' parts.
 
         Raises:
-            RuntimeError: Naming the parts, and the ranks that enter them.
+            RuntimeError: On every rank, if the parts differ. The message names them, and the ranks that enter them.
         """
         entered = [torch.tensor(0) for _ in range(self.group.size())]
         dist.all_gather(entered, torch.tensor(index), group=self.group)

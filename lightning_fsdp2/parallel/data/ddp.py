@@ -1,8 +1,8 @@
-"""DDP around a module whose trained parameters may change, as they do when callbacks freeze and unfreeze.
+"""DDP around a module whose trained parameters may change, as when callbacks freeze and unfreeze them.
 
-torch's reducer knows the parameters that required a gradient when it was made. Those that are unfrozen later it never
-reduces, and those that are frozen it waits for; neither is an error where it happens, and each rank goes on with
-weights of its own.
+torch's reducer knows the parameters that required a gradient when it was made. It never reduces parameters that are
+unfrozen later, and it waits for those that are frozen later. Neither raises an error when it happens, and each rank
+goes on with its own weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class Replica:
-    """A module, and what wraps it while it is trained.
+    """A module, and the wrapper around it while it is trained.
 
     Args:
-        module: Trained on every rank.
-        wrap: Makes the wrapper; the same weights are on all ranks already.
-        group: Those ranks.
-        before_wrapping_again: Called before a wrapper is replaced, which all ranks must do together.
+        module: Module that is trained on every rank.
+        wrap: Function that makes the wrapper. All ranks already have the same weights when it is called.
+        group: Process group of these ranks.
+        before_wrapping_again: Function that is called before a wrapper is replaced, which all ranks must do together.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Replica:
 
     @property
     def root(self) -> nn.Module:
-        """What a step is called through."""
+        """Module that a step is called through."""
         return self.wrapper or self.module
 
     def refresh(self) -> None:
-        """Take over what was frozen and unfrozen since the last step."""
+        """Adapt to the parameters that were frozen and unfrozen since the last step."""
         trained = self._get_trained()
         if trained.keys() == self._trained.keys():
             return
@@ -62,10 +62,10 @@ class Replica:
         self._wrap()
 
     def check_known(self) -> None:
-        """Refuse to train what the reducer does not know, which each rank would train by itself.
+        """Refuse to train parameters that the reducer does not know, since each rank would train them by itself.
 
         Raises:
-            ValueError: When parameters were unfrozen inside of the step.
+            ValueError: If parameters were unfrozen inside of the step.
         """
         unknown = self._get_trained().keys() - self._known.keys()
         if unknown:
@@ -76,10 +76,10 @@ class Replica:
             )
 
     def finish_backward(self, *, is_manual: bool) -> None:
-        """Let torch find out now, and not in the next step, whether a gradient was not reduced.
+        """Make torch check now, and not in the next step, whether all gradients were reduced.
 
         Raises:
-            RuntimeError: When parameters took no part in the loss.
+            RuntimeError: If parameters took no part in the loss.
         """
         if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
             return
@@ -87,14 +87,14 @@ class Replica:
         if self._is_learning:
             self._is_learning = False
             if is_manual:
-                # torch reduces the first gradients of a static graph behind its own backward, which this is not
+                # for a static graph, torch reduces the first gradients only after a backward through the wrapper
                 reducer._delay_all_reduce()
         reducer._rebuild_buckets()
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
-        """A micro-batch that no optimizer step follows."""
-        # a static graph is learnt from a backward that synchronises; means of means add up, so once more does no harm
+        """Run a micro-batch that no optimizer step follows, without reducing its gradients."""
+        # a static graph is learnt from a backward that synchronises; to average averaged gradients again does no harm
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 
@@ -107,7 +107,7 @@ class Replica:
         return {id(parameter): parameter for parameter in self.module.parameters() if parameter.requires_grad}
 
     def _reduce_gradients_of_frozen(self, trained: dict[int, Tensor]) -> None:
-        """What micro-batches before have left in them is still this rank's own."""
+        """Average the gradients of parameters that are now frozen: earlier micro-batches left them unreduced."""
         for number, parameter in self._trained.items():
             if number not in trained and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._group)
@@ -118,11 +118,13 @@ def reduce_in_float32(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP for gradients in bfloat16, where the sum of many ranks would be rounded each time.
+    """Average a bucket of bfloat16 gradients in float32, as a communication hook of DDP.
+
+    In bfloat16 the sum over many ranks would be rounded at each addition.
 
     Args:
-        group: The ranks whose mean is taken.
-        bucket: Of gradients; torch insists on the annotation.
+        group: Process group of the ranks whose mean is taken.
+        bucket: Bucket of gradients; torch insists on the annotation.
     """
     wide = bucket.buffer().float().div_(group.size())
     work = dist.all_reduce(wide, group=group, async_op=True)

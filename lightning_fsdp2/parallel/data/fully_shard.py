@@ -1,4 +1,4 @@
-"""FSDP2 applied to the units of a model: sharding, gathering ahead of time, gathering for good and sharding again."""
+"""FSDP2 applied to the units of a model: sharding, prefetching, and gathering a whole model for a while."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,15 +31,15 @@ def apply_fully_shard(
     """Shard a model over ``mesh``, unit by unit, and return the units.
 
     Args:
-        structure: Of a LightningModule, a Hugging Face model or any other module, which is changed in place.
-        mesh: 1-D to shard, 2-D to replicate x shard (HSDP).
+        structure: Structure of a LightningModule, a Hugging Face model or any other module, which is changed in place.
+        mesh: 1-D mesh to shard, or 2-D mesh to replicate x shard (HSDP).
         mp_policy: Dtypes of compute, gradient reduction and the model's output.
-        offload_policy: Where the shards live between uses.
+        offload_policy: Policy that says where the shards live between uses.
         reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
             False keeps every block gathered; an int reshards blocks to that many ranks.
 
     Raises:
-        ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can serve.
     """
     plan = build_unit_plan(structure, reshard_after_forward)
     _shard_units(plan.units, structure.root, mesh, mp_policy, offload_policy)
@@ -47,10 +47,10 @@ def apply_fully_shard(
 
 
 def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> None:
-    """Refuse a number of ranks to reshard to that does not divide the ``ranks`` which parameters are sharded over.
+    """Refuse to reshard to a number of ranks that does not divide the ``ranks`` that parameters are sharded over.
 
     Raises:
-        ValueError: Naming the numbers that do.
+        ValueError: If it does not; the message names the numbers that do.
     """
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
@@ -68,17 +68,17 @@ def apply_layer_sharding(
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> None:
-    """Shard the blocks of a model alone; arguments and errors as in :func:`apply_fully_shard`."""
+    """Shard a model's blocks alone. Arguments and errors are those of :func:`apply_fully_shard`."""
     _shard_units(build_layer_units(structure, reshard_after_forward), structure.root, mesh, mp_policy, offload_policy)
 
 
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
-    """Let every unit start the all-gather of the next ones in its chain.
+    """Let every unit start the all-gather of the next units in its chain.
 
     Args:
-        plan: What :func:`apply_fully_shard` returned.
+        plan: Units and chains that :func:`apply_fully_shard` returned.
         forward_depth: Number of units gathered ahead in forward; 0 leaves it to torch.
-        backward_depth: The same for backward, where 0 means torch's own prefetch of one unit.
+        backward_depth: Number of units gathered ahead in backward; 0 means torch's own prefetch of one unit.
     """
     for chain in plan.chains:
         modules: list[Any] = [unit.modules[0] for unit in chain]
@@ -89,8 +89,8 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
-                # none would mean torch's own guess, which may be a unit that backward does not need (an embedding, a
-                # frozen model that ran before); the root is gathered already
+                # an empty list would mean torch's own guess, which may be a unit that backward does not need (an
+                # embedding, a frozen model that ran before); the root is gathered already
                 module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
@@ -99,17 +99,17 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     """Gather all weights of ``model`` for the duration of the block, and shard them again at its end.
 
     Inside the block every submodule can be called and every parameter read in full, without further communication,
-    on one rank as on all; writes to the parameters are lost. All ranks must enter and leave it. It holds the whole
-    model at once on every rank, in the dtype it computes in (bfloat16 under bf16-mixed).
+    on one rank or on all. Writes to the parameters are lost. All ranks must enter and leave the block. Every rank holds
+    the whole model at once, in the dtype in which the model computes (bfloat16 under bf16-mixed).
 
     Raises:
-        ValueError: When Megatron-FSDP shards the model.
-        RuntimeError: When ``state_dict`` is called inside: it is made of shards, and would shard the model again. In a
-            backward behind the block, when it needs weights that were gathered for the block.
+        ValueError: If Megatron-FSDP shards the model.
+        RuntimeError: If ``state_dict`` is called inside the block: it is made of shards, and would shard the model
+            again. Also in a backward after the block, if it needs weights that were gathered for the block.
     """
     for sharder in filter(None, map(get_optional_sharder, model.modules())):
         sharder.check_can_unshard()
-    # what an outer block has gathered stays gathered at the end of this one
+    # modules that an outer block has gathered stay gathered at the end of this one
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in marked]
@@ -130,27 +130,27 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
 
 
 def is_unsharded_by_user(module: nn.Module) -> bool:
-    """Whether ``module`` is inside an :func:`unshard_model` block."""
+    """Return whether ``module`` is inside an :func:`unshard_model` block."""
     return module.__dict__.get(_UNSHARDED_ATTRIBUTE, False)
 
 
 def reshard(model: nn.Module) -> None:
     """Shard every unit of ``model`` that a forward without backward left gathered.
 
-    Such a copy would be stale after the next optimizer step or load, and hides the sharded parameter from
-    ``named_parameters()``. Costs nothing where there is none. Not to be called while a forward runs.
+    A gathered copy would be stale after the next optimizer step or load, and hides the sharded parameter from
+    ``named_parameters()``. If no unit is gathered, this costs nothing. Do not call it while a forward runs.
     """
     _reshard_units(get_fsdp_modules(model))
 
 
 def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """All modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
+    """Return all modules of ``model`` that ``fully_shard`` was applied to, outer ones first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
 def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
-    """Make it an error, where it would be a crash, that a backward behind the block reads a weight freed at its end."""
+    """Raise an error instead of crashing if a backward after the block reads a weight freed at the block's end."""
     weights = {_get_address(parameter) for parameter in model.parameters()} - {0}
     is_over = False
 
@@ -202,7 +202,7 @@ def _shard_units(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
 ) -> None:
-    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # what metrics hold
+    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
     units = list(units)
     for module in (module for unit in units for module in unit.modules):
         _check_class(type(module))
@@ -211,22 +211,22 @@ def _shard_units(
 
 
 class _Unregistered(FSDPModule):
-    """FSDP2's class, but the user's class does not learn that it has a subclass."""
+    """FSDP2's class, except that the user's class is not told about its new subclass."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
 
 
 def _check_class(cls: type[nn.Module]) -> None:
-    """Refuse a class that FSDP2 cannot put one of its own before, while nothing is sharded yet.
+    """Refuse a class that FSDP2 cannot combine with its own class, while nothing is sharded yet.
 
     Raises:
-        TypeError: Python lays out the instances of the two in different ways.
+        TypeError: If Python lays out the instances of the two classes in different ways.
     """
     if issubclass(cls, FSDPModule):
         return
     try:
-        # without the `__new__` and `__setattr__` that the class may have
+        # bypasses a `__new__` and `__setattr__` that the class may have
         object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
     except TypeError as error:
         bases = [base.__name__ for base in cls.__bases__]
@@ -266,13 +266,13 @@ def _shard_unit(
 
 
 def _keep_class_name(module: nn.Module) -> None:
-    """Let Lightning's and transformers' messages and summaries call a module what its user does, not ``FSDP...``."""
+    """Keep the user's class name for the messages and summaries of Lightning and transformers, not ``FSDP...``."""
     cls, own = type(module), get_class(module)
     cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
 
 
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """FSDP2's dim for ``parameter``: 0, but 1 where tensor parallelism has packed shards of dim 0.
+    """Return FSDP2's placement of ``parameter``: None for dim 0, or dim 1 if tensor parallelism packed shards in dim 0.
 
     DTensor has no placement for a shard of each of several packed shards.
     """
@@ -289,7 +289,7 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:
-    """What users hang on parameters, such as ``_no_weight_decay``; sharding makes new ones."""
+    """Return what users set on parameters, such as ``_no_weight_decay``: sharding makes parameters without it."""
     return {
         (module, name): dict(parameter.__dict__)
         for top in modules

@@ -30,23 +30,23 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
-    The twin of :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch
-    refuses (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, as torch's own tensor parallelism
-    leaves them on replicated parameters, are reduced first. Every rank must call it.
+    This is :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch refuses
+    (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, as torch's own tensor parallelism leaves them
+    on replicated parameters, are reduced first. Every rank must call it.
 
     Args:
-        parameters: Those of the optimizer, sharded or not. Parameters without a gradient are skipped.
+        parameters: Parameters of the optimizer, sharded or not. Those without a gradient are skipped.
         max_norm: Largest total norm; ``inf`` only measures.
         norm_type: Order p of the norm; ``inf`` for the largest absolute value.
-        error_if_nonfinite: Raise, before any gradient is changed, when the norm is NaN or infinite. This waits for the
-            device; without it nothing does.
+        error_if_nonfinite: Whether to raise, before any gradient is changed, if the norm is NaN or infinite. The check
+            waits for the device; without it nothing does.
 
     Returns:
         The total norm before clipping: a plain float32 scalar, the same on every rank.
 
     Raises:
         RuntimeError: See ``error_if_nonfinite``.
-        ValueError: When the bound is negative or NaN; under Megatron-FSDP, when the model was called since its
+        ValueError: If the bound is negative or NaN. Under Megatron-FSDP also if the model was called after its
             backward, and now holds parameters without gradients.
     """
     _check_bound("max_norm", max_norm)
@@ -68,7 +68,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate.
 
     Raises:
-        ValueError: When the bound is negative or NaN; under Megatron-FSDP as :func:`clip_grad_norm_`.
+        ValueError: If the bound is negative or NaN; under Megatron-FSDP also as in :func:`clip_grad_norm_`.
     """
     _check_bound("clip_value", clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -82,10 +82,10 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 
 @torch.no_grad()
 def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients together, each element counted once however many ranks hold a copy of it.
+    """Return the norm of all gradients together, each element counted once, no matter how many ranks hold a copy.
 
-    Norms are accumulated in float32; one scalar travels per group of parameters that share mesh and sharded axes, and
-    one between replicas (HSDP).
+    Norms are accumulated in float32. One scalar is communicated per group of parameters that share mesh and sharded
+    axes, and one between replicas (HSDP).
     """
     parameters = list(parameters)
     _reduce_partial(parameters)
@@ -105,7 +105,7 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
     for group in copies:
         if not any(group in spread for spread in groups):
-            # replicas add up by themselves, in whichever order: clipped by norms an ulp apart they would part
+            # each replica adds up by itself, in any order: clipped by norms an ulp apart, replicas would diverge
             dist.broadcast(total, group=group, group_src=0)
     return total
 
@@ -127,16 +127,16 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 @contextmanager
 def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
-    """Keep gradients of the backward passes inside the block unsynchronised; the next one outside adds them up.
+    """Keep gradients unsynchronised inside the block; the next backward outside synchronises their sum.
 
-    Use it around all but the last micro-batch of an accumulation window. To throw them away takes
-    :func:`drop_deferred_gradients`; under a Trainer the ``zero_grad`` of the optimizer does so.
+    Use it around all micro-batches of an accumulation window except the last. :func:`drop_deferred_gradients` throws
+    the gradients away; under a Trainer the ``zero_grad`` of the optimizer does so too.
 
     Args:
         model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; any other is left alone.
-        reduce_scatter: False saves all communication and keeps the whole gradient in memory on every rank. True
-            reduce-scatters every micro-batch, so that only shards are kept, and saves the all-reduce over the
-            replicas (HSDP) alone. Megatron-FSDP decides by its ``zero_dp_strategy``.
+        reduce_scatter: Whether to reduce-scatter the gradients of every micro-batch. False saves all communication and
+            keeps the whole gradient in memory on every rank. True keeps only shards, and saves only the all-reduce over
+            the replicas (HSDP). Megatron-FSDP decides by its ``zero_dp_strategy`` instead.
     """
     modules = get_fsdp_modules(model)
     for module in modules:
@@ -151,7 +151,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # before the next backward adds to them: here as in a loop inside the block
+    # separate them before the next backward adds to them: here for a loop inside the block, below at its end
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
@@ -167,11 +167,11 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Forget the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
 
-    torch keeps them apart from ``parameter.grad``, where the ``zero_grad`` of an optimizer does not reach them.
+    torch keeps them apart from ``parameter.grad``, so that the ``zero_grad`` of an optimizer does not reach them.
 
     Args:
         model: A module that holds FSDP2 units.
-        parameters: Those whose gradients are cleared, as an optimizer has them.
+        parameters: Parameters whose gradients are cleared, as an optimizer has them.
     """
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
@@ -193,13 +193,13 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
 
 
 def _check_bound(name: str, bound: float) -> None:
-    """Refuse what would turn all gradients around, or make them NaN."""
+    """Refuse a bound that would reverse all gradients, or make them NaN."""
     if not bound >= 0:
         raise ValueError(f"{name}={bound!r} must be 0 or more; to measure the norm alone, use max_norm=float('inf').")
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:
-    """Those that Megatron-FSDP computes with have no gradients: nothing would be clipped."""
+    """Refuse the parameters that Megatron-FSDP computes with: they have no gradients, so nothing would be clipped."""
     if any(
         hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
     ):
@@ -210,7 +210,7 @@ def _check_distributed(parameters: list[Tensor]) -> None:
 
 
 def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
-    """The process groups over which the elements of ``gradient`` are spread, and those that hold copies of them."""
+    """Return the process groups over which the elements of ``gradient`` are spread, and those that hold copies."""
     if not isinstance(gradient, DTensor):
         return (), ()
     mesh = gradient.device_mesh
@@ -222,7 +222,7 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
 
 
 def _reduce_partial(parameters: Iterable[Tensor]) -> None:
-    """Add up the gradients of which each rank holds a part, into the placements of their parameters."""
+    """Reduce gradients that are partial sums on each rank to the placements of their parameters."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
@@ -247,7 +247,7 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of |g|^p over this rank's elements, or their largest |g| for the infinity norm; zero where it holds none."""
+    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; zero for none."""
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)
@@ -258,7 +258,7 @@ def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
 def _reduce_power(power: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if math.isinf(norm_type):
-        power = power.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's MAX passes over another rank's NaN
+        power = power.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's MAX ignores another rank's NaN
     for group in groups:
         dist.all_reduce(power, op=op, group=group)
     return power

@@ -1,7 +1,7 @@
-"""The units of a model: which modules travel together, which stay gathered after forward, and in which order they run.
+"""The units of a model: modules that are gathered together, whether they stay gathered, and in which order they run.
 
-A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its parameters travel in one all-gather and
-its gradients in one reduce-scatter.
+A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its parameters are communicated in one
+all-gather and its gradients in one reduce-scatter.
 """
 
 import itertools
@@ -30,19 +30,22 @@ class Unit:
     """The modules of one ``fully_shard`` call and how it treats them."""
 
     modules: list[nn.Module]
-    """Run in this order in forward."""
+    """Modules in the order in which forward runs them."""
 
     reshard_after_forward: bool | int = True
-    """False keeps the weights gathered for backward; an int reshards to that many ranks."""
+    """Whether the weights are resharded after forward.
+
+    False keeps them gathered for backward; an int reshards to that many ranks.
+    """
 
     casts_output: bool = False
-    """Whether ``MixedPrecisionPolicy.output_dtype`` applies: to whole models only, lest it leak into every block."""
+    """Whether ``MixedPrecisionPolicy.output_dtype`` applies. It is for whole models, so that blocks do not cast."""
 
     is_container: bool = False
-    """The LightningModule: it computes in its own dtype and leaves the batch as it is."""
+    """Whether this is the LightningModule, which computes in its own dtype and leaves the batch as it is."""
 
     unshard_in_backward: bool = True
-    """False for an untied embedding, whose gradient does not need its weights."""
+    """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
 
 
 @dataclass(kw_only=True)
@@ -57,11 +60,11 @@ def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int
     """Decide on the units of a model without changing it.
 
     Args:
-        structure: Of a LightningModule, a Hugging Face model or any other module.
-        reshard_after_forward: As in :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
+        structure: Structure of a LightningModule, a Hugging Face model or any other module.
+        reshard_after_forward: See :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
 
     Raises:
-        ValueError: When parameters are tied, or mixed in dtype, in a way that no grouping of modules can serve.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can serve.
     """
     model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
@@ -89,7 +92,7 @@ def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int
 
 
 def build_layer_units(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> list[Unit]:
-    """Decide on the units of the blocks of a model alone; arguments and errors as in :func:`build_unit_plan`."""
+    """Decide on the units of a model's blocks alone. Arguments and errors are those of :func:`build_unit_plan`."""
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
@@ -113,7 +116,7 @@ def _build_end_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> tuple[Unit | None, Unit | None]:
-    """The embedding's unit and that of ``[norm, head]``; one unit for both where they are tied."""
+    """Build the unit of the embedding and that of ``[norm, head]``, or one unit for both if they are tied."""
     ends = (parts.embedding, parts.head, parts.final_norm)
     embedding, head, norm = (module if module not in taken else None for module in ends)
     keep = reshard_after_forward is not True and _is_trainable([parts.module])
@@ -123,7 +126,7 @@ def _build_end_units(
         return None, tied if _owns_all([embedding, *tail], owners) else None
     embedding_unit = head_unit = None
     if embedding is not None and _owns_all([embedding], owners):
-        # its gradient needs no weights, but that of a norm inside of it does
+        # the gradient of an embedding needs no weights, but that of a norm inside of it does
         embedding_unit = Unit(modules=[embedding], unshard_in_backward=len(list(embedding.parameters())) > 1)
     if head is not None and _owns_all(tail, owners):
         head_unit = Unit(modules=tail, reshard_after_forward=not keep)
@@ -136,7 +139,7 @@ def _build_child_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
-    """Units for the models inside ``model``, and for its other children that own parameters not yet in a unit."""
+    """Build units for the models inside of the root, and for its other children with parameters not yet in a unit."""
     model = structure.root
     if is_hf_model(model):
         return []
@@ -164,7 +167,7 @@ def _build_child_units(
 def _group_tied(
     tops: list[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
 ) -> list[list[nn.Module]]:
-    """Put modules that share a parameter into one group: a parameter belongs to one unit."""
+    """Put modules that share a parameter into one group, since a parameter belongs to one unit."""
     top_of = {module: top for top in reversed(tops) for module in get_modules(top)}
     group_of = {top: [top] for top in tops}
     for holders in owners.values():
@@ -182,7 +185,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # backward begins in the model whose forward ended last: one that was split into layers keeps its own weights
+        # backward begins in the model whose forward ended last: if it has layers, its other weights stay gathered
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
@@ -194,9 +197,9 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``module``, or the modules in one that has no forward, for which nothing would gather weights.
+    """Return ``module``, or the modules inside of it if it has no forward: nothing would gather weights for it.
 
-    What such modules hold themselves is used by the parent's forward, and belongs to its unit.
+    Parameters that such a module holds itself are used by its parent's forward, and belong to the parent's unit.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
@@ -204,7 +207,10 @@ def _expand_containers(module: nn.Module) -> list[nn.Module]:
 
 
 def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
-    """Put the model's ends around its list of blocks; with several lists their order in forward is unknown."""
+    """Put the model's embedding and head around its chain of blocks, if there is one chain.
+
+    With several chains their order in forward is unknown.
+    """
     modules = set(get_modules(model))
     own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
     if len(own) == 1:
@@ -214,7 +220,7 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of a minority dtype their own units: torch wants one dtype among a unit's trainable parameters."""
+    """Give modules of a minority dtype their own units: torch wants one dtype for a unit's trainable parameters."""
     names = get_parameter_names(model)
     claimed: set[nn.Module] = set()
     result: list[Unit] = []
@@ -252,7 +258,7 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
     """Refuse parameters without a dimension that could be sharded, and embeddings with sparse gradients.
 
     Raises:
-        ValueError: Naming them and ``sharder``.
+        ValueError: If there are any; the message names them and ``sharder``.
     """
     names = get_parameter_names(model)
     if scalars := [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]:
@@ -289,7 +295,10 @@ def _check_layers_own_their_parameters(
     layer_lists: list[list[nn.Module]],
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
 ) -> None:
-    """A parameter tied across blocks would belong to two units, which torch refuses at the first forward."""
+    """Refuse a parameter that a block shares with modules outside of it.
+
+    It would belong to two units, which torch refuses at the first forward.
+    """
     block_of = {module: block for blocks in layer_lists for block in blocks for module in get_modules(block)}
     names = {module: name for name, module in model.named_modules()}
     for holders in owners.values():
@@ -304,7 +313,7 @@ def _check_layers_own_their_parameters(
 
 
 def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
-    """Whether no parameter below ``modules`` is also held by a module outside of them."""
+    """Return whether no parameter below ``modules`` is also held by a module outside of them."""
     inside = {module for top in modules for module in get_modules(top)}
     parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
     return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])

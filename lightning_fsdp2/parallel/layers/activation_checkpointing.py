@@ -1,7 +1,8 @@
-"""Activation checkpointing: layers keep their inputs, and compute what backward needs a second time.
+"""Activation checkpointing: layers keep their inputs, and recompute what backward needs.
 
-A method of a layer is wrapped, not the layer: names of parameters and the module tree stay as they are. It is its
-forward, so that the hooks of FSDP2, which gather the layer's weights for backward, are not run a second time.
+A method of a layer is wrapped, not the layer, so that names of parameters and the module tree stay as they are. The
+method is ``forward``, so that the hooks of FSDP2, which gather the layer's weights for backward, do not run a second
+time.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "audio": {"audio", "speech", "sound"},
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
-"""Words in the names of modules, by the part of a model they belong to; what has none is language."""
+"""Words in the names of modules, by the part of a model they belong to. A module without such a word is language."""
 
 
 def apply_activation_checkpointing(
@@ -44,21 +45,20 @@ def apply_activation_checkpointing(
     scope: ActivationCheckpointingScope = "all",
     compiles_collectives: bool = False,
 ) -> None:
-    """Let the layers of a model be computed again in backward (https://arxiv.org/abs/1604.06174).
+    """Make the layers of a model recompute their forward in backward (https://arxiv.org/abs/1604.06174).
 
     Args:
-        structure: Of the model, which is changed in place.
-        mode: True or ``"full"`` keeps the inputs of a layer alone; ``"selective"`` also what is expensive and read by
-            backward: the results of fused attention (any but ``"eager"``), of collectives but all-gathers, and of every
-            second matrix product, in the order in which they are computed. What ``"selective"`` keeps serves one
-            backward: a second through the same graph (``retain_graph=True``) is refused by torch.
-        scope: Parts of a model of several modalities, told by the names of its modules.
-        compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. Where torch
-            cannot have the checkpoint inside of the compiled code, a layer's whole call is computed again, and not its
-            forward alone.
+        structure: Structure of the model, which is changed in place.
+        mode: True or ``"full"`` keeps only the inputs of a layer. ``"selective"`` also keeps results that are expensive
+            and read by backward: those of fused attention (any except ``"eager"``), of collectives except all-gathers,
+            and of every second matrix product, in the order in which they are computed. What ``"selective"`` keeps
+            serves one backward: torch refuses a second one through the same graph (``retain_graph=True``).
+        scope: Parts of a multimodal model to checkpoint, identified by the names of its modules.
+        compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. If torch cannot
+            have the checkpoint inside of the compiled code, a layer's whole call is recomputed, not only its forward.
 
     Raises:
-        ValueError: When there is no layer in the scope, or the model checkpoints itself already.
+        ValueError: If there is no layer in the scope, or the model already checkpoints its layers itself.
     """
     for hf_model in (parts.module for parts in structure.models):
         if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
@@ -69,7 +69,7 @@ def apply_activation_checkpointing(
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
-        # torch.compile does not take the default `context_fn` from a variable, so it is left out where it would do
+        # torch.compile does not take the default `context_fn` from a variable, so the default is not passed
         options: dict[str, Any] = {}
         if mode == "selective":
             kind = get_kind(layer)
@@ -82,12 +82,12 @@ def apply_activation_checkpointing(
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
-    """Whether the forward of a tensor parallel ``layer``, not its whole call, is checkpointed with its collectives."""
+    """Return whether the forward of a tensor parallel ``layer``, not its call, is checkpointed with its collectives."""
     return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
 
 
 def is_checkpointed(layer: nn.Module) -> bool:
-    """Whether the forward of ``layer`` is computed again in backward."""
+    """Return whether the forward of ``layer`` is recomputed in backward."""
     return bool(_get_checkpoints(layer))
 
 
@@ -96,7 +96,7 @@ def _get_checkpoints(layer: nn.Module) -> list["_Checkpoint"]:
 
 
 class _Checkpoint:
-    """Runs a layer's forward, without keeping what happens in it if there will be a backward."""
+    """The forward of a layer, checkpointed if there will be a backward."""
 
     def __init__(self, layer: nn.Module, options: dict[str, Any], *, is_selective: bool) -> None:
         self.layer, self.options, self.is_selective = layer, options, is_selective
@@ -111,14 +111,14 @@ class _Checkpoint:
                 "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
                 " that are computed again would append to them twice. Use activation_checkpointing=False."
             )
-        args, kwargs = self.caches.drop(args, kwargs)  # they would be filled a second time
+        args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill them a second time
         if self.is_selective:
-            # what is kept is found again by its order, and a sum that was added up once is not added up again
+            # kept results are found by their order, and recomputation would not add up a PendingSum again: do it before
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
     def _get_options(self) -> dict[str, Any]:
-        # compiled code has changes of buffers in its forward alone
+        # compiled code changes buffers only in its forward
         if torch.compiler.is_compiling():
             return self.options
         makers = [self.buffers.make_contexts] if self.buffers.has_any() else []
@@ -129,7 +129,7 @@ class _Checkpoint:
         return {**self.options, "context_fn": lambda: map(_Nested, *(make() for make in makers))}
 
     def _has_backward(self, *inputs: Any) -> bool:
-        """Whether anything here is trained, or before it: a frozen model has nothing to compute again."""
+        """Return whether this layer, or anything before it, is trained: a frozen model has nothing to recompute."""
         is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
 
@@ -139,7 +139,7 @@ def _make_no_contexts() -> Contexts:
 
 
 class _Nested(AbstractContextManager[None]):
-    """One context inside of another; entered anew for every backward through the same graph."""
+    """Contexts inside of each other. They are entered again for every backward through the same graph."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts
@@ -155,7 +155,7 @@ class _Nested(AbstractContextManager[None]):
 
 
 def _make_stances() -> Contexts:
-    """What was not compiled in forward is not compiled in its repetition, and what was is so with the same settings."""
+    """Return contexts in which recomputation compiles only what forward compiled, with the same settings."""
     return nullcontext(), _repeat_compiled(get_stance())
 
 
@@ -167,7 +167,7 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # what a user calls the attribute that holds the model says nothing
+    # the name of the attribute that holds the model says nothing
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}
@@ -182,7 +182,7 @@ def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpoin
 
 
 def _get_part(name: str) -> ScopeWord:
-    """The part of a model that the module ``name`` belongs to; the innermost word counts."""
+    """Return the part of a model that the module ``name`` belongs to; the innermost word counts."""
     for component in reversed(name.lower().split(".")):
         for part, words in _PARTS.items():
             if words.intersection(component.split("_")):

@@ -13,14 +13,14 @@ from lightning_fsdp2.modules.wrapping import wrap_method
 def apply_autocast(
     structure: ModelStructure, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
 ) -> None:
-    """Let every forward of a module, its children and the Hugging Face models in it run in :class:`torch.autocast`.
+    """Make every forward of a module, its children and the Hugging Face models in it run in :class:`torch.autocast`.
 
     Args:
-        structure: Of the module, which is changed in place. Of a LightningModule, the steps count as forwards.
-        dtype: Of matrix products; what autocast leaves in float32 stays so.
-        device_type: Where the model computes.
-        residual_dtype: What the embeddings of Hugging Face models are turned into, and so the dtype of what their
-            layers add up. None leaves them as they are.
+        structure: Structure of the module, which is changed in place. The steps of a LightningModule count as forwards.
+        dtype: Dtype of matrix products. Operations that autocast leaves in float32 stay so.
+        device_type: Type of the device on which the model computes.
+        residual_dtype: Dtype to which the outputs of Hugging Face models' embeddings are cast, and so the dtype of the
+            residual stream. None leaves them as they are.
     """
     model = structure.root
     # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
@@ -51,7 +51,10 @@ class _Autocast:
 
 
 class _InFloat32:
-    """Computes a norm in float32, as autocast does on accelerators; on CPUs torch refuses weights of another dtype."""
+    """The forward of a norm in float32, as under autocast on accelerators.
+
+    On CPUs torch refuses weights of another dtype.
+    """
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -76,5 +79,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # without need it is left alone: a PendingSum would be computed for it
+        # not cast without need, since a cast would compute a PendingSum
         return result if result.dtype == self.dtype else result.to(self.dtype)

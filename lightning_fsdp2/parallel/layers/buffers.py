@@ -1,7 +1,7 @@
 """Buffers of a layer that its forward changes: running statistics, counters, codebooks, vectors of a spectral norm.
 
-A layer that is computed again in backward must see the values that they had before its forward, and must leave those
-that they have by then.
+A layer that is recomputed in backward must see the values that its buffers had before its forward. It must not
+change the values that they have by then.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_fsdp2.modules.structure import get_class_name
 
 _SMALL = 2**16
-"""Bytes up to which a buffer is copied in every forward. Larger ones are mostly constants, such as causal masks."""
+"""Size in bytes up to which every forward copies a buffer. Larger ones are mostly constants, such as causal masks."""
 
 _Slot = tuple[nn.Module, str]
 
 
 @dataclass
 class _Buffer:
-    """A buffer before a forward."""
+    """The state of a buffer before a forward."""
 
     tensor: Tensor
     version: int
@@ -32,9 +32,9 @@ class _Buffer:
 
 
 class LayerBuffers:
-    """Keeps the buffers of a layer apart from its repetition.
+    """The buffers of a layer, which its recomputation must not change.
 
-    Large buffers are copied in the first forward, and later if that has changed them.
+    Large buffers are copied in the first forward, and in later ones if the first has changed them.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -46,19 +46,20 @@ class LayerBuffers:
         return any(module._buffers for module in self.layer.modules())
 
     def make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a forward, and of each of its repetitions.
+        """Return the contexts of a forward, and of each of its recomputations.
 
         Raises:
-            ValueError: At the end of a forward that changes a large buffer which an earlier one has left as it was.
+            ValueError: At the end of a forward that changes a large buffer which an earlier forward left as it was.
         """
         copies: dict[_Slot, Tensor] = {}
         return self._record(copies), _Repetition(copies)
 
     @contextmanager
     def refuse_changes(self) -> Iterator[None]:
-        """Refuse a compiled forward that changes a buffer: its repetition, a part of the code, might see the new value.
+        """Refuse a compiled forward that changes a buffer: its recomputation in backward might see the new value.
 
-        The statistics of torch's own norms are left out. Their forward does not read them where it changes them.
+        The recomputation is a part of the compiled code. The statistics of torch's own norms are allowed, since a
+        forward that changes them does not read them.
 
         Raises:
             ValueError: At the end of a forward that changes another buffer.
@@ -107,9 +108,9 @@ class LayerBuffers:
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Lets copies take the buffers' places; entered once for every backward through the same graph.
+    """A context with copies in the buffers' places. It is entered once for every backward through the same graph.
 
-    The buffers themselves are not written to, since backward may still need what they hold.
+    The buffers themselves are not written to, since backward may still need their values.
     """
 
     def __init__(self, copies: dict[_Slot, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The caches that layers are given to fill with keys, values or states, for the tokens to come."""
+"""Caches that layers are given to fill with keys, values or states, for the tokens to come."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class CacheArguments:
     """The arguments of a layer's forward that are caches.
 
-    A layer that only reads them, as for another layer's keys and values (transformers marks such layers), has none.
+    A layer that only reads caches, such as another layer's keys and values, has none; transformers marks such layers.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -22,12 +22,12 @@ class CacheArguments:
         self.places = {*names, *(parameters.index(name) for name in names if name in parameters)}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The caches that a call gives."""
+        """Return the caches among the arguments of a call."""
         values = [*enumerate(args), *kwargs.items()]
         return [value for place, value in values if place in self.places and value is not None]
 
     def drop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments without them."""
+        """Return the arguments with None in place of caches."""
         return (
             tuple(None if index in self.places else value for index, value in enumerate(args)),
             {name: None if name in self.places else value for name, value in kwargs.items()},
@@ -35,10 +35,10 @@ class CacheArguments:
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether there are keys and values, or states, from before: of a prefix or of other tokens."""
+    """Return whether a cache already holds keys and values, or states, of a prefix or of other tokens."""
     if not hasattr(cache, "get_seq_length"):
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # one of states alone, which have no length
+    except ValueError:  # a cache of states alone, which have no length
         return bool(cache.has_previous_state())

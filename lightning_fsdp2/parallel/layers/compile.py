@@ -1,4 +1,4 @@
-"""Compilation layer by layer: small graphs that all layers of a kind share, and no new name in any state dict."""
+"""Compilation layer by layer: all layers of a kind share small graphs, and no name in a state dict changes."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -34,23 +34,24 @@ def apply_compile(
     fusion: CollectiveFusion | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Compile the layers of a model with ``torch.compile``, in place (``layer.compile()``), and its tokens' loss.
+    """Compile the layers of a model in place, and the loss of its tokens, with ``torch.compile``.
 
-    A layer is compiled when it first runs; what FSDP2 does around it stays outside of its graph. One that is compiled
-    already is left as it is. With gradients layers are given no cache of keys and values, as under activation
-    checkpointing; calls that fill one without (``generate``), or go on from one, run without compilation.
+    A layer is compiled (``layer.compile()``) when it first runs; what FSDP2 does around it stays outside of its graph.
+    A layer that is already compiled is left as it is. With gradients, layers are given no cache of keys and values, as
+    under activation checkpointing. Calls without gradients that fill a cache (``generate``), and calls that continue
+    from a filled cache, run without compilation.
 
     Args:
-        structure: Of the model.
-        tensor_parallel: Whether the layers are tensor parallel. The first call of each with gradients, and the first
-            after other parameters of it are trained, then runs without compilation, so that
+        structure: Structure of the model.
+        tensor_parallel: Whether the layers are tensor parallel. The first call of each layer with gradients, and the
+            first after other parameters of the layer are trained, then runs without compilation, so that
             :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its autograd graph.
-        fusion: Of the layers' collectives with their matrix products, by inductor.
-        backend: Of ``torch.compile``.
+        fusion: Fusion of the layers' collectives with their matrix products, by inductor.
+        backend: Backend of ``torch.compile``.
 
     Raises:
-        ValueError: When there are no layers, tensor parallel ones have dropout, or their checkpoint cannot be compiled
-            on this version of torch.
+        ValueError: If there are no layers, if tensor parallel layers have dropout, or if their checkpoint cannot be
+            compiled on this version of torch.
     """
     model, layers = structure.root, structure.layers
     if not layers:
@@ -75,13 +76,13 @@ def apply_compile(
     for layer in layers:
         if layer._compiled_call_impl is None:
             if type(layer).forward.__module__.startswith("torch.nn."):
-                wrap_method(layer, _call)  # dynamo passes over the code of torch's own modules, unless other code calls
+                wrap_method(layer, _call)  # dynamo skips the code of torch's own modules, unless other code calls it
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
             wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
 
 
 def is_compiled(structure: ModelStructure) -> bool:
-    """Whether all layers of a model were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
+    """Return whether all layers of a model were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
     layers = structure.layers
     return bool(layers) and all(layer._compiled_call_impl is not None for layer in layers)
 
@@ -91,7 +92,7 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """Says once, for all layers of a model, that they are not compiled in one piece."""
+    """The warning, given once for all layers of a model, that they are not compiled in one piece."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -117,7 +118,7 @@ class _Report:
 
 
 class _CompiledLayer:
-    """Calls a compiled layer with what that needs of torch."""
+    """The call of a compiled layer, with the settings of torch that it needs."""
 
     def __init__(
         self, layer: nn.Module, fusion: CollectiveFusion | None, report: _Report, *, verifies_first_call: bool
@@ -132,12 +133,12 @@ class _CompiledLayer:
         self._verified: set[tuple[bool, ...]] = set()
 
     def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # of a user, around the model
+        if torch.compiler.is_compiling():  # by the user, around the model
             return call(*args, **kwargs)
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # each layer fills a place of its own in them, and would have a graph of its own
+            # each layer fills its own place in the caches, and would have its own graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
                     self.report.warn(self.layer, "keys and values from before, `past_key_values`")

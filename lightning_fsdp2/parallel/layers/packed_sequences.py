@@ -1,6 +1,6 @@
-"""Packed sequences: training without them need not look for them, training with them must be sure that somebody does.
+"""Packed sequences: training without them can skip the search for them, training with them must not.
 
-transformers looks for position ids that restart, with a host sync per forward, and with flash attention per layer.
+transformers searches for position ids that restart, with a host sync per forward, and with flash attention per layer.
 """
 
 import inspect
@@ -21,16 +21,16 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 
 @contextmanager
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Refuse a forward of ``model`` inside the block whose tokens may see other documents than their own.
+    """Refuse a forward of ``model`` inside the block if its tokens may see other documents than their own.
 
-    Some of transformers' models do not hand their position ids to the functions that make masks.
+    Some models of transformers do not pass their position ids to the functions that make masks.
 
     Args:
         model: A Hugging Face model that is not context parallel, whose attention separates documents by itself.
-        batch_size: Sequences that the forward is given.
+        batch_size: Number of sequences that the forward is given.
 
     Raises:
-        ValueError: The message names the model and the reason.
+        ValueError: If they may; the message names the model and the reason.
     """
     from transformers import masking_utils
 
@@ -53,7 +53,7 @@ def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[No
 
 
 def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
-    """What lets tokens of a sequence see each other whatever the mask says."""
+    """Return the reason why tokens of a sequence see each other regardless of the mask; None if there is none."""
     config = model.config.get_text_config()
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
     if other:
@@ -74,10 +74,11 @@ def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
 
 
 def apply_unpacked_sequences(structure: ModelStructure) -> None:
-    """Let every forward of the Hugging Face models in a module run in :func:`assume_unpacked_sequences`.
+    """Make every forward of the Hugging Face models in a module run in :func:`assume_unpacked_sequences`.
 
-    Their batches are checked nevertheless: position ids that do not count on from one attended token to the next raise
-    a RuntimeError, on an accelerator a device-side assertion, since the host does not wait for the answer.
+    Their batches are checked nevertheless. Position ids that do not increase by one from one attended token to the next
+    raise a RuntimeError. On an accelerator this is a device-side assertion, since the host does not wait for the
+    result.
     """
     for hf_model in structure.hf_models:
         wrap_method(hf_model, _UnpackedSequences(hf_model))
@@ -90,8 +91,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # of three dims they count in several directions, as for images
-        # nor do those of a base model that is given the chunks of a context parallel rank
+        # position ids of three dims count in several directions, as for images, and those of a base model that is given
+        # the chunks of a context parallel rank are not consecutive
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:

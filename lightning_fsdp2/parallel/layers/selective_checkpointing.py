@@ -1,9 +1,9 @@
-"""What selective activation checkpointing keeps of a layer: what is expensive to compute and read by backward.
+"""Selective activation checkpointing: a layer keeps results that are expensive to compute and read by backward.
 
-Expensive are fused attention, matrix products, and the collectives that reduce or exchange; of the products every
-second one is kept, as in torchtitan, for half of the memory and half of the work. All-gathers are repeated: what they
-give is as large as a whole sequence. What backward reads shows in what autograd saves: nothing that a layer computes
-after its last saved tensor is computed again, so that keeping it would serve nobody.
+Fused attention, matrix products, and the collectives that reduce or exchange are expensive. Every second matrix product
+is kept, as in torchtitan, for half of the memory and half of the work. All-gathers are repeated, since their results
+are as large as a whole sequence. The tensors that autograd saves show what backward reads: nothing that a layer
+computes after its last saved tensor is recomputed, so there is no use in keeping it.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from lightning_fsdp2.compat.torch import get_saved_tensors_hooks
 from lightning_fsdp2.parallel.context.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Contexts of a forward and of its repetition."""
+"""Contexts of a forward and of its recomputation."""
 
 _ATEN: Any = torch.ops.aten
 _COLLECTIVES: Any = torch.ops._c10d_functional
@@ -40,32 +40,32 @@ _ATTENTION_AND_COLLECTIVES = {
 }
 
 _FLASH_ATTENTION = "flash_attn"
-"""In the namespaces of its packages' operations, and of the kernels that transformers loads from the Hub."""
+"""Part of the namespaces of flash attention's packages, and of the kernels that transformers loads from the Hub."""
 
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 
 _GROUPED_PRODUCT = _ATEN._grouped_mm.default
-"""A product too, but not where transformers adds the experts' biases in place: what is kept must not change."""
+"""A product too, but not kept if transformers adds the experts' biases in place: a kept result must not change."""
 
 
 class Selection:
-    """What is kept of layers that are alike.
+    """The choice of results that layers of one kind keep.
 
-    The first forward of one of them keeps all that is expensive, and sees what of it backward reads; from then on the
-    rest is not kept.
+    The first forward of such a layer keeps all expensive results, and finds out which of them backward reads. From then
+    on the others are not kept.
 
     Args:
-        layer: One of them.
+        layer: One of the layers.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         has_biased_experts = any(getattr(module, "has_bias", False) for module in layer.modules())
         self._products = _PRODUCTS if has_biased_experts else {*_PRODUCTS, _GROUPED_PRODUCT}
         self._read: int | None = None
-        """Expensive operations that a layer runs before its last saved tensor; None before they are counted."""
+        """Number of expensive operations in a layer before its last saved tensor; None before they are counted."""
 
     def make_contexts(self) -> Contexts:
-        """Return contexts for the forward of a layer and for its repetition, which choose alike."""
+        """Return contexts for the forward of a layer and for its recomputation, which make the same choices."""
         limit = self._read
         counts: Counter[bool] = Counter()
         products: Counter[bool] = Counter()
@@ -90,8 +90,8 @@ class Selection:
 
     @contextmanager
     def _watch(self, forward: AbstractContextManager[Any], counts: Counter[bool]) -> Iterator[None]:
-        """See how many expensive operations come before the last tensor that autograd saves."""
-        pack, unpack = get_saved_tensors_hooks()  # those of the checkpoint
+        """Count the expensive operations that come before the last tensor that autograd saves."""
+        pack, unpack = get_saved_tensors_hooks()  # the hooks of the checkpoint
         read = 0
 
         def note(tensor: Tensor) -> Any:
@@ -107,7 +107,7 @@ class Selection:
 
 
 def get_kind(layer: nn.Module) -> Any:
-    """Return what is equal for layers that compute the same: their modules, and which parameters are trained."""
+    """Return a key that is equal for layers that compute the same: their modules, and which parameters are trained."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(parameter.requires_grad for parameter in layer.parameters())
 

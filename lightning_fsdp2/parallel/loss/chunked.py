@@ -1,9 +1,9 @@
 """Cross entropy of a causal language model whose logits exist for one chunk of positions at a time.
 
-At a vocabulary of 128 thousand tokens the logits of a sequence are the largest tensor of a step by far. Here the one
-forward of the head runs over chunks of positions: the logits of a chunk become its token losses and are dropped, and
-backward computes them again. It is one forward, whatever the number of chunks, so that FSDP2 gathers the head once; and
-it is the model's own forward that calls it, so that every hook on the way to it is called as ever.
+With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here the
+head's one forward runs over chunks of positions. The logits of a chunk are turned into its token losses and dropped;
+backward computes them again. Since the head has one forward for all chunks, FSDP2 gathers it once. Since the model's
+own forward calls the head, every hook on the way to it is called as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,29 +27,30 @@ from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, tok
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 
 CHUNK_SIZE = 1024
-"""Positions of a chunk, over all sequences of the batch: matrix products of this size keep an accelerator busy."""
+"""Number of positions of a chunk, over all sequences of the batch. Matrix products of this size keep an accelerator
+busy."""
 
 _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub", "tanh"}
-"""Methods of tensors that make every element of their result from one of the logits alone, and work out of place."""
+"""Names of tensor methods that compute each element of their result from one logit alone, and work out of place."""
 
 _HOOKS = ("torch.distributed.", "lightning_fsdp2.")
-"""Whose forward hooks leave logits as they are; any other may change them."""
+"""Prefixes of the modules whose forward hooks leave logits as they are; any other hook may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]
-"""All that a model does to the logits its head returns, in order; often nothing."""
+"""All operations of a model on the logits that its head returns, in order; often none."""
 
 
 def trace_logits_tail(model: nn.Module) -> LogitsTail:
-    """Find what ``model`` does to its logits behind its head (soft capping, scaling), which chunks must repeat.
+    """Find the operations of ``model`` on its logits after its head (soft capping, scaling), which chunks must repeat.
 
-    Runs the model's own forward, with nothing in place of all that comes before the head.
+    This runs the model's own forward, with zeros in place of everything that is computed before the head.
 
     Args:
         model: A Hugging Face causal language model, or a wrapper of one; not sharded, on any device.
 
     Raises:
-        ValueError: When the model does more than :func:`compute_chunked_token_losses` can do chunk by chunk; the
-            message names the model.
+        ValueError: If the model does more than :func:`compute_chunked_token_losses` can do chunk by chunk. The message
+            names the model.
     """
     hf_model, head = _get_model_and_head(model)
     input_ids = torch.zeros(1, 2, dtype=torch.long, device=hf_model.device)
@@ -69,7 +70,7 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
                 stack.enter_context(_replace_forward(base, return_hidden_states))
             stack.enter_context(_replace_forward(head, return_traced))
             logits = hf_model(input_ids=input_ids, use_cache=False).logits
-    except Exception as error:  # whatever the model's code raises where it needs more of a forward than this
+    except Exception as error:  # the model's code may raise anything if it needs more of a forward than this
         raise _make_error(hf_model, f"its forward could not be traced ({error})") from error
     if len(inputs) != 1 or inputs[0].shape[:-1] != input_ids.shape or not isinstance(logits, _TracedLogits):
         raise _make_error(hf_model, "it does not make its logits by one call of its head with all positions")
@@ -86,22 +87,22 @@ def compute_chunked_token_losses(
 ) -> Tensor:
     """Return what ``token_cross_entropy(compute_logits(), labels)`` would, without logits of more than a chunk.
 
-    Without gradients as well. The gradients are exact; those of the head's weights are summed over the chunks in
-    float32 even where the weights are bfloat16, as one product over all positions would sum them.
+    This also works in a forward without gradients. The gradients are exact: those of the head's weights are summed over
+    the chunks in float32 even if the weights are bfloat16, as one product over all positions would sum them.
 
     Args:
         model: A Hugging Face causal language model, or a wrapper of one; sharded or not.
-        compute_logits: Calls ``model`` and returns its logits, of which nothing is used.
+        compute_logits: Function that calls ``model`` and returns its logits, whose values are not used.
         labels: [batch, sequence], int64; position t holds the label of its own logits.
-        tail: What :func:`trace_logits_tail` returned before the model was sharded.
-        chunk_size: Positions of a chunk, over all sequences.
+        tail: Result of :func:`trace_logits_tail` from before the model was sharded.
+        chunk_size: Number of positions of a chunk, over all sequences.
 
     Returns:
         The loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Raises:
-        ValueError: When the model does not call its head once, with the hidden states of just these positions, the head
-            has a forward hook, which would see losses, or parts of it are gathered by themselves.
+        ValueError: If the model does not call its head exactly once with the hidden states of just these positions, if
+            the head has a forward hook, which would see losses, or if parts of the head are gathered by themselves.
     """
     hf_model, head = _get_model_and_head(model)
     if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in head._forward_hooks.values()):
@@ -127,22 +128,22 @@ def compute_chunked_token_losses(
         else:
             losses = torch.cat([compute_chunk(*chunk) for chunk in _split(*flat, chunk_size)])
         results.append(losses.view_as(labels))
-        # the model takes them for logits, and may work on them in place
+        # the model takes these for logits, and may change them in place
         return results[0].clone()
 
     with _replace_forward(head, compute_losses):
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # FSDP2 gathers weights for backward when the gradient of what a module returned arrives: let there be one, of zero
+    # FSDP2 gathers a module's weights for backward when the gradient of its output arrives, so send one, of zero
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Token losses, chunk by chunk, each of which is computed again in backward.
+    """Token losses, chunk by chunk; backward computes each chunk again.
 
     Autograd alone would add up the chunks' gradients of a bfloat16 weight in bfloat16, and the error of the head's
-    gradient would grow with their number: by two thirds at 64 chunks.
+    gradient would grow with the number of chunks: by two thirds at 64 chunks.
     """
 
     @staticmethod
@@ -182,7 +183,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 class _Surroundings:
-    """The random state and the autocast of a forward that is repeated in backward: a head may have a LoRA's dropout."""
+    """Random state and autocast of a forward that backward repeats, since a head may have the dropout of a LoRA."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -206,7 +207,7 @@ def _split(hidden: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
 
 
 class _TracedLogits(Tensor):
-    """Stands for logits of any shape, and notes what is done to them; whatever chunks could not repeat is an error."""
+    """Stand-in for logits of any shape. It records the operations on them and refuses any that chunks cannot repeat."""
 
     tail: LogitsTail
 
@@ -224,13 +225,13 @@ class _TracedLogits(Tensor):
             isinstance(value, int | float | torch.dtype | None) for value in (*arguments, *kwargs.values())
         )
         if function.__name__ not in _POINTWISE or not isinstance(logits, cls) or not are_constants:
-            # Python's operators would replace a TypeError by their own
+            # Python's operators would replace a TypeError with their own
             raise ValueError(f"it applies {function.__name__!r} to its logits")
         return cls.make((*logits.tail, methodcaller(function.__name__, *arguments, **kwargs)))
 
 
 class _BaseOutput:
-    """What a base model returns, in any class's words: hidden states, and None for whatever else it is asked for."""
+    """Output of a base model, in place of any output class: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -244,7 +245,7 @@ class _BaseOutput:
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let this instance of a module run ``forward`` inside of its hooks."""
+    """Let ``module`` run ``forward`` in place of its own inside the block; its hooks are called as usual."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -265,7 +266,7 @@ def _get_model_and_head(model: nn.Module) -> tuple[Any, nn.Module]:
 
 
 def _get_base_models(hf_model: nn.Module) -> list[nn.Module]:
-    """The models inside of a model, of which its forward may call any: all of them, or the decoder alone."""
+    """Return the models inside of a model: its forward may call all of them, or the decoder alone."""
     return [module for module in hf_model.modules() if module is not hf_model and is_hf_model(module)]
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy of every token, of logits that are whole or whose vocabulary is sharded over tensor parallel ranks."""
+"""Cross entropy of every token, for logits that are whole or sharded over the vocabulary by tensor parallel ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _BACKEND_ATTRIBUTE = "_lightning_fsdp2_loss_backend"
 """Name of the attribute with the backend of ``torch.compile``, on modules whose losses are compiled."""
 
 _KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
-"""Where a head knows of :func:`keep_logits_sharded`."""
+"""Name of the attribute that a head has inside of :func:`keep_logits_sharded`."""
 
 
 def token_cross_entropy(
@@ -29,12 +29,12 @@ def token_cross_entropy(
     """Return the loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Args:
-        logits: [batch, sequence, vocabulary], any float dtype. Where they are a DTensor whose vocabulary is sharded
-            (``FSDP2Config.loss_parallel``), they are not gathered.
+        logits: [batch, sequence, vocabulary], any float dtype. A DTensor whose vocabulary is sharded
+            (``FSDP2Config.loss_parallel``) is not gathered.
         labels: [batch, sequence], int64; position t holds the label of its own logits.
         ignore_index: Label of positions that do not count.
-        model: Whose logits they are: the loss is compiled where its layers are (``FSDP2Config.enable_compile``), but
-            for that of a sharded vocabulary. None does not compile.
+        model: Model that returned the logits. The loss is compiled if the model's layers are
+            (``FSDP2Config.enable_compile``), except on a sharded vocabulary. None does not compile.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
@@ -44,11 +44,11 @@ def token_cross_entropy(
 
 
 def compile_losses(model: nn.Module, backend: str) -> None:
-    """Let :func:`token_cross_entropy` for ``model``, and for the Hugging Face models in it, run compiled.
+    """Let :func:`token_cross_entropy` run compiled for ``model`` and for the Hugging Face models in it.
 
     Args:
         model: Any module.
-        backend: Of ``torch.compile``.
+        backend: Backend of ``torch.compile``.
     """
     for module in (model, *filter(is_hf_model, model.modules())):
         module.__dict__[_BACKEND_ATTRIBUTE] = backend
@@ -63,7 +63,10 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 @cache
 def _compile_cross_entropy(backend: str) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """Keep the logits' float32 copy and their log-softmax out of memory, by one kernel for each direction."""
+    """Compile the loss into one kernel for forward and one for backward.
+
+    This keeps the logits' float32 copy and their log-softmax out of memory.
+    """
     return torch.compile(_cross_entropy, backend=backend)
 
 
@@ -76,16 +79,16 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The loss of transformers' causal language models (``ForCausalLMLoss``) for logits of a sharded vocabulary.
+    """Compute the loss of transformers' causal language models (``ForCausalLMLoss``) on a sharded vocabulary.
 
     Args:
         logits: [batch, sequence, vocabulary].
         labels: [batch, sequence], before the shift.
         vocab_size: Not needed; transformers passes it.
-        num_items_in_batch: What the sum is divided by; None for the number of labels of this batch.
+        num_items_in_batch: Number that the sum is divided by; None for the number of labels of this batch.
         ignore_index: Label of positions that do not count.
         shift_labels: [batch, sequence], after the shift, in place of ``labels``.
-        **kwargs: What transformers hands through the model for other losses.
+        **kwargs: Arguments of other losses, which transformers passes through the model.
     """
     if shift_labels is None:
         if labels is None:
@@ -99,7 +102,7 @@ def causal_lm_loss(
 
 @contextmanager
 def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
-    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; others are as they are."""
+    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; other heads are unaffected."""
     head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
     try:
         yield
@@ -123,7 +126,10 @@ def _vocabulary_parallel_cross_entropy(logits: DTensor, labels: Tensor, ignore_i
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Two all-reduces of a few numbers per token in forward, none in backward (https://arxiv.org/abs/1909.08053)."""
+    """Cross entropy on a sharded vocabulary (https://arxiv.org/abs/1909.08053).
+
+    It takes two all-reduces of a few numbers per token in forward, and none in backward.
+    """
 
     @staticmethod
     def forward(
@@ -135,7 +141,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         assert_async((in_range | ~has_label).all(), f"A label is not in the vocabulary's range of 0 to {size - 1}.")
         is_own = has_label & (labels >= start) & (labels < start + logits.size(-1))
         index = (labels - start).where(is_own, 0).unsqueeze(-1)
-        # a rank may hold nothing of a small vocabulary
+        # a rank may hold no part of a small vocabulary
         largest = wide.amax(-1) if logits.size(-1) else wide.new_full(labels.shape, -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (wide - largest.unsqueeze(-1)).exp_()

@@ -1,9 +1,9 @@
-"""The mean of a loss over all label tokens of an optimizer step, whatever their split over ranks and micro-batches.
+"""The mean of a loss over all label tokens of an optimizer step, however they are split over ranks and micro-batches.
 
-A mean of means weighs a token by the company it happens to be in: ranks and micro-batches with few labels count as
-much as full ones. Dividing by the right number needs the label count of the whole window, which is known only once the
-last micro-batch has been read. So the loss that enters backward is a *sum* over tokens (over a fixed constant), and
-the gradients are divided by the count once, after they were reduced and before anybody looks at them.
+In a mean of means, the weight of a token depends on where it is: ranks and micro-batches with few labels count as much
+as full ones. Dividing by the right number needs the label count of the whole window, which is known only once the last
+micro-batch has been read. So the loss that enters backward is a *sum* over tokens (divided by a fixed constant). The
+gradients are divided by the count once, after they are reduced and before anything reads them.
 """
 
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from lightning_fsdp2.parallel.data.gradients import scale_gradients
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 LOSS_UNIT = 1024
-"""Token losses are summed in this unit, a power of two so that rounding stays that of the sum itself."""
+"""Unit in which token losses are summed. It is a power of two, so that it adds no rounding to that of the sum."""
 
 _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 
 @dataclass
 class TokenWindow:
-    """What :func:`token_mean_loss` has added up on this rank since the last optimizer step; all on the device."""
+    """The sums of :func:`token_mean_loss` on this rank since the last optimizer step; all on the device."""
 
     loss_sum: Tensor
     """Sum of the token losses. [] float64."""
 
     tokens: Tensor
-    """Number of label tokens. [] float64, exact beyond the 2^24 tokens where float32 ends."""
+    """Number of label tokens. [] float64, since float32 is exact only up to 2^24 tokens."""
 
 
 @dataclass(frozen=True)
 class TokenMean:
-    """The result of one optimizer step over all data and context parallel ranks; device tensors, nothing waited for."""
+    """The result of one optimizer step over all data and context parallel ranks; device tensors, not waited for."""
 
     loss: Tensor
     """Mean loss per label token. [] float64."""
@@ -45,7 +45,7 @@ class TokenMean:
     """Number of label tokens. [] float64."""
 
     own: TokenWindow
-    """What this rank has added to it."""
+    """The sums of this rank alone."""
 
 
 def token_mean_loss(
@@ -56,23 +56,25 @@ def token_mean_loss(
     shift: bool = True,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Cross entropy whose gradient, after :func:`apply_token_mean_`, is that of the mean over all label tokens.
+    """Compute a cross entropy whose gradient, after :func:`apply_token_mean_`, is that of the mean over label tokens.
 
-    The strategies of this package call :func:`apply_token_mean_` for every module this was called with. In a plain
-    torch loop call it yourself after the last backward of a step.
+    The mean is over all label tokens of the optimizer step. The strategies of this package call
+    :func:`apply_token_mean_` for every module that this function was called with. In a plain torch loop, call it
+    yourself after the last backward of a step.
 
-    Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Call it for
-    one module, not for one inside another: the gradients of the inner one would be scaled twice.
+    Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Do not call
+    it both for a module and for one inside of it: the gradients of the inner one would be scaled twice.
 
     Args:
-        module: Carries the running count between the two calls; any module, usually the LightningModule.
+        module: Any module, usually the LightningModule. It carries the running count between the two calls.
         logits: [batch, sequence, vocabulary], any float dtype; the loss is computed in float32.
         labels: [batch, sequence], int64.
-        shift: Whether position t predicts the label of t + 1. False if the labels were shifted before.
+        shift: Whether position t predicts the label of t + 1. False if the labels are shifted already.
         ignore_index: Label of positions that do not count.
 
     Returns:
-        The local sum of the token losses over ``LOSS_UNIT``, to call ``backward`` on: not the mean loss. [] float32.
+        The local sum of the token losses, divided by ``LOSS_UNIT``, to call ``backward`` on. It is not the mean loss.
+        [] float32.
     """
     if shift:
         labels = shift_left(labels, ignore_index)
@@ -81,15 +83,15 @@ def token_mean_loss(
 
 
 def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) -> Tensor:
-    """:func:`token_mean_loss` for token losses that are computed already.
+    """Compute :func:`token_mean_loss` from token losses that are computed already.
 
     Args:
-        module: As for :func:`token_mean_loss`.
+        module: See :func:`token_mean_loss`.
         losses: [batch, sequence], 0 where there is no label.
         has_label: [batch, sequence], bool.
 
     Returns:
-        The local sum of the token losses over ``LOSS_UNIT``. [], the dtype of ``losses``.
+        The local sum of the token losses, divided by ``LOSS_UNIT``. [], the dtype of ``losses``.
     """
     loss_sum = losses.sum()
     if torch.is_grad_enabled():
@@ -103,22 +105,22 @@ def apply_token_mean_(
 ) -> TokenMean | None:
     """Turn the gradients of summed token losses into those of their mean over ``group``, and close the window.
 
-    Call it once per optimizer step, after the last backward and before clipping, on every rank. Costs one all-reduce
+    Call it once per optimizer step, after the last backward and before clipping, on every rank. It costs one all-reduce
     of two numbers and one in-place scaling; nothing waits for the device.
 
     Args:
-        module: The one given to :func:`token_mean_loss`; its parameters' gradients must be averages over ``group``,
+        module: The module given to :func:`token_mean_loss`. Its parameters' gradients must be averages over ``group``,
             as FSDP2 and DDP leave them.
-        group: The data and context parallel ranks (the ``"dp_cp"`` axis); None for one process.
-        loss_divisor: By what each micro-batch's loss was divided before backward (Lightning:
+        group: Process group of the data and context parallel ranks (the ``"dp_cp"`` axis); None for one process.
+        loss_divisor: Number that each micro-batch's loss was divided by before backward (Lightning:
             ``accumulate_grad_batches``).
 
     Returns:
-        The mean loss and the token count of the step, or None when no loss was computed since the last call.
+        The mean loss and the token count of the step, or None if no loss was computed since the last call.
 
     Raises:
-        RuntimeError: When the window holds no label token at all; on an accelerator as a device-side assertion, since
-            the host does not wait for the count.
+        RuntimeError: If the window holds no label token at all. On an accelerator this is a device-side assertion,
+            since the host does not wait for the count.
     """
     window: TokenWindow | None = module.__dict__.pop(_WINDOW_ATTRIBUTE, None)
     if window is None:
@@ -135,7 +137,7 @@ def apply_token_mean_(
 
 
 def drop_token_windows(module: nn.Module) -> None:
-    """Forget what :func:`token_mean_loss` has added up for ``module`` and the modules in it."""
+    """Drop the sums of :func:`token_mean_loss` for ``module`` and the modules in it."""
     for submodule in module.modules():
         submodule.__dict__.pop(_WINDOW_ATTRIBUTE, None)
 

@@ -1,8 +1,8 @@
-"""Megatron-FSDP's wrapper, driven step by step: around each backward, behind each optimizer step.
+"""Driver of Megatron-FSDP's wrapper: calls it around each backward and after each optimizer step.
 
-The package would do so by itself, by hooks that look for tensors in what a model returns, and by methods of an
-optimizer that it exchanges: that depends on the form of the output, and on the order in which optimizers and schedules
-are made. Its hooks are taken off here.
+By itself the package does this with hooks that look for tensors in a model's output, and with replaced methods of the
+optimizer. That depends on the form of the output, and on the order in which optimizers and schedules are made. So its
+hooks are removed here.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class _Slot(NamedTuple):
-    """Where a module holds a parameter, and which two take turns there."""
+    """A place where a module holds a parameter, and the two parameters that take turns there."""
 
     holder: dict[str, nn.Parameter | None]
     name: str
@@ -32,10 +32,10 @@ class _Slot(NamedTuple):
 
 
 class Driver:
-    """Calls ``wrapper`` where a training loop has come to.
+    """Driver of ``wrapper``: makes the calls that each point of a training loop needs.
 
     Args:
-        wrapper: ``megatron_fsdp.MegatronFSDP``.
+        wrapper: The ``megatron_fsdp.MegatronFSDP`` around the model.
     """
 
     name = "Megatron-FSDP"
@@ -55,7 +55,7 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         self._take_hooks_off()
         self._put_hooks_on()
-        # 0.5.1 calls the module past its hooks, and those for parameters on the module itself would be missed
+        # 0.5.1 calls the module without its hooks, and would miss those for parameters that the module holds itself
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             set_sharder(module, self)
@@ -73,12 +73,12 @@ class Driver:
             slot.holder[slot.name] = slot.distributed
 
     def install_raw_parameters(self) -> None:
-        """Let the model hold the parameters that it computes with, of the values that the distributed ones have now."""
+        """Let the model hold the parameters that it computes with, with the values of the distributed ones."""
         if not self.wrapper.is_param_fsdp_distributed:
             return
         if self._is_stale or self._get_versions() != self._versions:
             self.wrapper.install_optimized_model_weights()
-            # what a call between backward and step has gathered would be taken for the new weights
+            # otherwise weights that a call between backward and step has gathered would be taken for the new ones
             self.wrapper.synchronize_param_gather()
             self._is_stale, self._versions = False, self._get_versions()
         self.wrapper.is_param_fsdp_distributed = False
@@ -86,11 +86,14 @@ class Driver:
             slot.holder[slot.name] = slot.raw
 
     def holds_parameters(self, module: nn.Module) -> bool:
-        """Whether ``module`` holds any of what is wrapped, at any depth; networks in metrics are not."""
+        """Return whether ``module`` holds any wrapped parameter, at any depth; networks in metrics are not wrapped."""
         return module in self._holders
 
     def expect_writes(self) -> None:
-        """To the distributed parameters, also such as autograd does not count: the next forward computes with them."""
+        """Prepare for writes to the distributed parameters, so that the next forward computes with the new values.
+
+        This includes writes that autograd does not count.
+        """
         self.install_distributed_parameters()
         self._is_stale = True
 
@@ -101,7 +104,7 @@ class Driver:
         return module
 
     def check_can_unshard(self) -> None:
-        """Refuse; see :class:`~lightning_fsdp2.modules.sharder.Sharder`.
+        """Refuse to keep weights gathered for a block; see :class:`~lightning_fsdp2.modules.sharder.Sharder`.
 
         Raises:
             ValueError: Always.
@@ -112,9 +115,12 @@ class Driver:
         )
 
     def _take_over_exchange(self) -> list[_Slot]:
-        """The package would look every parameter up by name, several times a step, and know all that there are."""
+        """Replace the package's methods that swap parameters, and return the places of the parameters.
+
+        The package would look every parameter up by name several times a step, and would have to know all of them.
+        """
         wrapper = self.wrapper
-        wrapper._replace_param_with_raw_if_needed()  # at its first time it marks those that modules share
+        wrapper._replace_param_with_raw_if_needed()  # the first call marks parameters that modules share
         wrapper._replace_param_with_distributed_if_needed()
         wrapper.__dict__["_replace_param_with_raw_if_needed"] = self.install_raw_parameters
         wrapper.__dict__["_replace_param_with_distributed_if_needed"] = self.install_distributed_parameters
@@ -127,28 +133,28 @@ class Driver:
         ]
 
     def _get_versions(self) -> list[tuple[int, int]]:
-        """Autograd's counts of writes, to the parameters and to their shards."""
+        """Return autograd's counts of writes to the parameters and to their shards."""
         return [(parameter._version, parameter._local_tensor._version) for parameter in self._parameters.values()]
 
     # ------------------------------------------------------------------ optimizers
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Let steps of ``optimizer`` reach the parameters that are computed with, and its ``zero_grad`` the buffers.
+        """Let steps of ``optimizer`` reach the raw parameters, and let its ``zero_grad`` clear the buffers.
 
-        In place of ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
-        (https://github.com/NVIDIA/Megatron-LM/issues/5974), and undoes what a schedule has put around ``step``.
+        This replaces ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
+        (https://github.com/NVIDIA/Megatron-LM/issues/5974), and removes a schedule's wrapper around ``step``.
         """
         extend_zero_grad(optimizer, self.clear_gradients)
         optimizer.register_step_post_hook(lambda *args: self.expect_writes())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """In place of the modules' own."""
+        """Clear all gradients; this replaces the ``zero_grad`` of the modules."""
         self.install_distributed_parameters()
         nn.Module.zero_grad(self.wrapper.module, set_to_none)
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Begin to add up anew."""
+        """Clear the gradient buffers, so that gradients are added up from zero again."""
         self.wrapper.zero_grad_buffer()
         self._has_gradients = False
 
@@ -156,15 +162,15 @@ class Driver:
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
-        """What a backward needs before and behind it; one that fails is cleared up after by the next forward."""
+        """Prepare and finish the backward in the block. If it raises, the next forward cleans up."""
         self._begin_backward()
         yield
         self._end_backward()
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
-        """Micro-batches that no optimizer step follows."""
-        # not by its setter, which warns each time
+        """Run the micro-batches in the block without automatic synchronisation, since no optimizer step follows."""
+        # the setter would warn each time
         before, self.wrapper.model_auto_sync = self.wrapper.model_auto_sync, False
         try:
             yield
@@ -178,13 +184,17 @@ class Driver:
                 handle.remove()
 
     def _put_hooks_on(self) -> None:
-        """Where nobody surrounds a backward, it begins with the model's output, if that shows, or with a gradient."""
+        """Register hooks that notice each forward, and a backward outside of :meth:`surround_backward`.
+
+        Such a backward begins at the model's output, if its tensors can be found, or else at the first gradient of a
+        parameter.
+        """
         self.wrapper.register_forward_hook(self._watch_output)
         for parameter in self.wrapper.raw_param.values():
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
         for module in self._holders:
-            # whatever part of the model is called, also behind a backward
+            # for any part of the model that is called, also after a backward
             module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -196,7 +206,7 @@ class Driver:
 
     def _enter_forward(self, module: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._abandon_backward()  # it ended with an exception
+            self._abandon_backward()  # the backward ended with an exception
             self.clear_gradients()
         self.install_raw_parameters()
 
@@ -213,7 +223,7 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # of `torch.autograd.grad`, which gives parameters no gradients
+            self._abandon_backward()  # it was that of `torch.autograd.grad`, which gives parameters no gradients
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -223,9 +233,9 @@ class Driver:
         self.wrapper.pre_backward()
 
     def _check_gradients(self) -> None:
-        """Of a backward that was synchronised before."""
+        """Check the gradients that an earlier, synchronised backward has left, before the next one adds to them."""
         if all(parameter.grad is None for parameter in self._parameters.values()):
-            self.clear_gradients()  # as somebody did for the parameters alone
+            self.clear_gradients()  # somebody has cleared only the parameters' own
             return
         reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
         if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
@@ -236,7 +246,7 @@ class Driver:
             )
 
     def _end_backward(self) -> None:
-        """Reduce what is left, and behind the last backward of a step install the gradients."""
+        """Reduce the remaining gradients, and after the last backward of a step install them."""
         self._in_backward = False
         self._note_unused()
         self.wrapper.post_backward()
@@ -247,7 +257,7 @@ class Driver:
             self._fill_empty_gradients()
 
     def _abandon_backward(self) -> None:
-        """Put the package back to where it is between two backwards."""
+        """Put the package back into its state between two backwards."""
         wrapper, self._in_backward = self.wrapper, False
         wrapper._root_pre_backward_hook_issued = False
         wrapper._params_require_handle_grad = set()
@@ -267,7 +277,10 @@ class Driver:
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:
-        """Once, behind the first step: elsewhere such a parameter has no gradient, and optimizers leave it alone."""
+        """Warn of unused parameters once, after the backwards of the first step.
+
+        Elsewhere such a parameter has no gradient, and optimizers leave it alone.
+        """
         if self._unused and not self._has_warned:
             warnings.warn(
                 f"{list_names(self._unused)}: not used by the loss. Under Megatron-FSDP such a parameter has a gradient"
@@ -277,7 +290,10 @@ class Driver:
         self._has_warned, self._unused = True, None
 
     def _fill_empty_gradients(self) -> None:
-        """Ranks without a row of a parameter get no gradient for it, and would miss the collectives of the others."""
+        """Give an empty gradient to ranks that hold no row of a parameter.
+
+        The package gives them none, and they would miss the collectives of the other ranks.
+        """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
                 parameter.grad = torch.zeros_like(parameter)
@@ -291,20 +307,20 @@ def _refuse_copy(memo: dict[int, Any]) -> None:
 
 
 def get_driver(module: nn.Module) -> Driver:
-    """Return the driver of the wrapper, or of the module in it."""
+    """Return the driver of a wrapper, or of the module in it."""
     return cast(Driver, get_optional_sharder(module))
 
 
 def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:
-    """Let an optimizer of the parameters before wrapping step the distributed ones, its groups and their options kept.
+    """Let an optimizer that was made before wrapping step the distributed parameters; its groups and options stay.
 
     Args:
-        optimizer: Without any steps so far.
-        names: Of the parameters before wrapping.
-        wrapper: Around the model.
+        optimizer: Optimizer that has not stepped so far.
+        names: Names of the parameters before wrapping.
+        wrapper: Wrapper around the model.
 
     Raises:
-        ValueError: When it has stepped, or holds parameters that the model did not have.
+        ValueError: If the optimizer has stepped, or holds parameters that the model did not have.
     """
     if optimizer.state:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Megatron-FSDP, NVIDIA's package: parameters, gradients and optimizer states in flat buffers that ranks share.
+"""Wrapping of a model with Megatron-FSDP, NVIDIA's package.
 
-The package wraps a model and swaps its parameters: *raw* ones, which it gathers, for forward and backward;
-*distributed* ones, DTensors whose shards are whole rows of uneven number, for the optimizer and for checkpoints.
+It keeps parameters, gradients and optimizer states in flat buffers that are sharded over the ranks. The package wraps a
+model and swaps its parameters. Forward and backward use *raw* parameters, which it gathers. The optimizer and
+checkpoints use *distributed* ones: DTensors whose shards are whole rows, not the same number on each rank.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ from lightning_fsdp2.ranks.whole_tensors import UNEVEN_SHARD, copy_rows_
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 
 DEVICE_TYPES = ("cuda",)
-"""Where the package runs."""
+"""Types of the devices that the package runs on."""
 
 _INSTALL = 'pip install "lightning-fsdp2[megatron]"'
 
@@ -47,17 +48,17 @@ _OPTIONS = (
     "nccl_ub",
     "fsdp_double_buffer",
 )
-"""Flags that the package's own function has by the same name."""
+"""Flags that the package's own function has under the same name."""
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
-"""Of which the package takes one for user buffers."""
+"""Modules that can allocate user buffers; the package takes one of them."""
 
 
 def import_megatron_fsdp() -> Any:
     """Import the package.
 
     Raises:
-        ImportError: When it is not installed, or too old.
+        ImportError: If it is not installed, or is too old.
     """
     if not HAVE_MEGATRON_FSDP:
         raise ImportError(f"Megatron-FSDP is a package of its own, which is not installed: {_INSTALL}.")
@@ -73,15 +74,15 @@ def import_megatron_fsdp() -> Any:
 
 
 def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None:
-    """Refuse what the package gets wrong up to its version 0.6.1, or cannot do here.
+    """Refuse flags that the package gets wrong up to its version 0.6.1, or that cannot work here.
 
     Args:
-        device_mesh: As for :func:`apply_megatron_fsdp`.
+        device_mesh: See :func:`apply_megatron_fsdp`.
         config: The flags.
 
     Raises:
         ImportError: See :func:`import_megatron_fsdp`.
-        ValueError: Naming the flag, the reason and the remedy.
+        ValueError: If a flag is refused. The message names the flag, the reason and the remedy.
     """
     import_megatron_fsdp()
     zero_dp_strategy = config.zero_dp_strategy
@@ -121,17 +122,17 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of a model's layers, wherever they hang, and of what reads its children's weights itself."""
-    # it never calls its projection, which as a unit of its own would not be gathered
+    """Return the classes of a model's layers, wherever they are, and of modules that read their children's weights."""
+    # torch's attention never calls its projection, which would not be gathered if it were a unit of its own
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 
 
 def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, zero_dp_strategy: int) -> None:
-    """Refuse classes that ``model`` has no modules of, and none at all where parameters are gathered unit by unit.
+    """Refuse classes that cannot be units of ``model``, and an empty list if parameters are gathered unit by unit.
 
     Raises:
-        ValueError: Naming them.
+        ValueError: If a class or the empty list is refused. The message says which classes to name.
     """
     for unit_class in classes:
         if issubclass(unit_class, nn.ModuleList | nn.ModuleDict):
@@ -153,12 +154,12 @@ def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, 
 
 
 def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Make parameters on the meta device DTensors, still there, of which each rank is to hold a part.
+    """Turn parameters on the meta device into DTensors that are sharded over the ranks, still on the meta device.
 
-    So they are initialised, or filled from files, one module or slice at a time, as under FSDP2.
+    They can then be initialised, or filled from files, one module or slice at a time, as under FSDP2.
 
     Raises:
-        ValueError: When there are none.
+        ValueError: If no parameter is on the meta device.
     """
     mesh = get_fsdp_mesh(device_mesh)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -192,18 +193,18 @@ def apply_megatron_fsdp(
     """Wrap ``model``, and install its distributed parameters.
 
     Args:
-        model: On ``device``, in the dtype of compute; the same on every rank, or spread over them by
+        model: Model on ``device``, in the dtype of compute; the same on every rank, or spread over the ranks by
             :func:`spread_parameters`.
-        device_mesh: Of :func:`~lightning_fsdp2.create_device_mesh`.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
         config: The flags.
-        device: This rank's.
-        unit_classes: Modules of these classes are gathered as one.
+        device: Device of this rank.
+        unit_classes: Classes of the modules that are units: the parameters of each are gathered together.
 
     Returns:
         ``megatron_fsdp.MegatronFSDP``, to be called in place of ``model``.
 
     Raises:
-        ValueError: When the installed version lacks an option that is set.
+        ValueError: If the installed version lacks an option that is set.
     """
     package = import_megatron_fsdp()
     known = inspect.signature(package.fully_shard_model).parameters
@@ -216,7 +217,7 @@ def apply_megatron_fsdp(
             )
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
-    # of the same groups, but named so that its tensors are known by it
+    # a mesh of the same groups, with an axis name by which the package's tensors are recognised
     mesh = DeviceMesh.from_group(
         [view.get_group(axis) for axis in axes],
         view.device_type,
@@ -244,16 +245,16 @@ def apply_megatron_fsdp(
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
-    """Build the package's policy: dtypes of the weights that are stepped, and of gradients added up and reduced."""
+    """Build the package's policy: dtypes of the optimizer's weights, and of gradients when added up and reduced."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
-    # weights that are bfloat16 themselves take no gradients of another dtype
+    # if bfloat16 weights are stepped directly, they take no gradients of another dtype
     added_up = None if main is None else reduced
     return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
 
 def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:
-    """Put parameters without values in the place of those that are spread, and return these by name."""
+    """Replace parameters that are spread with ones that have no values, and return the spread ones by name."""
     taken: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     empty = {parameter: _make_without_memory(parameter, device) for parameter in taken.values()}
     for module in model.modules():
@@ -264,9 +265,12 @@ def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str,
 
 
 def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
-    """All elements are one in memory; the package copies them into its buffers and lets go of them."""
+    """Make a parameter whose elements all share the memory of a single one.
+
+    The package copies it into its buffers and then frees it.
+    """
     element = torch.zeros(1, dtype=like.dtype, device=device)
-    # no view, of which the package would not let go
+    # not a view: the package would not free it
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
 
@@ -282,7 +286,7 @@ def _fill(driver: Driver, weights: dict[str, DTensor]) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

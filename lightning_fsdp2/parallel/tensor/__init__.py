@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism; ``apply.py`` is the way in."""
+"""Tensor and sequence parallelism; ``apply.py`` is the entry point."""

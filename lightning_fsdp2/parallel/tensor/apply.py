@@ -62,20 +62,21 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
-    All parameters of the module become DTensors on ``mesh``, those that no plan shards replicated ones, so that
-    clipping and fused optimizers find them on one mesh. Their modules compute with plain tensors nevertheless.
+    All parameters of the module become DTensors on ``mesh``, replicated where no plan shards them. So clipping and
+    fused optimizers find all of them on one mesh. The modules still compute with plain tensors.
 
     Args:
-        structure: Of any module with models in it, or of one module for which ``plan`` has the names. The module is
-            changed in place.
-        mesh: 1-D.
-        plan: As for :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`; for all models.
+        structure: Structure of any module with models in it, or of a single module whose submodules ``plan`` names.
+            The module is changed in place.
+        mesh: 1-D mesh of the tensor parallel ranks.
+        plan: Plan for all models; see :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
         sequence_parallel: Whether to shard activations over the sequence where the plan leaves them whole.
-        loss_parallel: Whether heads return logits of a sharded vocabulary, and models compute their loss on them.
+        loss_parallel: Whether heads return logits with a sharded vocabulary, and models compute their loss on these.
 
     Raises:
-        TypeError: When a style does not fit its module.
-        ValueError: When there is no plan, an entry matches nothing, or the ranks do not divide what they share.
+        TypeError: If a style does not fit its module.
+        ValueError: If there is no plan, an entry matches nothing, or the number of ranks does not divide a size that
+            is sharded.
     """
     root = structure.root
     models = [
@@ -109,7 +110,7 @@ def apply_tensor_parallel(
         compute_with_local_parameters(layer, layouts, mesh.get_group())
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
-        # torch's attention computes with the weights of its output projection, whose own forward it does not call
+        # torch's attention reads the weights of its output projection without calling the projection's forward
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
@@ -119,13 +120,13 @@ def apply_tensor_parallel(
 def _iterate_readable(
     parts: ModelParts, layers: list[nn.Module], layouts: dict[Slot, Layout]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Find the children whose weights a forward may read without calling them, such as tables of positions.
+    """Find the children whose weights their parent's forward may read without calling them, such as position tables.
 
-    Every rank holds them whole, and FSDP2 gathers them with the module around them: they are no unit of their own, as
-    layers, the model's ends and modules of another dtype are.
+    Every rank holds these weights whole, and FSDP2 gathers them with the parent, since such children are not units of
+    their own. Layers, the embedding, the final norm, the head and modules of another dtype are units.
 
     Yields:
-        A module in the model and such children.
+        A module of the model and its children of this kind.
     """
     model = parts.module
     if not parts.hf_models or len({parameter.dtype for parameter in model.parameters()}) > 1:
@@ -140,7 +141,7 @@ def _iterate_readable(
 
 
 def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Let the head return logits of a sharded vocabulary, or be able to."""
+    """Let the head return logits with a sharded vocabulary, by default or only for a loss that asks for them."""
     name = model.get_optional_head()
     if name is None:
         return
@@ -162,7 +163,10 @@ def _install(
     sequence_parallel: bool,
     installed: set[nn.Module],
 ) -> None:
-    """Install the styles of a model, but for those it shares with another, and say in ``layouts`` what follows."""
+    """Install the styles of a model, and update ``layouts`` to match.
+
+    Modules that are shared with another model and already in ``installed`` are skipped.
+    """
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
     names = {module: name for name, module in model.module.named_modules()}
@@ -256,7 +260,7 @@ def _install_region(
 def _iterate_unnamed(
     region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
 ) -> Iterator[nn.Module]:
-    """The modules in ``region`` with parameters of which no entry of the plan says anything."""
+    """Yield the modules in ``region`` whose parameters no entry of the plan covers."""
     covered = {region}
     for module in region.modules():
         if module in styles and styles[module].is_boundary:
@@ -267,28 +271,32 @@ def _iterate_unnamed(
 
 
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
-    """Whether a region's result is that of one row-wise projection, and is scattered there.
+    """Return whether a region's result comes from exactly one row-wise projection, which can then scatter it.
 
-    A parameter that a module around the projection holds itself may be used before it or after, on whole sequences or
-    on parts, and nobody could tell which; so there the result is sliced at the region's end.
+    A module around the projection may hold a replicated parameter itself. It may use that parameter before the
+    projection, on whole sequences, or after it, on parts, and there is no way to tell. In that case the result is
+    sliced at the region's end instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    # what stands beside the module that ends with the projection (experts beside a shared one) adds to its result
+    # a sibling with parameters (experts beside a shared expert) adds to the projection's result
     is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
     return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 
 
 def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
-    """The names, and the positions at which the arguments may be given instead."""
+    """Return ``names`` and the positions at which these arguments may be given instead."""
     parameters = list(inspect.signature(layer.forward).parameters)
     return (*names, *(parameters.index(name) for name in names if name in parameters))
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Whether a child of a layer is taken to treat the positions of a sequence one by one: norms, and functions."""
+    """Return whether a child of a layer is assumed to treat the positions of a sequence one by one.
+
+    This holds for norms and for modules without parameters.
+    """
     parameters = list(module.parameters())
     return not parameters or ("norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in parameters))
 

@@ -1,4 +1,4 @@
-"""What is refused before anything is touched: plans that do not fit, and sizes that the ranks do not divide."""
+"""Checks before anything is changed: they refuse plans that do not fit, and sizes that the ranks do not divide."""
 
 import itertools
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bool) -> None:
-    """Check what can be said before it is known how parameters are sharded.
+    """Check what can be checked before the layouts of the parameters are known.
 
     Raises:
-        ValueError: When an entry matches nothing, the ranks do not divide the heads, or modules are shared.
+        ValueError: If an entry matches nothing, the ranks do not divide the heads, or modules are shared.
     """
     _check_all_matched(models)
     _check_shared(models)
@@ -41,11 +41,11 @@ def check_layouts(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Check the rest.
+    """Check what depends on the layouts of the parameters.
 
     Raises:
-        ValueError: When the ranks do not divide a parameter, a result is never or wrongly added up, or a model is not
-            made for sequence parallelism or for a loss on shards.
+        ValueError: If the ranks do not divide a parameter, a result is never or wrongly added up, or a model does not
+            support sequence parallelism or a loss on shards.
     """
     _check_divisible(root, layouts, ranks)
     for model in models:
@@ -58,7 +58,7 @@ def check_layouts(
 
 
 def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
-    """Name the largest parameters that every rank holds, if these are more than half of all."""
+    """Warn of the largest replicated parameters, if replicated ones are more than half of all parameters."""
     names = {module: name for name, module in root.named_modules()}
     sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
     whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
@@ -78,9 +78,10 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
 
 
 def _check_all_matched(models: list[MatchedModel]) -> None:
-    """Plans of families name what some of their configurations lack, but a given one means what it says.
+    """Check that the entries of plans match something.
 
-    One that is given for all models must say something of any of them.
+    A family's plan may name parts that some of its configurations lack, but it must match something in the layers. In a
+    plan that a user gave, every entry must match something, in at least one of the models that the plan is for.
     """
     for model in models:
         if model.unmatched and not model.matched_layers and not model.is_given:
@@ -103,7 +104,11 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
 
 
 def _check_shared(models: list[MatchedModel]) -> None:
-    """What two layers share cannot follow either; what two models share (actor and critic) follows the first one."""
+    """Refuse modules with parameters that two layers share, and modules for which the plans of two models differ.
+
+    Each layer shards and gathers only its own modules. A module that two models share (actor and critic) is set up with
+    the first model.
+    """
     layer_of: dict[nn.Module, nn.Module] = {}
     for model in models:
         names = {module: name for name, module in model.module.named_modules()}
@@ -136,7 +141,10 @@ def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
 
 
 def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
-    """Sequence parallelism needs styles whose layouts are known; those of torch do not keep weights tied."""
+    """Refuse foreign styles under sequence parallelism and for tied weights.
+
+    Sequence parallelism needs styles whose layouts are known. Torch's styles do not keep weights tied.
+    """
     if model.foreign and sequence_parallel:
         name, style = next(iter(model.foreign.items()))
         raise ValueError(
@@ -157,7 +165,7 @@ def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
 
 
 def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
-    """What is summed over the ranks must be computed with shards."""
+    """Check that results which are summed over the ranks are computed with shards."""
     for name, entry in model.entries.items():
         if isinstance(entry.style, SummedResult) and entry.parameter is None:
             slots = get_slots(entry.module.modules())
@@ -170,8 +178,8 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
 
 
 def _check_results(model: MatchedModel) -> None:
-    """What a rank computes for itself in a part of a layer must be added up there."""
-    if model.foreign:  # one of them may do it
+    """Check that what each rank computes for itself in a part of a layer is added up there."""
+    if model.foreign:  # a foreign style may add it up
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
@@ -190,7 +198,7 @@ def _check_results(model: MatchedModel) -> None:
 
 
 def _check_heads(model: MatchedModel, ranks: int) -> None:
-    """Every rank needs as many heads as any other."""
+    """Check that every rank gets the same number of heads."""
     styles = model.styles
     for name, attention in model.module.named_modules():
         children = [styles.get(child) for child in attention.children()]
@@ -210,7 +218,10 @@ def _check_heads(model: MatchedModel, ranks: int) -> None:
 
 
 def _check_loss(models: list[MatchedModel]) -> None:
-    """The loss on a sharded vocabulary is that of causal language models, and needs a head to shard."""
+    """Check that there is a head to shard, and that the models with one use the loss of causal language models.
+
+    No other loss is computed on a sharded vocabulary.
+    """
     with_head = [model for model in models if model.get_optional_head() is not None]
     if not with_head:
         names = " and ".join(type(model.module).__name__ for model in models)
@@ -230,7 +241,7 @@ def _check_loss(models: list[MatchedModel]) -> None:
 
 
 def _check_layers(model: MatchedModel) -> None:
-    """Under sequence parallelism a layer's own code may only treat positions one by one."""
+    """Check that the layers' own code treats positions one by one, as sequence parallelism needs."""
     traits = get_layer_traits(model.parts)
     layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
     if layerdrop > 0:
@@ -256,7 +267,7 @@ def _check_layers(model: MatchedModel) -> None:
 
 
 def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
-    """What ranks compute with side by side has equal parts."""
+    """Check that all ranks get equal parts of a sharded parameter, unless it may be uneven."""
     names = {module: name for name, module in root.named_modules()}
     for (module, name), layout in layouts.items():
         parameter = module.get_parameter(name)
@@ -273,7 +284,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # a field that differs by layer refuses to be read; the size of the weights is checked anyway
+    except Exception:  # reading a field that differs by layer raises; the size of the weights is checked anyway
         return None
 
 

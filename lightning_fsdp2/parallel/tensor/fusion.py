@@ -1,9 +1,9 @@
 """Asynchronous tensor parallelism: the collectives of compiled layers overlap the matrix products next to them.
 
-Inductor replaces an all-gather and the products of its result, or a product and the reduce-scatter of its result, by
-one operation that works through them chunk by chunk, over symmetric memory (https://discuss.pytorch.org/t/209487).
-Of a dense layer it takes the two all-gathers and two reduce-scatters of forward and the two all-gathers of backward.
-The reduce-scatters of backward stay as they are: their input is a sum of several products (q, k and v; gate and up).
+Inductor fuses an all-gather with the products that use its result, or a product with the reduce-scatter of its result.
+The fused operation works chunk by chunk, over symmetric memory (https://discuss.pytorch.org/t/209487). In a dense layer
+inductor fuses the two all-gathers and two reduce-scatters of forward and the two all-gathers of backward. The
+reduce-scatters of backward stay as they are: their input is a sum of several products (q, k and v; gate and up).
 """
 
 import logging
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 def build_collective_fusion(
     tp_mesh: DeviceMesh | None, *, sequence_parallel: bool, enable_compile: bool
 ) -> "CollectiveFusion":
-    """Return what has the layers of a model compiled with fused collectives.
+    """Build the :class:`CollectiveFusion` for compiling the layers of a model.
 
     Args:
-        tp_mesh: Of the tensor parallel ranks; None where there is one only.
+        tp_mesh: Mesh of the tensor parallel ranks; None if there is only one rank.
         sequence_parallel: Whether activations are sharded between the layers.
         enable_compile: Whether the layers are compiled.
 
     Raises:
-        ValueError: When there is nothing to overlap, or nothing to do it with.
+        ValueError: If there are no collectives to overlap, or the devices cannot overlap them.
     """
     if tp_mesh is None:
         raise ValueError(
@@ -57,10 +57,10 @@ def build_collective_fusion(
 
 
 class CollectiveFusion:
-    """The fused collectives of the layers of a model: how to compile them, and how many they are.
+    """Fused collectives of a model's layers: the options to compile them, and their number.
 
     Args:
-        group: Of the tensor parallel ranks.
+        group: Process group of the tensor parallel ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,11 +72,11 @@ class CollectiveFusion:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of ``torch.compile``: they hold for a backward graph too, which is compiled when backward first runs."""
+        """Options of ``torch.compile``. They also hold for the backward graph, compiled when backward first runs."""
         return get_fusion_options(self.count)
 
     def count(self, graph: torch.fx.Graph) -> None:
-        """Take note of a graph as inductor has changed it."""
+        """Count the collectives of a graph that inductor has already changed."""
         fused, unfused = get_fusion_targets()
         targets = [node.target for node in graph.nodes]
         self.fused += sum(target in fused for target in targets)
@@ -84,7 +84,7 @@ class CollectiveFusion:
         self._has_backward |= is_backward_graph(graph)
 
     def report(self) -> None:
-        """Log once how many collectives were fused, when forward and backward are compiled: as a warning if none."""
+        """Log once, after forward and backward are compiled, how many collectives were fused; warn if none were."""
         if self._is_reported or not self._has_backward:
             return
         self._is_reported = True

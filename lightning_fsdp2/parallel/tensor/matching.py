@@ -1,4 +1,4 @@
-"""What the entries of a tensor parallel plan mean for one model: which modules, which parameters, which layouts."""
+"""Matching of a tensor parallel plan's entries with the modules and parameters of one model."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A style, and the module it is for or the module and its parameter."""
+    """A style and the module that it is for, or the parameter of that module."""
 
     module: nn.Module
     parameter: str | None
@@ -30,23 +30,23 @@ class Entry:
 
 @dataclass(kw_only=True)
 class MatchedModel:
-    """A model and what its plan means for it."""
+    """A model, and the modules and parameters in it that its plan's entries stand for."""
 
     parts: ModelParts
     entries: dict[str, Entry]
-    """By the name of the module or parameter."""
+    """Entries by the name of their module or parameter."""
 
     foreign: dict[str, ParallelStyle]
-    """Styles of others, which handle DTensors and collectives themselves."""
+    """Styles that are not this package's, by module name; they handle DTensors and collectives themselves."""
 
     is_given: bool
-    """Whether the plan is a user's, and means what it says."""
+    """Whether a user gave the plan, so that every entry must match something."""
 
     matched: list[str]
-    """Patterns that stand for something."""
+    """Patterns that match something."""
 
     unmatched: list[str]
-    """Patterns for which there is nothing."""
+    """Patterns that match nothing."""
 
     @property
     def module(self) -> nn.Module:
@@ -55,7 +55,7 @@ class MatchedModel:
 
     @property
     def matched_layers(self) -> list[str]:
-        """Matched patterns that stand for something in each layer."""
+        """Matched patterns that name something in the layers."""
         return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
 
     @property
@@ -63,7 +63,7 @@ class MatchedModel:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 
     def get_stacks(self) -> list[list[nn.Module]]:
-        """The lists of layers in which anything is sharded."""
+        """Return the lists of layers in which anything is sharded."""
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         return [
             layers
@@ -72,25 +72,28 @@ class MatchedModel:
         ]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
-        """Return the stacks that read text, where the config says which: towers hand on no parts of the batch."""
+        """Return the stacks that read text, if the config tells which; otherwise return all stacks.
+
+        Towers are left out, since they hand on no parts of the batch.
+        """
         stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:
-        """The name of the head if its outputs are sharded."""
+        """Return the name of the head if its outputs are sharded, or None."""
         head = self.parts.head
         names = [name for name, entry in self.entries.items() if entry.module is head and entry.parameter is None]
         return next((name for name in names if isinstance(self.entries[name].style, ColumnWise)), None)
 
     def get_layouts(self, ranks: int) -> dict[Slot, Layout]:
-        """How the entries shard the parameters they are for.
+        """Return the layouts of the parameters that the entries are for.
 
         Raises:
-            TypeError: When a style does not fit its module.
-            ValueError: When the ranks do not divide what a module shares among them.
+            TypeError: If a style does not fit its module.
+            ValueError: If the number of ranks does not divide a size that a module shards, such as its heads.
         """
         layouts: dict[Slot, Layout] = {}
-        # what is said of a parameter wins over what is said of its module
+        # an entry for a parameter wins over one for its module
         for name, entry in sorted(self.entries.items(), key=lambda item: item[1].parameter is not None):
             try:
                 if entry.parameter is None:
@@ -104,10 +107,10 @@ class MatchedModel:
 
 
 def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
-    """Find what the entries of a plan stand for in a model; a later entry wins over an earlier one.
+    """Find the modules and parameters of a model that a plan's entries stand for; a later entry wins over earlier ones.
 
     Raises:
-        TypeError: When a style of others, which are for modules, is given to a parameter.
+        TypeError: If a parameter is given a style that is not this package's: such styles are for modules.
     """
     modules = dict(parts.module.named_modules(remove_duplicate=False))
     parameters = dict(parts.module.named_parameters(remove_duplicate=False))
@@ -135,7 +138,7 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
-    """A module, or those that peft's ``modules_to_save`` keeps in its place, with the ends of their names."""
+    """Return a module, or the modules that peft's ``modules_to_save`` keeps in its place, with their name suffixes."""
     if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
         return [("", module)]
     saved = [(f".modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
@@ -143,7 +146,10 @@ def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
-    """Torch's styles for linear layers mean something else for an embedding, whose result is always whole here."""
+    """Return the embedding style for torch's style of a linear layer if ``module`` is an embedding.
+
+    Torch's styles for linear layers mean something else for an embedding. Its result is always whole here.
+    """
     if isinstance(module, nn.Embedding):
         if style == RowWise(split_input=True):
             return VocabularyEmbedding()
@@ -153,7 +159,7 @@ def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
 
 
 def agree_on_tied(models: list[MatchedModel], layouts: dict[Slot, Layout]) -> None:
-    """Keep a parameter that several modules hold whole on every rank, where they would shard it differently."""
+    """Keep a tied parameter whole on every rank if the modules that hold it would shard it differently."""
     holders: dict[nn.Parameter, list[Slot]] = {}
     for module, name in layouts:
         holders.setdefault(module.get_parameter(name), []).append((module, name))

@@ -1,8 +1,8 @@
 """Parameters under tensor parallelism: sharded DTensors at rest, plain tensors while a forward computes with them.
 
-A model's own code never meets a DTensor: for the time of a module's forward its parameters are replaced by this rank's
-part of them. What the gradient of such a part means is said by its :class:`Layout`; to the outside gradients are always
-those of the DTensor's own placement, so that FSDP2, accumulation and clipping need to know nothing about it.
+A model's own code never sees a DTensor: while a module's forward runs, this rank's parts replace the module's
+parameters. The :class:`Layout` says what the gradient of such a part means. Outside of a forward, gradients always have
+the DTensor's own placement, so FSDP2, gradient accumulation and clipping need to know nothing about layouts.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,27 +33,29 @@ REPLICATE = Replicate()
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a parameter is kept over the tensor parallel ranks, and which part of it a rank computes with."""
+    """Sharding of a parameter over the tensor parallel ranks, and the part of it that a rank computes with."""
 
     placement: Placement = REPLICATE
 
     is_partial: bool = False
-    """Each rank uses it for other activations (its heads, its part of the sequence), so its gradient is a summand."""
+    """Whether each rank uses the parameter for other activations (its heads, its part of the sequence), so that the
+    rank's gradient is a summand."""
 
     is_summed: bool = False
-    """Each rank's result is added up, so that it may enter on one of them only: a bias inside such a result."""
+    """Whether the parameter (a bias) is added inside a result that is summed over the ranks, so that only one rank may
+    add it."""
 
     sections: tuple[int, ...] | None = None
-    """Sizes of the parts packed along ``dim`` of which a rank takes its shard each, where the placement cannot say so:
-    the parameter is gathered (if sharded) before it is used."""
+    """Sizes of the parts packed along ``dim``, if the placement cannot express them. A rank takes its shard of each
+    part; the parameter is gathered (if sharded) before it is used."""
 
     dim: int = 0
 
     is_uneven: bool = False
-    """The ranks' parts may differ in size, since nothing but a gather or a sum sees them."""
+    """Whether the ranks' parts may differ in size, since only a gather or a sum sees them."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
-        """The sizes of which each rank takes its share."""
+        """Return the sizes of the parts that are each sharded over the ranks."""
         if self.sections is not None:
             return self.sections
         placement: Any = self.placement
@@ -61,7 +63,7 @@ class Layout:
         return (parameter.size(placement.dim) // count,) * count
 
     def get_shard(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """The part of the parameter that ``rank`` keeps. A copy, so that the whole can be freed."""
+        """Return the part of the parameter that ``rank`` keeps. A shard is a copy, so that the whole can be freed."""
         if isinstance(self.placement, StridedShard):
             parts = whole.chunk(self.placement.split_factor, self.placement.dim)
             return torch.cat([_narrow(part, self.placement.dim, rank, ranks) for part in parts], self.placement.dim)
@@ -70,7 +72,7 @@ class Layout:
         return whole
 
     def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """From what the rank keeps to what it computes with; differentiable."""
+        """Turn the part that the rank keeps into the one that it computes with; differentiable."""
         if self.is_summed and group.rank() > 0:
             return local * 0
         if self.sections is None:
@@ -82,12 +84,12 @@ class Layout:
 
 
 def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ...]) -> Layout:
-    """Layout of a parameter that packs several projections along ``dim``, such as gate and up, or q, k and v.
+    """Return the layout of a parameter that packs several projections along ``dim`` (gate and up, or q, k and v).
 
     Args:
-        parameter: Whole.
-        dim: Along which it is packed.
-        sections: The size of each part, or their number if they are equal.
+        parameter: The whole parameter.
+        dim: Dim along which the projections are packed.
+        sections: Size of each part, or the number of parts if they are equal.
     """
     dim = dim % parameter.ndim
     if isinstance(sections, int):
@@ -101,7 +103,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
 
 
 def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
-    """Replace every parameter of ``layouts`` by a DTensor on ``mesh``; one held by several modules by a single one."""
+    """Replace every parameter of ``layouts`` with a DTensor on ``mesh``; tied parameters stay tied."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (module, name), layout in layouts.items():
         parameter = module._parameters[name]
@@ -119,13 +121,13 @@ def compute_with_local_parameters(
     modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
-    """Let methods of ``top`` find this rank's part of its parameters as plain tensors.
+    """Let methods of ``top`` find this rank's parts of the parameters, as plain tensors.
 
     Args:
-        top: The methods are replaced.
-        layouts: Of all parameters of ``top`` and others.
-        group: Of the tensor parallel ranks.
-        modules: Those whose parameters; by default all in ``top``.
+        top: Module whose methods are replaced.
+        layouts: Layouts of all parameters of ``top``, and possibly of others.
+        group: Process group of the tensor parallel ranks.
+        modules: Modules whose parameters are replaced by this rank's parts; by default all in ``top``.
         methods: Names of the methods.
     """
     inside = set(top.modules() if modules is None else modules)
@@ -135,14 +137,14 @@ def compute_with_local_parameters(
 
 
 class _LocalParameters:
-    """Puts this rank's part in place of sharded parameters while a method runs."""
+    """Wrapper that puts this rank's parts in place of sharded parameters while a method runs."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Layout]], group: dist.ProcessGroup) -> None:
         self.slots = slots
         self.group = group
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # where a module around this one has done it, there is no DTensor left
+        # if a module around this one has done so already, no DTensor is left
         sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]
         try:
@@ -154,7 +156,7 @@ class _LocalParameters:
                 module._parameters[name] = parameter
 
     def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
-        """What the rank keeps of each parameter; the gradients of the partial ones are summed together."""
+        """Return the part that the rank keeps of each parameter; one all-reduce sums the gradients of partial ones."""
         local = [parameter.to_local() for parameter in parameters]
         partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]
         if partial:
@@ -164,7 +166,7 @@ class _LocalParameters:
 
 
 def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
-    """All parameters that ``modules`` hold directly."""
+    """Return the slots of all parameters that ``modules`` hold directly."""
     return [(m, name) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
 
 

@@ -1,8 +1,8 @@
 """Tensor parallel plans: which style each module of a model gets.
 
 A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for one component
-(the number of a layer). Most models of transformers bring a plan, whose words :data:`STYLES` translates; the families
-here have none, or one that leaves much of them replicated.
+(the number of a layer). Most models of transformers come with a plan; :data:`STYLES` translates its style names. The
+families in this file have no plan, or one that leaves much of the model replicated.
 """
 
 import re
@@ -38,10 +38,10 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 Plan = dict[str, ParallelStyle]
 PlanBuilder = Callable[[Any], Mapping[str, "str | ParallelStyle"]]
-"""From a model to its plan."""
+"""Function from a model to its plan."""
 
 PlanOption = Mapping[str, "str | ParallelStyle"] | PlanBuilder | str | None
-"""What a user may give: see :func:`get_plan`."""
+"""Forms in which a user may give a plan; see :func:`get_plan`."""
 
 STYLES: dict[str, Style] = {
     "colwise": ColumnWise(),
@@ -62,7 +62,7 @@ STYLES: dict[str, Style] = {
     "mla_kv_a_proj": LatentKeyValue(),
     "all_reduce": SummedResult(),
 }
-"""The styles that plans of transformers (5.17 to 5.23) name."""
+"""Styles by the names that plans of transformers (5.17 to 5.23) use."""
 
 _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",
@@ -75,22 +75,22 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """What sequence parallelism cannot see from outside of a family's layers."""
+    """Properties of a family's layers that sequence parallelism cannot see from outside."""
 
     pointwise: tuple[str, ...] = ()
-    """Children with parameters, other than norms, that treat the positions of a sequence one by one."""
+    """Names of children with parameters, other than norms, that treat the positions of a sequence one by one."""
 
     per_position: tuple[str, ...] = ()
-    """Arguments of the layer's forward, [batch, sequence, ...], that it uses beside the hidden states itself."""
+    """Names of arguments, [batch, sequence, ...], that the layer's own forward uses besides the hidden states."""
 
     sequence_dim: int = 1
-    """Of the hidden states that layers hand on."""
+    """Sequence dim of the hidden states that layers hand on."""
 
     regions_take_residual: bool = False
     """Whether attention and MLP are given the residual too, and add it to their result."""
 
     refused: str = ""
-    """Why the sequence cannot be sharded between the layers."""
+    """Reason why the sequence cannot be sharded between the layers; empty if it can."""
 
 
 _registered: dict[str | type[nn.Module], tuple[PlanBuilder, LayerTraits]] = {}
@@ -101,18 +101,18 @@ def register_tp_plan(
     plan: PlanBuilder | Mapping[str, "str | ParallelStyle"],
     traits: LayerTraits = LayerTraits(),
 ) -> None:
-    """Choose the tensor parallel plan of a model class or family, in place of the one that would be chosen.
+    """Register the tensor parallel plan of a model class or family, in place of the one chosen by default.
 
     Args:
-        model: A class (it holds for subclasses too), or the ``model_type`` of a config.
-        plan: Patterns, relative to the model, and their styles, or a function of the model that returns them.
-        traits: Of its layers, for sequence parallelism; few models need any.
+        model: Model class (subclasses included), or the ``model_type`` of a config.
+        plan: Dict from patterns, relative to the model, to styles, or a function of the model that returns one.
+        traits: Traits of the model's layers, for sequence parallelism; few models need any.
     """
     _registered[model] = (plan if callable(plan) else lambda _: plan, traits)
 
 
 def is_registered(model: nn.Module) -> bool:
-    """Whether :func:`register_tp_plan` was called for the class or the family of ``model``."""
+    """Return whether :func:`register_tp_plan` was called for the class or the family of ``model``."""
     return _get_registered(model) is not None
 
 
@@ -126,21 +126,21 @@ def get_layer_traits(parts: ModelParts) -> LayerTraits:
 
 
 def _has_deepstack(parts: ModelParts) -> bool:
-    """Whether the model around the layers takes features of images for the layers."""
+    """Return whether the model around the layers takes image features to add between its layers."""
     forwards = [signature(module.forward).parameters for module in parts.hf_models]
     return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
-    """Return the style that an entry of a plan means.
+    """Return the style that an entry of a plan stands for.
 
     Args:
-        name: Of the module, for messages.
+        name: Name of the module, for messages.
         style: A style, or its name in the plans of transformers.
-        config: Of the model.
+        config: Config of the model.
 
     Raises:
-        ValueError: For a name that is unknown, or refused.
+        ValueError: If the style's name is unknown or refused.
     """
     if isinstance(style, str):
         if style in _REFUSED:
@@ -155,15 +155,15 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
 
 
 def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
-    """Return the plan of a Hugging Face model: patterns, relative to it, and their styles.
+    """Return the plan of a Hugging Face model: patterns, relative to the model, and their styles.
 
     Args:
-        parts: Of the model. Its config and its own plan are read.
-        plan: None chooses: a registered one, ours, or the model's own. ``"hf"`` is the model's own. Otherwise the plan
-            itself, or a function of the model that returns it.
+        parts: Parts of the model. The model's config and its own plan are read.
+        plan: The plan, or a function of the model that returns it. ``"hf"`` takes the model's own plan. None takes a
+            registered plan, else this package's, else the model's own.
 
     Raises:
-        ValueError: When there is none.
+        ValueError: If there is no plan.
     """
     model = parts.module
     config = _get_config(model)
@@ -176,7 +176,7 @@ def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
     heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
-    # one of torch's with another layout may hand a DTensor to the next, which only torch's own would take
+    # a torch style with another layout may hand a DTensor to the next module, where only torch's own style accepts it
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
@@ -194,7 +194,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, _FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # a head alone, as every class with one declares, shards nothing else
+    if not set(own) - names:  # every class with a head declares a plan for it, which shards nothing else
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give one as FSDP2Config(tp_plan={{...}}), from module"
             " names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
@@ -206,7 +206,10 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
 
 
 class NoPlanError(ValueError, AssertionError):
-    """There is no plan for a model; both kinds of error, since the original documents one and raises the other."""
+    """Error for a model without a plan.
+
+    It is both a ValueError and an AssertionError, since the original documents one and raises the other.
+    """
 
 
 def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
@@ -219,7 +222,7 @@ def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> d
     if isinstance(head, nn.Linear) and head in names:
         ends[names[head]] = "colwise_gather_output"
     chosen = {**ends, **plan}
-    # not for a part of the vocabulary; with it a tied head stays whole
+    # these embeddings cannot work on a part of the vocabulary; a head tied to one stays whole too
     chosen.update({name: "replicate" for name, module in parts.module.named_modules() if reads_token_ids(module)})
     return chosen
 
@@ -236,15 +239,16 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 
 
 def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Names in the plans of families are relative to the model that holds the layers, inside of one with a head.
+    """Make the names in a family's plan relative to the whole model.
 
-    A tower beside it may have layers of the same name.
+    In the plan they are relative to the model that holds the layers, which is inside of the one with a head. A tower
+    beside it may have layers of the same name.
     """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
     holders = {name: module for name, module in parts.module.named_modules() if _find(module, stem)}
-    # a tower, which may come first, has layers too
+    # a tower has layers too, and may come first
     holder = next((name for name, module in holders.items() if module not in parts.towers), next(iter(holders)))
     return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
@@ -256,7 +260,7 @@ def _find(module: Any, path: list[str]) -> bool:
 
 
 def to_torch_style(style: ParallelStyle) -> ParallelStyle:
-    """Torch's own style where it has one that does the same."""
+    """Return torch's own style if it has one that does the same as ``style``, else ``style`` itself."""
     return next((theirs() for theirs, ours in _TORCH_STYLES if ours == style), style)
 
 
@@ -273,7 +277,7 @@ _SHARDED_LOGITS: tuple[Callable[[], ParallelStyle], Style] = (
 
 
 def _from_torch(style: ParallelStyle, *, is_head: bool) -> ParallelStyle:
-    """Torch's own styles with the layouts of plain tensor parallelism are ours, so that they can be combined."""
+    """Replace a torch style with the layouts of plain tensor parallelism by ours, so that both can be combined."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return style
     known = [*_TORCH_STYLES, *([_SHARDED_LOGITS] if is_head else [])]
@@ -428,7 +432,7 @@ def _gpt_oss(config: Any) -> Mapping[str, "str | ParallelStyle"]:
         **_LLAMA_ATTENTION,
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # gate and up alternate, so that a contiguous part holds as much of either
+        # gate and up alternate, so a contiguous part holds equally much of both
         "layers.*.mlp.experts.gate_up_proj": ShardParameter(dim=2),
         "layers.*.mlp.experts.gate_up_proj_bias": ShardParameter(dim=1),
         "layers.*.mlp.experts.down_proj": ShardParameter(dim=1),
@@ -455,12 +459,12 @@ def _apertus(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _norms_of_heads(*names: str) -> PlanBuilder:
-    """Norms on each rank's heads, which a config may switch on and the model's own plan does not know."""
+    """Return a plan builder for norms on each rank's heads, which a config may turn on and the model's plan lacks."""
     return lambda _: {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in names}
 
 
 def _cohere(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Weights of each head, [heads, width]."""
+    """Shard the weights of the q and k norms, [heads, width], over the heads."""
     if not config.use_qk_norm:
         return {}
     return {f"layers.*.self_attn.{name}.weight": ShardParameter(dim=0) for name in ("q_norm", "k_norm")}
@@ -471,7 +475,7 @@ def _inkling(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Layers with activation sparsity take the mean over all intermediate features."""
+    """Gather intermediate features in layers with activation sparsity, which take the mean over all of them."""
     plan: dict[str, str | ParallelStyle] = {}
     for index, sparsity in enumerate(config.activation_sparsity_pattern or ()):
         if sparsity > 0:
@@ -482,7 +486,7 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _llama(*norms: str) -> PlanBuilder:
-    """Layers as Llama's, with these norms on each rank's heads."""
+    """Return a plan builder for layers like Llama's, with these norms on each rank's heads."""
     return lambda config: {**_LLAMA_ATTENTION, **_norms_of_heads(*norms)(config), **_LLAMA_MLP}
 
 
@@ -492,18 +496,18 @@ def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
         **_LLAMA_ATTENTION,
         **_LLAMA_MLP,
         "layers.*.self_attn": LocalHeads(attributes=("num_heads", "num_key_value_heads")),
-        **dict.fromkeys(norms, ShardParameter(dim=0)),  # of each head, [heads, width]
+        **dict.fromkeys(norms, ShardParameter(dim=0)),  # per head, [heads, width]
     }
 
 
 def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Linear attention shares its output's name with the other, but nothing in it is sharded."""
+    """Replicate ``o_proj`` in linear attention, where nothing is sharded; the other attention has one of that name."""
     linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
 
 
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Small weights that work position by position: shards of them would need whole sequences again."""
+    """Replicate small weights that work position by position: shards of them would need whole sequences again."""
     return {
         "layers.*.attn_hyper_connection.input_mix_weight_down": "replicate",
         "layers.*.mlp_hyper_connection.input_mix_weight_down": "replicate",
@@ -529,7 +533,7 @@ _FAMILIES: dict[str, PlanBuilder] = {
     "qwen3_vl_text": _llama("q_norm", "k_norm"),
     "stablelm": _stablelm,
 }
-"""Plans in place of the models' own."""
+"""Plans that replace the models' own."""
 
 _CORRECTIONS: dict[str, PlanBuilder] = {
     "apertus": _apertus,
@@ -544,13 +548,13 @@ _CORRECTIONS: dict[str, PlanBuilder] = {
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
-"""Entries that the models' own plans lack or have wrong."""
+"""Entries that the models' own plans lack or get wrong."""
 
 _REFUSED_FAMILIES = {
     "gemma4": "it reads `embed_tokens.weight` outside of the embedding, where each rank holds a part of the vocabulary;"
     " train its language model (gemma4_text) alone, or use tp_size=1"
 }
-"""Families whose code allows no plan, and why."""
+"""Families whose code allows no plan, with the reason."""
 
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 _DEEPSTACK = LayerTraits(refused="the model adds features of its images to whole sequences between its layers")

@@ -4,14 +4,15 @@ Between the first layer's input and the last layer's output each rank holds its 
 (https://arxiv.org/abs/2205.05198). Everything outside of the layers sees whole sequences: position ids, masks, rotary
 embeddings, final norm and head. Inside a layer
 
-- norms, and whatever else computes position by position, work on the rank's positions;
-- every other child is a *region* (attention, MLP, mixture of experts): its hidden states are gathered on entry, and
-  what comes out is reduce-scattered by its one row-wise projection, or sliced where there is none or several.
+- norms, and everything else that computes position by position, work on the rank's positions;
+- every other child is a *region* (attention, MLP, mixture of experts): its hidden states are gathered on entry. If the
+  region has exactly one row-wise projection, the projection reduce-scatters the result; otherwise it is sliced.
 
 On entry a region makes two tensors of the gathered hidden states: *complete*, whose gradient is the same on all ranks,
-and *partial*, whose gradients are summands. Its code sees the first one, which is right for routers, gates and
-whatever else all ranks compute alike; column-wise projections that are given this very tensor take the second one.
-So a dense region costs one all-gather and one reduce-scatter, forward and backward each, without knowing the model.
+and *partial*, whose gradients are summands. The region's code sees the complete one, which is right for routers, gates
+and everything else that all ranks compute alike. Column-wise projections that are given this very tensor take the
+partial one. So a dense region costs one all-gather and one reduce-scatter in forward and the same in backward, without
+any knowledge of the model.
 """
 
 import math
@@ -42,9 +43,10 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum, Summands
 
 
 class Scope:
-    """Where a styled module stands: how what it reads comes in, and how its result goes out.
+    """The surroundings of a styled module: how its input comes in and how its result goes out.
 
-    This one is for whole sequences on every rank: tensor parallelism alone, and modules outside of the layers.
+    This base class is for whole sequences on every rank: for tensor parallelism alone, and modules outside of the
+    layers.
     """
 
     is_scattered = False
@@ -55,36 +57,36 @@ class Scope:
         self.random = random
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """For a module of which each rank computes other columns."""
+        """Return ``tensor`` as the input of a module whose columns are sharded over the ranks."""
         self.end_shards()
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """For what all ranks need and has no gradient: indices of experts."""
+        """Return an input that all ranks need and that has no gradient, such as indices of experts."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """For the ranks' summands of a result."""
+        """Add up the ranks' summands of a result."""
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
-        """For the ranks' summands of a result that is whole in a sequence parallel layer, too."""
+        """Add up the ranks' summands of a result that is whole under sequence parallelism too."""
         return reduce_from_ranks(tensor, self.group)
 
     def begin_shards(self) -> None:
-        """From here on ranks hold different activations."""
+        """Note that from here on ranks hold different activations."""
         if self.random is not None:
             self.random.begin_shards()
 
     def end_shards(self) -> None:
-        """From here on ranks hold the same activations."""
+        """Note that from here on ranks hold the same activations."""
         if self.random is not None:
             self.random.end_shards()
 
 
 class LayerScope(Scope):
-    """A layer under tensor parallelism alone: projections of the same tensor share the all-reduce of its gradient."""
+    """Scope of a layer under tensor parallelism alone: projections of one tensor share its gradient's all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None, verification: LayerVerification) -> None:
         super().__init__(group, random)
@@ -109,15 +111,15 @@ class LayerScope(Scope):
 
 
 class Stack:
-    """The layers of one model between which the sequence is sharded, and how long it is in the layer that runs.
+    """The layers of one model between which the sequence is sharded, and the sequence's length in the running layer.
 
     Args:
-        group: Of the tensor parallel ranks.
-        stream_dim: Of the sequence in what the layers hand on.
+        group: Process group of the tensor parallel ranks.
+        stream_dim: Sequence dim of the hidden states that layers hand on.
     """
 
     dim = 1
-    """Of the sequence in what the children of a layer are given, [batch, sequence, hidden]."""
+    """Sequence dim of the hidden states that children of a layer are given, [batch, sequence, hidden]."""
 
     def __init__(self, group: dist.ProcessGroup, *, stream_dim: int = 1) -> None:
         self.group = group
@@ -127,11 +129,11 @@ class Stack:
         self.whole = 0
         self.local = 0
         self.embeddings: list[Summands] = []
-        """Of the forward that runs."""
+        """Summands of the input embedding's results in the forward that runs."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the sequence is sharded: not if the ranks do not divide it, in a forward without gradients."""
+        """Whether the sequence is sharded; not in a forward without gradients if the ranks do not divide it."""
         return self.local > 0
 
     def open(self, hidden: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ class Stack:
         A sequence that cannot be sharded (one token of ``generate``) stays whole in a forward without gradients.
 
         Raises:
-            ValueError: In training. When the stack is open already.
+            ValueError: If the sequence cannot be sharded in a forward with gradients, or the stack is open already.
         """
         if self.is_open and not _may_be_repeated():
             raise ValueError(
@@ -166,15 +168,16 @@ class Stack:
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.
 
-        Around the layer's ``__call__``: checkpoints and compiled code inside of it see the part alone.
+        This is put around the layer's ``__call__``, so that checkpoints and compiled code inside of it see the part
+        alone.
         """
         args, kwargs = replace_hidden_states(args, kwargs, self.open(get_hidden_states(args, kwargs)))
         return call(*args, **kwargs)
 
     def enter_layer(self, hidden: Tensor, name: str) -> None:
-        """Check the hidden states of a layer, or take their length where they are computed again.
+        """Check the length of a layer's hidden states or, in a recomputation, take the sequence's length from them.
 
-        Between forward and backward there may have been forwards of other lengths.
+        Forwards of other lengths may have run between forward and backward.
         """
         length = hidden.size(self.stream_dim)
         if torch.is_grad_enabled() and _may_be_repeated():
@@ -187,18 +190,18 @@ class Stack:
             )
 
     def close(self, hidden: Tensor) -> Tensor:
-        """Gather what the last layer returned."""
+        """Gather the hidden states that the last layer returned."""
         self.is_open = False
         return gather(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 
     def run_model(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model around the layers.
 
-        Hidden states that it recorded (``output_hidden_states=True``) are gathered: each layer returned this rank's
-        part.
+        Hidden states that the model recorded (``output_hidden_states=True``) are gathered, since each layer returned
+        only this rank's part.
 
         Raises:
-            ValueError: When the model left out its last layer, so that parts of the sequence would get out.
+            ValueError: If the model left out its last layer, so that it would return parts of the sequence.
         """
         outer = self.is_running, self.embeddings
         self.is_open, self.is_running, self.embeddings = False, True, []
@@ -236,24 +239,27 @@ class Stack:
         return isinstance(value, Tensor) and value.ndim > 2 and value.size(self.stream_dim) == self.local
 
     def get_token_dim(self, tensor: Tensor) -> int:
-        """Models flatten [batch, sequence, hidden] to [tokens, hidden] for modules that treat each token alone."""
+        """Return the dim of ``tensor`` that is sharded: the sequence's, or 0 for flattened tokens.
+
+        Models flatten [batch, sequence, hidden] to [tokens, hidden] for modules that treat each token alone.
+        """
         return 0 if tensor.ndim == 2 else self.dim
 
 
 class EmbeddingScope(Scope):
-    """The input embedding of a model whose first layer takes a part of the sequence from it.
+    """Scope of an input embedding, for a model whose first layer takes this rank's part of the sequence from it.
 
     Args:
-        group: Of the tensor parallel ranks.
-        stacks: Of the layers that may take it.
-        embedding: The module.
+        group: Process group of the tensor parallel ranks.
+        stacks: Stacks whose first layer may take the part.
+        embedding: The embedding module.
     """
 
     def __init__(self, group: dist.ProcessGroup, stacks: list[Stack], embedding: nn.Module) -> None:
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
         self._watched: dict[bool, bool] = {}
-        """Whether any rank had a hook of the user's in the first forward without gradients, and in that with them."""
+        """Whether any rank had a user's hook in the first forward with gradients (True) or without them (False)."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
@@ -263,7 +269,7 @@ class EmbeddingScope(Scope):
         is_watched, mode = any(map(_is_foreign, self.embedding._forward_hooks.values())), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
-        # a hook may read on one rank alone, which must then not be a collective
+        # a hook may read the result on one rank alone, and that must not start a collective
         if self._watched[mode]:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group, is_watched=is_watched)
@@ -271,14 +277,14 @@ class EmbeddingScope(Scope):
         return pending
 
     def _agree(self, is_watched: bool, tensor: Tensor) -> bool:
-        """Return whether it is so on any rank."""
+        """Return whether ``is_watched`` is True on any rank."""
         if isinstance(tensor, FakeTensor):
             return is_watched
         return bool(all_reduce_tensor(torch.tensor(float(is_watched), device=tensor.device), self.group))
 
 
 class PointwiseScope(Scope):
-    """A styled module that is itself a child of the layer: it gathers and scatters for itself."""
+    """Scope of a styled module that is itself a child of the layer: it gathers its input and scatters its result."""
 
     is_scattered = True
 
@@ -303,14 +309,14 @@ class PointwiseScope(Scope):
 
 
 class RegionScope(Scope):
-    """A child of the layer that sees whole sequences.
+    """Scope of a region: a child of the layer that sees whole sequences.
 
     Args:
-        stack: The layers around it.
-        random: Of the layer; None where it draws no random numbers.
-        reduces_once: Whether one row-wise projection makes its result, which can then be scattered at once.
-        takes_residual: Whether it is also given hidden states to add to its (scattered) result.
-        name: For messages.
+        stack: Stack of the layer.
+        random: Random state of the layer; None if the layer draws no random numbers.
+        reduces_once: Whether the region's result comes from one row-wise projection, which can then scatter it.
+        takes_residual: Whether the region is also given hidden states to add to its (scattered) result.
+        name: Name of the region, for messages.
     """
 
     def __init__(
@@ -334,7 +340,7 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # a part of one position would be broadcast, silently, against whole sequences
+        # a part of a single position would silently be broadcast against whole sequences
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:
@@ -405,12 +411,13 @@ class StackedLayer:
     """A layer of a stack.
 
     Args:
-        stack: The layers it belongs to.
-        random: None where the layer draws no random numbers.
-        verification: Of this layer.
-        name: For messages.
-        is_last: Whether it returns whole sequences.
-        per_position: Positions and names of further arguments that are whole sequences, and that it uses itself.
+        stack: Stack that the layer belongs to.
+        random: Random state of the layer; None if the layer draws no random numbers.
+        verification: Verification of the layer.
+        name: Name of the layer, for messages.
+        is_last: Whether the layer is the last one, which returns whole sequences.
+        per_position: Positions and names of further arguments that are whole sequences and that the layer's own code
+            uses.
     """
 
     def __init__(
@@ -449,7 +456,7 @@ class StackedLayer:
 
 
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
-    """Let ``module``, inside a region, have its parameters' gradients summed where it works on scattered results."""
+    """Sum the parameter gradients of ``module``, inside a region, over the ranks when it works on scattered results."""
 
     def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not scope.is_scattered:
@@ -467,17 +474,20 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Whether a hook is neither FSDP2's nor this package's, which do not read what modules return."""
+    """Return whether a hook is a user's, and so may read what a module returns.
+
+    Hooks of torch (FSDP2) and of this package do not.
+    """
     return getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "lightning_fsdp2")
 
 
 def _may_be_repeated() -> bool:
-    """Whether this forward may be one that activation checkpointing computes again in backward."""
+    """Return whether this forward may be a recomputation by activation checkpointing in backward."""
     return torch.compiler.is_compiling() or is_in_backward()
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a layer or one of its children."""
+    """Return the hidden states among the arguments of a layer or of one of its children."""
     name = _get_optional_name(args, kwargs)
     return args[0] if name is None else kwargs[name]
 
@@ -485,20 +495,23 @@ def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def replace_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put ``hidden`` where :func:`get_hidden_states` looks."""
+    """Return the arguments with ``hidden`` in the place where :func:`get_hidden_states` looks."""
     name = _get_optional_name(args, kwargs)
     return ((hidden, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: hidden})
 
 
 def _get_optional_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The keyword of the hidden states, None where they are the first positional argument."""
+    """Return the keyword of the hidden states, or None if they are the first positional argument."""
     if "hidden_states" in kwargs or not args:
         return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return None
 
 
 def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``function`` to the hidden states that a layer or one of its children returned: all, or its first item."""
+    """Apply ``function`` to the hidden states in ``output``, which a layer or one of its children returned.
+
+    They are ``output`` itself or its first item.
+    """
     if isinstance(output, Tensor):
         return function(output)
     return (function(output[0]), *output[1:])

@@ -1,8 +1,8 @@
-"""The tensor parallel styles: how a module's parameters are sharded, and what happens to what it reads and returns.
+"""The tensor parallel styles: how a module's parameters are sharded, and what happens to its inputs and results.
 
-They are :class:`torch.distributed.tensor.parallel.ParallelStyle` s, so that
-:func:`torch.distributed.tensor.parallel.parallelize_module` takes them as well, and hold no state: one object may
-stand for any number of modules.
+Each is a :class:`torch.distributed.tensor.parallel.ParallelStyle`, so that
+:func:`torch.distributed.tensor.parallel.parallelize_module` accepts it as well. Styles hold no state: one object can
+serve any number of modules.
 """
 
 from collections.abc import Callable
@@ -39,53 +39,53 @@ from lightning_fsdp2.ranks.collectives import (
 )
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
-"""Where a ``Conv1D``, whose ``nf`` becomes the rank's number of outputs, keeps the number of all."""
+"""Name of the attribute in which a ``Conv1D`` keeps its whole number of outputs; ``nf`` becomes the rank's number."""
 
 
 class Style(ParallelStyle):
     """One way to run a module on several tensor parallel ranks."""
 
     is_boundary: ClassVar[bool] = False
-    """Whether the module's input or result crosses between what all ranks hold and what each holds for itself."""
+    """Whether the module leads from values that all ranks hold to values that each rank holds for itself, or back."""
 
     reduces: ClassVar[bool] = False
     """Whether the module's result is a sum over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
-        """How the parameters of ``module`` are sharded; those it does not name stay replicated.
+        """Return the layouts of the parameters of ``module``; those that are not in the result stay replicated.
 
         Raises:
-            TypeError: When the style does not fit the module.
+            TypeError: If the style does not fit the module.
         """
         return {}
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
-        """As :meth:`get_layouts` where an entry of a plan names a parameter.
+        """Return the layout of a parameter that an entry of a plan names directly.
 
         Raises:
-            TypeError: When the style is one for modules.
+            TypeError: If the style is for modules only.
         """
         raise TypeError(f"The style {type(self).__name__} is for modules, not for a parameter.")
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``module``'s forward, whose parameters are this rank's part of them."""
+        """Run the forward of ``module``, which holds this rank's parts of its parameters."""
         return forward(*args, **kwargs)
 
     def install(self, module: nn.Module, scope: Scope) -> None:
-        """Let ``module.forward`` be run by this style; its parameters are sharded and made local elsewhere."""
+        """Let this style run ``module.forward``; the parameters are sharded and made local elsewhere."""
         if type(self).run is not Style.run:
             wrap_method(module, partial(self._run_positional, module, scope))
 
     def _run_positional(
         self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The only argument of a projection may be given by name."""
+        """Call :meth:`run`, with the only argument of a projection by position even if it was given by name."""
         if not args and len(kwargs) == 1:
             args, kwargs = tuple(kwargs.values()), {}
         return self.run(module, scope, forward, *args, **kwargs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What ``parallelize_module`` calls: this module alone, on whole sequences."""
+        """Apply the style to this module alone, on whole sequences; ``parallelize_module`` calls this."""
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())
         layouts |= self.get_layouts(module, device_mesh.size())
         shard_parameters(layouts, device_mesh)
@@ -96,15 +96,15 @@ class Style(ParallelStyle):
 
 @dataclass(unsafe_hash=True)
 class ColumnWise(Style):
-    """A projection whose outputs are sharded: each rank computes its heads, its intermediate features, its tokens."""
+    """A projection whose outputs are sharded: each rank computes its heads, intermediate features or tokens."""
 
     is_boundary: ClassVar[bool] = True
 
     gather_output: bool = False
-    """Return all outputs on every rank."""
+    """Whether all outputs are returned on every rank."""
 
     sections: int | tuple[int, ...] | None = None
-    """Several projections are packed into one: their number if of equal size, or their sizes."""
+    """Number of the projections packed into one, if they are of equal size, or their sizes. None if there is one."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         layouts: dict[Slot, Layout] = {}
@@ -149,16 +149,17 @@ class ColumnWise(Style):
 
 @dataclass(unsafe_hash=True)
 class VocabularyHead(ColumnWise):
-    """A head whose logits stay sharded over the vocabulary, as a DTensor that says so.
+    """A head whose logits stay sharded over the vocabulary, as a DTensor with that placement.
 
-    Those of a single position in a forward without gradients are gathered: ``generate`` wants them whole.
+    In a forward without gradients, the logits of a single position are gathered: ``generate`` wants them whole.
     """
 
     gather_output: bool = True
-    """In that forward, or if ``shards_logits`` is False."""
+    """Whether the logits of such a single position are gathered, and all logits if ``shards_logits`` is False."""
 
     shards_logits: bool = True
-    """False: only for a loss that asks for it with :func:`keep_logits_sharded`."""
+    """Whether logits stay sharded by default. If False, only for a loss that asks for it with
+    :func:`keep_logits_sharded`."""
 
     mesh: DeviceMesh | None = None
 
@@ -181,14 +182,17 @@ class RowWise(Style):
     is_boundary: ClassVar[bool] = True
 
     split_input: bool = False
-    """The input is whole on every rank."""
+    """Whether the input is whole on every rank, and is split first."""
 
     scatter_output: bool = False
-    """Return this rank's part of the outputs only."""
+    """Whether only this rank's part of the outputs is returned."""
 
     @property
     def reduces(self) -> bool:  # type: ignore[override]
-        """A scattered result is no result of the module around this one."""
+        """Whether the module's result is a sum over the ranks.
+
+        A scattered result does not count: it is not the result of the module around this one.
+        """
         return not self.scatter_output
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
@@ -229,11 +233,11 @@ class RowWise(Style):
 
 @dataclass(unsafe_hash=True)
 class VocabularyEmbedding(Style):
-    """An embedding of which each rank holds some of the tokens."""
+    """An embedding whose tokens are sharded over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # whatever else belongs to it (a norm of its result) sees the rank's own tokens only
+        # its other parameters (of a norm of the result) see the rank's own tokens only
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -261,7 +265,7 @@ class VocabularyEmbedding(Style):
 
 @dataclass(unsafe_hash=True)
 class FeatureEmbedding(Style):
-    """An embedding of which each rank holds some of every token's features."""
+    """An embedding whose features are sharded over the ranks: each rank holds some features of every token."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
@@ -277,8 +281,8 @@ class FeatureEmbedding(Style):
 class Replicated(Style):
     """A module that is whole on every rank.
 
-    With ``on_shards`` it works on the rank's own heads or features (the q and k norms of Qwen3), so that each rank has
-    a summand of its gradient.
+    With ``on_shards`` it works on the rank's own heads or features (as the q and k norms of Qwen3 do), so that each
+    rank's gradient is a summand.
     """
 
     on_shards: bool = False
@@ -291,8 +295,8 @@ class Replicated(Style):
 class ShardedNorm(Style):
     """An RMS norm over a dim that is sharded, such as OLMo2's norms over all heads.
 
-    The module's own forward runs on the rank's features; its result is corrected by the ratio of the rank's root mean
-    square to that of all features. So any convention of weights (``w`` or ``1 + w``) is right.
+    The module's own forward runs on the rank's features. Its result is then corrected by the ratio of the rank's root
+    mean square to that of all features, so any weight convention (``w`` or ``1 + w``) works.
     """
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
@@ -303,7 +307,7 @@ class ShardedNorm(Style):
         return {(module, "weight"): Layout(placement=Shard(0))}
 
     def install(self, module: Any, scope: Scope) -> None:
-        if hasattr(module, "normalized_shape"):  # torch's own
+        if hasattr(module, "normalized_shape"):  # torch's own norm
             module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
         super().install(module, scope)
 
@@ -319,14 +323,14 @@ class ShardedNorm(Style):
 
 @dataclass(unsafe_hash=True)
 class LatentKeyValue(Style):
-    """The projection of multi-head latent attention that makes the latent and the rotary part of the keys.
+    """The projection of multi-head latent attention that computes the latent and the rotary part of the keys.
 
-    It is replicated. The latent part goes through a column-wise projection, but the rotary part goes straight to each
-    rank's heads, so that its gradient must be summed.
+    It is replicated. The latent part goes through a column-wise projection. The rotary part goes straight to each
+    rank's heads, so its gradient must be summed over the ranks.
     """
 
     rotary_features: int | None = None
-    """``qk_rope_head_dim`` of the model's config, which is taken from there if None."""
+    """Number of rotary features. None takes ``qk_rope_head_dim`` from the model's config."""
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.rotary_features is None:
@@ -336,10 +340,10 @@ class LatentKeyValue(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedResult(Style):
-    """A module with sharded parameters inside of which each rank computes a summand of the result.
+    """A module with sharded parameters in which each rank computes a summand of the result.
 
-    A mixture's experts, above all, each of which is sharded: every rank computes a summand for every token. The
-    parameters are sharded by entries of their own (``layers.*.mlp.experts.gate_up_proj``).
+    This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
+    token. Entries of their own shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
     """
 
     is_boundary: ClassVar[bool] = True
@@ -371,19 +375,19 @@ class IdentityExpert(Style):
 
 @dataclass(unsafe_hash=True)
 class LocalHeads(Style):
-    """An attention whose code reads how many heads it has: each rank has its part of them."""
+    """An attention module whose code reads its number of heads: each rank has its part of the heads."""
 
     attributes: tuple[str, ...] = ()
-    """Integer attributes of the module to divide."""
+    """Names of the module's integer attributes to divide by the number of ranks."""
 
     config: tuple[str, ...] = ()
-    """Fields to divide in the ``config`` that the module reads."""
+    """Names of the fields to divide in the ``config`` that the module reads."""
 
     per_head: tuple[str, ...] = ()
-    """Keyword arguments with values for each head: [batch * heads, ...] or [batch, heads, ...]."""
+    """Names of keyword arguments with values for each head: [batch * heads, ...] or [batch, heads, ...]."""
 
     heads: int = 0
-    """Number of heads, for ``per_head``."""
+    """Number of heads on all ranks, for ``per_head``."""
 
     def get_layouts(self, module: Any, ranks: int) -> dict[Slot, Layout]:
         for owner, names in ((module, self.attributes), (getattr(module, "config", None), self.config)):
@@ -418,7 +422,10 @@ class LocalHeads(Style):
 
 @dataclass(unsafe_hash=True)
 class PerHeadModules(Style):
-    """A module that holds one module per head in the ``ModuleList`` of that name: each rank uses those of its heads."""
+    """A module with a ``ModuleList`` of one module per head: each rank uses those of its heads.
+
+    ``attribute`` is the name of the list.
+    """
 
     attribute: str
 
@@ -437,7 +444,7 @@ class PerHeadModules(Style):
 
 @dataclass(unsafe_hash=True)
 class ShardParameter(Style):
-    """For an entry that names a parameter: which of its dims is sharded."""
+    """Style of an entry that names a parameter: one of the parameter's dims is sharded."""
 
     dim: int = 0
     sections: int | None = None
@@ -451,14 +458,14 @@ class ShardParameter(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedParameter(Style):
-    """For an entry that names a parameter: one that is added inside a result that is summed over the ranks."""
+    """Style of an entry that names a parameter: it is added inside a result that is summed over the ranks."""
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(is_summed=True, is_partial=True)
 
 
 class _ConfigView:
-    """A model's config in which some fields have other values; the rest is read from the config itself."""
+    """View of a model's config in which some fields have other values; the rest is read from the config itself."""
 
     def __init__(self, config: Any, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields, _config=config)
@@ -468,7 +475,7 @@ class _ConfigView:
 
 
 def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
-    """The linear layer that ``module`` is, or that an adapter of peft wraps."""
+    """Return the linear layer that ``module`` is, or that it wraps as an adapter of peft."""
     base: Any = getattr(module, "base_layer", module)
     weight = base._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(base, nn.Embedding):
@@ -477,10 +484,10 @@ def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
 
 
 def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """The low-rank pairs (down, up) that peft puts beside a linear layer.
+    """Return the low-rank pairs (down, up) that peft puts beside a linear layer.
 
     Raises:
-        TypeError: For adapters of another kind, of which this does not know the sharding.
+        TypeError: For adapters of another kind, whose sharding is not known.
     """
     if not hasattr(module, "base_layer"):
         return []
@@ -506,12 +513,15 @@ def _get_output_size(linear: Any) -> int:
 
 
 def _get_output_dim(linear: nn.Module) -> int:
-    """0 for ``nn.Linear`` and what is stored like it, 1 for the transposed ``Conv1D`` of transformers."""
+    """Return the output dim of the weight.
+
+    It is 0 for ``nn.Linear`` and layers stored like it, 1 for the transposed ``Conv1D`` of transformers.
+    """
     return 1 if hasattr(linear, "nf") else 0
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Whether an embedding holds more than a weight: what its own forward puts in the places of some tokens."""
+    """Return whether an embedding holds further parameters, which its forward uses for some tokens instead."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 
@@ -531,5 +541,5 @@ def _check_embedding(style: Style, module: nn.Module) -> None:
 
 def _get_epsilon(norm: Any) -> float:
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    # torch's own norm without one takes that of the dtype it computes in
+    # torch's own norm, if given no epsilon, takes that of the dtype it computes in
     return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

@@ -1,14 +1,15 @@
-"""The gradients of a tensor parallel plan, verified from the autograd graph of a layer's first forward.
+"""Verification of the gradients under a tensor parallel plan, from the autograd graph of a layer's first forward.
 
-Logits do not show whether gradients are right: the q and k norms of Qwen3, replicated but applied to each rank's own
-heads, have perfect logits and gradients that lack the other ranks' part. What does show it is what each value is on the
-ranks. It is *equal* (the same everywhere, its gradient complete) or a rank's *own* (a shard or a summand, or computed
-with one), and only the functions of :mod:`~lightning_fsdp2.ranks.collectives` lead from one to the other. So no
-other operation may combine an equal value that has a gradient with an own one that has, and each function must be given
-what it is made for. This holds for any plan, whatever the code between the modules does with their results.
+Logits do not show whether gradients are right. The q and k norms of Qwen3 are an example: if they are replicated but
+applied to each rank's own heads, the logits are perfect and the gradients lack the other ranks' parts. The error shows
+in the kinds of values. A value is *equal* (the same on all ranks, with a complete gradient) or a rank's *own* (a shard
+or a summand, or computed with one). Only the functions of :mod:`~lightning_fsdp2.ranks.collectives` turn one kind into
+the other. So no other operation may combine an equal value that has a gradient with an own value that has one, and each
+of these functions must be given the kind that it is made for. This holds for any plan, whatever the code between the
+modules does with their results.
 
-Not followed are values without a gradient, autograd functions that are not ours (kernels, compiled and reentrantly
-checkpointed code) and DTensors, which know for themselves: what comes out of these may be either.
+Not followed are values without a gradient, autograd functions that are not ours (kernels, compiled code, code under
+reentrant checkpointing) and DTensors, which know their placements themselves. Their results may be of either kind.
 """
 
 import re
@@ -25,19 +26,19 @@ from lightning_fsdp2.parallel.tensor.parameters import get_slots
 from lightning_fsdp2.ranks.collectives import KINDS, Kind
 
 Edge = tuple[Any, int]
-"""A node of the autograd graph and the number of one of its outputs: a value."""
+"""A value in the autograd graph: a node and the number of one of its outputs."""
 
 _SIZES_DIFFER = re.compile("must match the size|shapes cannot be multiplied|is invalid for input of size|size mismatch")
 
 
 class LayerVerification:
-    """Verifies a layer in its first forward with gradients, and again when other parameters of it are trained.
+    """Verification of a layer in its first forward with gradients, and again if other parameters of it are trained.
 
     Args:
-        layer: Whose parameters are, while its forward runs, those that it computes with.
-        name: For messages.
-        returns: What its result must be. EITHER for layers of which this package does not know what they are given.
-        is_given: Whether the plan is a user's, so that it is the first suspect when sizes do not fit.
+        layer: The layer. While its forward runs, its parameters are the tensors that it computes with.
+        name: Name of the layer, for messages.
+        returns: Kind that the layer's result must have. EITHER if this package does not know what the layer is given.
+        is_given: Whether the plan is a user's, so that it is the first suspect if sizes do not fit.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, returns: Kind, is_given: bool) -> None:
@@ -49,10 +50,10 @@ class LayerVerification:
         self._verified: set[tuple[bool, ...]] = set()
 
     def run(self, forward: Callable[..., Any], hidden: Any, kind: Kind, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward and follow what it returns back to its input ``hidden``, which is of ``kind``.
+        """Run the layer's forward, and follow its results back to its input ``hidden``, which is of ``kind``.
 
         Raises:
-            ValueError: When a gradient would be wrong.
+            ValueError: If a gradient would be wrong, or sizes do not fit under a user's plan.
         """
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
@@ -77,7 +78,7 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # attention weights and cached keys are of each rank's heads, but a loss is added to that of the others
+            # attention weights and cached keys are of each rank's heads; a loss must be equal: it is added to others
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
@@ -92,7 +93,7 @@ class LayerVerification:
 
 
 class _Graph:
-    """What the values behind a layer's results are, each looked at once."""
+    """Kinds of the values that a layer's results were computed from, each judged once."""
 
     def __init__(self, layer: nn.Module, name: str, known: dict[Edge, Kind]) -> None:
         self.name = name
@@ -108,7 +109,7 @@ class _Graph:
         if edge in self.known:
             return self.known[edge]
         pending = [edge[0]]
-        while pending:  # deep graphs, so no recursion
+        while pending:  # graphs are deep, so no recursion
             node = pending[-1]
             missing = [n for n, i in self._get_inputs(node) if (n, i) not in self.known and n not in self.kinds]
             pending += missing
@@ -119,7 +120,7 @@ class _Graph:
         return self.kinds[edge[0]]
 
     def _judge(self, node: Any) -> Kind:
-        """The kind of what ``node`` returns, whose inputs have been judged."""
+        """Return the kind of the results of ``node``, whose inputs have been judged."""
         inputs = {edge: self.known.get(edge) or self.kinds[edge[0]] for edge in self._get_inputs(node)}
         placements = get_dtensor_crossing(node)
         if placements is not None:
@@ -175,7 +176,7 @@ class _Graph:
         )
 
     def _describe(self, edge: Edge) -> str:
-        """The parameter that was used last on the way to a value, since the last collective."""
+        """Return the name of the parameter that was used last on the way to a value, since the last collective."""
         seen, front = {edge[0]}, [edge]
         while front:
             for place in front:
@@ -189,14 +190,14 @@ class _Graph:
     def _get_inputs(self, node: Any) -> list[Edge]:
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         for i, edge in enumerate(edges):
-            while edge not in self.known and is_fsdp_pass_through(edge[0]):  # of all arguments of a unit
+            while edge not in self.known and is_fsdp_pass_through(edge[0]):  # FSDP2's node for all arguments of a unit
                 edge = edge[0].next_functions[edge[1]]
             edges[i] = edge
         return edges
 
 
 def _get_edge(tensor: Tensor) -> Edge:
-    """The place of ``tensor``, which requires a gradient, in the autograd graph."""
+    """Return the place of ``tensor``, which requires a gradient, in the autograd graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -210,7 +211,7 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _iterate_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of the moment: a rank's part, which is no ``nn.Parameter``."""
+    """Yield the names and current parameters of a layer; a rank's part is not an ``nn.Parameter``."""
     for prefix, module in layer.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
