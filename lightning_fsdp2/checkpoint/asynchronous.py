@@ -1,4 +1,4 @@
-"""Write checkpoints while training goes on: from copies on the host, in a thread."""
+"""Write checkpoints while training goes on, from copies on the host, in a thread."""
 
 import logging
 import os
@@ -23,22 +23,22 @@ from lightning_fsdp2.ranks.coordination import on_every_rank
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Of the thread that writes, where training has 0."""
+"""Niceness of the thread that writes; training has 0."""
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time in a thread of its own.
+    """Writer of one checkpoint at a time, in a thread of its own.
 
-    Tensors of the host are copied at once. From an accelerator they are copied beside the next forward and backward,
-    into pinned memory. The memory of the copies is kept from one save to the next.
+    Tensors on the host are copied at once. Tensors on an accelerator are copied into pinned memory while the next
+    forward and backward run. The memory of the copies is kept from one save to the next.
 
-    Every rank has one and calls the same methods in the same order. A failure is raised on the main thread, in the same
-    call on all ranks.
+    Every rank has a writer and calls the same methods in the same order. A failure is raised on the main thread, in the
+    same call on all ranks.
 
     Args:
-        device: What the tensors are on.
-        group: For the main threads to agree; nothing else communicates on it while they do.
-        thread_group: The same for the threads that write.
+        device: Device of the tensors.
+        group: Process group on which the main threads agree; nothing else communicates on it while they do.
+        thread_group: Process group on which the writing threads agree; the same holds for it.
     """
 
     def __init__(
@@ -60,48 +60,48 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save has been started that was not seen to end."""
+        """Whether a save was started and has not been seen to end."""
         return self._save is not None
 
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy ``tensors``, nested dicts, and run ``write`` on the copy in the thread."""
+        """Copy the nested dicts ``tensors``, and run ``write`` on the copy in the thread."""
         self.wait()
         copies: Future[dict[str, Any]] = Future()
         self._copies, stream = copies, self._stream
         if stream is None:
             _run_into(copies, lambda: self._stager.stage(tensors))
         else:
-            # the copies run on a stream of their own, which knows nothing of what is still being computed
+            # the copies run on a stream of their own, which does not wait for what is still being computed
             torch.get_device_module(self._device).synchronize(self._device)
-            # buffers change in the next forward
+            # buffers are copied now, since the next forward changes them
             tensors = map_tensors(lambda t: t if isinstance(t, DTensor) else t.detach().to("cpu", copy=True), tensors)
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # copies that a rank could not make are no checkpoint, and the others must not wait for its part
+        # if a rank could not copy there is no checkpoint, and the others must not wait for its part
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
-        """Wait until what is being saved may be changed."""
+        """Wait until the tensors that are being saved may be changed."""
         if self._copies is not None:
-            self._copies.exception()  # waits; a failure is that of the save
+            self._copies.exception()  # waits; a failure is raised by the save
             self._copies = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once what is being written is complete, or now; never if it fails."""
+        """Run ``action`` once the save in progress is complete, or now if there is none; never if the save fails."""
         if self._save is None:
             action()
         else:
             self._then.append(action)
 
     def poll(self) -> None:
-        """End a save that is complete on all ranks, without waiting for one that is not.
+        """Finish a save that is complete on all ranks, without waiting for one that is not.
 
         Raises:
-            Exception: On every rank, that of the first rank whose write failed.
+            Exception: On every rank, the error of the first rank whose write failed.
         """
         if self._save is None:
             return
@@ -115,7 +115,7 @@ class BackgroundWriter:
         """Wait for the save in progress, if there is one.
 
         Raises:
-            Exception: On every rank, that of the first rank whose write failed.
+            Exception: On every rank, the error of the first rank whose write failed.
         """
         if self._save is None:
             return
@@ -124,7 +124,7 @@ class BackgroundWriter:
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
-        """Wait for the save in progress where other ranks may be gone: nothing is agreed on, a failure is logged."""
+        """Wait for the save in progress when other ranks may be gone: do not communicate, and log a failure."""
         if self._save is None:
             return
         failure = self._save.exception()
@@ -142,9 +142,9 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hook of all optimizers, for those that are stepped by hand, behind Lightning's back."""
-        # Lightning's own steps compute forward and backward in a closure, beside the copies, and wait behind it
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first is the optimizer again
+        """Wait for the copies before a manual optimizer step, outside of Lightning's; a hook of all optimizers."""
+        # Lightning's own steps run forward and backward in a closure, beside the copies, and wait after it
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first argument is the optimizer again
         if not has_closure:
             self.wait_for_copies()
 
@@ -164,9 +164,9 @@ class BackgroundWriter:
 
 
 def _yield_to_training() -> None:
-    """Let this thread have the time that training leaves of the cores."""
-    if sys.platform == "linux":  # elsewhere a priority is that of the process
-        with suppress(OSError):  # where a sandbox forbids it
+    """Lower this thread's priority, so that it uses the CPU time that training leaves."""
+    if sys.platform == "linux":  # elsewhere a priority applies to the whole process
+        with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -178,7 +178,7 @@ def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """The sharded tensors with the counters of their changes."""
+    """Return the sharded tensors with the counters of their changes."""
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]

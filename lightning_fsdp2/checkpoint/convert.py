@@ -1,4 +1,4 @@
-"""From checkpoint directories to single files."""
+"""Convert checkpoint directories to single files."""
 
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,21 @@ def consolidate_checkpoint(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
-    """Write a checkpoint directory as the single file that Lightning saves under strategies which do not shard.
+    """Convert a checkpoint directory to a single file, as Lightning saves it under strategies that do not shard.
 
-    It resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process does it alone,
-    with host memory for the whole checkpoint; in a process group call it on one rank.
+    The file resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process does it all,
+    with host memory for the whole checkpoint; in a process group, call it on one rank only.
 
     Args:
-        path: Of this package or of Lightning's ``ModelParallelStrategy``.
-        output: The file to write; one of that name is replaced once the new one is complete.
+        path: Checkpoint directory of this package or of Lightning's ``ModelParallelStrategy``.
+        output: File to write; an existing one is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether what is read is compared with its checksums.
-        trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
+        verify: Whether data that is read is compared with its checksums.
+        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, damaged, a file already, or holds objects and is not trusted.
+        ValueError: When it is incomplete, damaged, already a single file, or holds objects and is not trusted.
     """
     found = resolve_checkpoint(path)
     if not found.is_dir():
@@ -56,10 +56,10 @@ def read_whole_checkpoint(
     """Read a checkpoint of any kind in one process, as Lightning keeps it in a single file.
 
     Args:
-        path: A directory or a file.
-        with_optimizers: Whether to read optimizer states, numbered as ``Optimizer.state_dict`` does.
-        verify: Whether what is read is compared with its checksums.
-        trust: Whether it may hold any object, which can run code when it is loaded.
+        path: Checkpoint directory or single file.
+        with_optimizers: Whether to read optimizer states, with parameters numbered as in ``Optimizer.state_dict``.
+        verify: Whether data that is read is compared with its checksums.
+        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.

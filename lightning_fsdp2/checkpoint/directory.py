@@ -5,9 +5,9 @@
     step=100.ckpt/
       .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key>, and DTensors that
                                      hooks and callbacks save: metadata.<key> (DCP)
-      meta.pt                        everything else, as Lightning's ``ModelParallelStrategy`` names it
+      meta.pt                        everything else; Lightning's ``ModelParallelStrategy`` uses the same name
       checksums.json                 a checksum for each stored part of a tensor
-      meta.json                      format version, mesh, versions, sizes of all files and checksums of these small
+      meta.json                      format version, mesh, versions, sizes of all files and checksums of the small
                                      ones; written last
 """
 
@@ -57,41 +57,41 @@ from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, 
 from lightning_fsdp2.ranks.coordination import all_gather, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
-"""Version of what is written: 1 had no checksums, 2 had one for each whole file. A higher one is not read."""
+"""Version of the format that is written: 1 had no checksums, 2 had one per whole file. Higher ones are not read."""
 
 METADATA_FILE = "meta.pt"
 
 SHARDED_KEY = "metadata"
-"""Under which DCP keeps the DTensors that were found in what else goes to ``meta.pt``, such as averaged weights."""
+"""Key under which DCP keeps DTensors found in the content of ``meta.pt``, such as averaged weights."""
 
 EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
-"""Where ``meta.pt`` keeps dicts and lists in the state dict, and what ``Module.get_extra_state`` returned, by name."""
+"""Key in ``meta.pt`` of dicts and lists in the state dict, and of ``Module.get_extra_state``'s results, by name."""
 
 PLAIN_KEY = "lightning_fsdp2.plain_tensors"
-"""Where ``meta.pt`` keeps the names of the tensors in the state dict that were no DTensors."""
+"""Key in ``meta.pt`` of the names of the tensors in the state dict that were not DTensors."""
 
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
-"""Where ``meta.pt`` keeps dicts and lists in optimizer states, by optimizer, parameter and key."""
+"""Key in ``meta.pt`` of dicts and lists in optimizer states, by optimizer, parameter and key."""
 
 ADDED_KEY = "lightning_fsdp2.optimizer_added"
-"""Where ``meta.pt`` keeps what optimizers save beside states and parameter groups, by optimizer and key."""
+"""Key in ``meta.pt`` of values that optimizers save beside states and parameter groups, by optimizer and key."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold, as it was when the save began."""
+    """Content of a checkpoint, as it was when the save began."""
 
     tensors: dict[str, Any]
     """Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks."""
 
     metadata: bytes
-    """``meta.pt``; on rank 0 only."""
+    """Content of ``meta.pt``; on rank 0 only."""
 
     summary: dict[str, Any]
-    """For ``meta.json``, where people look."""
+    """Entries for ``meta.json``, the file that people look at."""
 
     def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
-        """The same with copies of the tensors."""
+        """Return the same snapshot with copies of the tensors."""
         return replace(self, tensors=tensors)
 
 
@@ -103,21 +103,21 @@ def take_snapshot(
     *,
     trust: bool = False,
 ) -> Snapshot:
-    """Prepare what a directory will hold, without copying the tensors; every rank must call it.
+    """Prepare the content of a directory, without copying the tensors; every rank must call it.
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
-        metadata: The rest; rank 0's is saved, but of the DTensors in its containers every rank's part.
-        summary: For ``meta.json``.
-        group: For coordination; a CPU group spares the accelerator.
-        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
+        metadata: Everything else. Rank 0's is saved, and every rank's part of the DTensors in its containers.
+        summary: Entries for ``meta.json``.
+        group: Process group for coordination; a CPU group spares the accelerator.
+        trust: Whether the checkpoint will be trusted when it is loaded; if not, objects in it cause a warning.
 
     Raises:
-        ValueError: When an optimizer's state differs by rank and no DTensor says how.
-        Exception: On every rank, what ``torch.save`` raises for a ``metadata`` that cannot be pickled.
+        ValueError: When an optimizer's state differs between ranks in tensors that are not DTensors.
+        Exception: On every rank, the error of ``torch.save`` when ``metadata`` cannot be pickled.
     """
-    # what `Module.get_extra_state` returned, and dicts and lists in state dicts (a metric's values) and optimizer
-    # states, may be anything; DCP would take them apart and lose number keys and what is empty
+    # results of `Module.get_extra_state`, and dicts and lists in state dicts (a metric's values) and optimizer states,
+    # may hold anything; DCP would take them apart and lose number keys and empty containers
     weights, extra = _partition(tensors["state_dict"], _is_extra_state)
     plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
@@ -144,18 +144,18 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     """Write a checkpoint directory so that it is complete or absent; every rank must call it.
 
     Args:
-        path: The directory; one of that name is replaced once the new one is complete.
-        snapshot: Of :func:`take_snapshot`.
-        group: For coordination; nothing else may communicate on it meanwhile.
+        path: Directory to write; an existing one is replaced once the new one is complete.
+        snapshot: Snapshot of :func:`take_snapshot`.
+        group: Process group for coordination; nothing else may communicate on it meanwhile.
 
     Raises:
-        Exception: On every rank, when any rank could not write. What stood at ``path`` before still does.
+        Exception: On every rank, when any rank could not write. What stood at ``path`` before is still there.
     """
     sizes = all_gather(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
     drafts: list[Draft | StoreDraft] = []  # on rank 0
 
     def start() -> AnyPath:
-        drafts.append(start_draft(path))  # which makes room by removing the drafts of the dead
+        drafts.append(start_draft(path))  # this also makes room: it removes the drafts of processes that have died
         check_free_space(path, sum(sizes))
         return drafts[0].path
 
@@ -183,14 +183,15 @@ def read_directory(
     """Read a checkpoint directory: the shards that this rank needs, or whole tensors in one process.
 
     Args:
-        path: The directory.
-        model: Tensors are sharded like its tensors of the same name and shape, and every rank must call this. None
-            reads whole tensors to the host, on this rank alone.
+        path: Checkpoint directory.
+        model: Model to read for. Tensors are sharded like its tensors of the same name and shape, and every rank must
+            call this. None reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
-        in_place: Read the model's own keys straight into its tensors, which spares a second copy of the weights.
-        verify: Whether what is read is compared with its checksums, where it has some.
-        trust: Whether it may hold any object, which can run code when it is loaded.
-        group: For coordination.
+        in_place: Whether to read the model's own keys straight into its tensors, which spares a second copy of the
+            weights.
+        verify: Whether data that is read is compared with its checksums, if it has any.
+        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        group: Process group for coordination.
 
     Returns:
         The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
@@ -231,18 +232,21 @@ def read_directory(
 
 
 def get_optimizer_states(nested: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values of ``optimizer_0``, ``optimizer_1``, ... in the order of their numbers."""
+    """Return the values of ``optimizer_0``, ``optimizer_1``, ... in the order of their numbers."""
     return [nested[name] for name in get_optimizer_keys(nested)]
 
 
 def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
-    """Those of the keys that are ``optimizer_`` and a number, in the order of the numbers."""
+    """Return the keys that consist of ``optimizer_`` and a number, in the order of the numbers."""
     numbers = sorted(int(match[1]) for name in nested if (match := re.fullmatch(r"optimizer_(\d+)", str(name))))
     return [f"optimizer_{number}" for number in numbers]
 
 
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
-    """DCP reports failures of any rank as a ``BaseException``, which no ``except Exception`` of a user would see."""
+    """Run ``action``, and raise failures of DCP as plain exceptions.
+
+    DCP reports the failure of any rank as a ``BaseException``, which a user's ``except Exception`` would not catch.
+    """
     try:
         with _without_warning():
             action()
@@ -250,7 +254,7 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
-                raise cause from error  # says all there is to say
+                raise cause from error  # its message says everything
         reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
             f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
@@ -260,10 +264,10 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """One process without a process group is as good a use as any.
+    """Run the block without DCP's warning that there is no process group, which is a normal use.
 
-    The filters are the process's, and a thread that writes beside training would change them under whoever else does.
-    It has a process group, with which DCP does not warn.
+    Warning filters belong to the process: a thread that writes beside training would change them while others do. So
+    they are left alone there; such a thread has a process group, with which DCP does not warn.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -274,7 +278,7 @@ def _without_warning() -> Iterator[None]:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads flat keys as they are, and unpickles small objects only as far as they are trusted."""
+    """Planner that reads flat keys as they are, and unpickles small objects only as far as they are trusted."""
 
     def __init__(self, path: AnyPath, trust: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -323,9 +327,9 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Part what DCP keeps of an optimizer from what may be anything: in its states, and beside them."""
+    """Split an optimizer's state into what DCP keeps, and what may be anything: in its states, and beside them."""
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # what is not the state of a parameter need not be a dict
+    # an entry that is not the state of a parameter need not be a dict
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -337,12 +341,15 @@ def _is_extra_state(name: str, value: Any) -> bool:
 
 
 def _is_container(key: Any, value: Any) -> bool:
-    # numbers for keys would come back as text too
+    # number keys are moved too: DCP would return them as text
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Plain tensors are written once: what each rank has made of its own shard would be lost without a word."""
+    """Refuse an optimizer state with plain tensors that differ between ranks.
+
+    Plain tensors are written once: values that each rank has computed from its own shard would be lost silently.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     digests: dict[str, str] = {}
@@ -361,7 +368,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Bytes that this rank will write, at most: of what several ranks hold, one of them writes it."""
+    """Return this rank's share of the bytes to write; a tensor that several ranks hold is written by one of them."""
     size = 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -395,7 +402,7 @@ def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
 
 
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
-    """The model's tensor that a stored tensor is, is a state of, or bears the name of, if it has the same shape."""
+    """Return the model's tensor that has a stored one's name, or that a stored state belongs to, if shapes agree."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -406,7 +413,7 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
 def _make_target(
     metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
 ) -> Any:
-    """What DCP should fill: a tensor sharded like the model's of that name; None for an object."""
+    """Return what DCP should fill: a tensor sharded like the model's of that name; None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -428,7 +435,7 @@ def _make_target(
 
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """From what DCP has filled to what the model or the optimizer takes."""
+    """Convert what DCP has filled to what the model or the optimizer takes."""
     if not is_converted(like):
         return value
     converted = convert_back(value, like)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and whether it is all there."""
+"""Find a checkpoint, and check that it is complete."""
 
 import json
 import zipfile
@@ -22,16 +22,16 @@ from lightning_fsdp2.checkpoint.files.storage import (
 
 _SMALL_FILES = (".metadata", METADATA_FILE)
 _CHECKED_FILES = (*_SMALL_FILES, CHECKSUMS_FILE)
-"""What all else depends on, compared whenever a checkpoint is found."""
+"""Files that all others depend on; they are compared with their checksums whenever a checkpoint is found."""
 
 
 def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
-    """Return where a checkpoint really is (behind links, whose target may change), if it is complete.
+    """Return the path of a complete checkpoint, with links resolved, since their targets may change.
 
     Raises:
-        FileNotFoundError: When there is none.
-        ValueError: When it is incomplete, of a later version, no checkpoint, or its small files, on which all else
-            depends, are damaged.
+        FileNotFoundError: When there is no checkpoint.
+        ValueError: When it is incomplete, of a later version, or not a checkpoint, or when its small files, on which
+            all others depend, are damaged.
     """
     found = resolve_checkpoint(path)
     if found.is_dir():
@@ -44,15 +44,15 @@ def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
 
 
 def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
-    """Return where a checkpoint really is, complete or not.
+    """Return the path of a checkpoint, complete or not, with links resolved.
 
     Raises:
-        FileNotFoundError: When there is none.
+        FileNotFoundError: When there is no checkpoint.
     """
     found = get_path(path)
     if is_local(found):
         if not found.exists():
-            clean_folder(found.parent)  # a replacement that died half way has put it aside
+            clean_folder(found.parent)  # a process that died while it replaced the checkpoint has put it aside
         found = found.resolve()
     if not found.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
@@ -60,9 +60,9 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 
 
 def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """Return sizes and checksums by name, empty for a checkpoint of something that keeps none.
+    """Return the sizes and checksums of a directory's files, by name; empty if other software wrote it.
 
-    Files of tensors have checksums for their chunks instead, but for checkpoints of older versions.
+    Files with tensors have checksums for their chunks instead, except in checkpoints of older versions.
     """
     if not (path / SUMMARY_FILE).exists():
         return {}
@@ -71,7 +71,7 @@ def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
 
 
 def find_damaged(path: AnyPath, files: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the names of files that are not what :func:`get_files` says of them, or cannot be read."""
+    """Return the names of files that differ from what :func:`get_files` says of them, or cannot be read."""
     return [name for name, info in files.items() if not _is_intact(path, name, info)]
 
 
@@ -89,7 +89,7 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # one in several parts, it says
+    except zipfile.BadZipFile:  # it looks like an archive in several parts
         return False
 
 
@@ -119,7 +119,7 @@ def _check_version(path: AnyPath) -> None:
             raise ValueError(
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
-        return  # one of Lightning's or torch's, or of ours without its checksums
+        return  # a checkpoint of Lightning or torch, or one of ours without its checksums
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -129,25 +129,25 @@ def _check_version(path: AnyPath) -> None:
 
 
 def _is_ours(path: AnyPath) -> bool:
-    """Whether this package wrote a directory, as far as there is a sign of it: a key in ``meta.pt``, not compressed."""
+    """Return whether this package wrote a directory, judged by a key in ``meta.pt``, which is not compressed."""
     file = path / METADATA_FILE
     return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 
 
 def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
-    """The names of files that are not there or shorter than they should be."""
+    """Return the names of files that are missing or shorter than they should be."""
     found = {name: (path / name).stat().st_size if (path / name).exists() else -1 for name in sizes}
     return [name if found[name] < 0 else f"{name} (truncated)" for name in sizes if found[name] < sizes[name]]
 
 
 def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
-    """The least size of the files with tensors, by name, for what ``.metadata`` says of them."""
+    """Return the least size that each file with tensors must have according to ``.metadata``, by name."""
     try:
         metadata = CheckpointReader(path, trust=trust).read_metadata()
         places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]
     except RefusedError as error:
         raise make_trust_error(path, error) from error
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle may raise anything
         raise make_damage_error(path / ".metadata", error) from error
     if metadata.planner_data is None:
         raise ValueError(

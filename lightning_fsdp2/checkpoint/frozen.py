@@ -11,10 +11,10 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 from lightning_fsdp2.weights.pretrained import Frozen, list_frozen
 
 LEFT_OUT_KEY = "lightning_fsdp2.left_out"
-"""Where a checkpoint says which weights it leaves to which pretrained model; see :func:`describe_left_out`."""
+"""Key under which a checkpoint says which weights it leaves to which model; see :func:`describe_left_out`."""
 
 LeftOut = dict[str, Any]
-"""``{"folder": "/models/llama-3-8b", "fingerprint": "...", "names": [...]}``, plain types."""
+"""Weights left to one model, in plain types: ``{"folder": "/models/llama", "fingerprint": "...", "names": [...]}``."""
 
 
 def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 def describe_left_out(
     module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> list[LeftOut]:
-    """Return which frozen weights of ``module`` rank 0's ``state`` lacks, by pretrained model; on all ranks.
+    """Return, on all ranks, the frozen weights of ``module`` that rank 0's ``state`` lacks, by pretrained model.
 
     Raises:
-        OSError: On every rank, when the files of a pretrained model cannot be read by now.
+        OSError: On every rank, when the files of a pretrained model can no longer be read.
     """
 
     def describe() -> list[LeftOut]:
@@ -44,18 +44,18 @@ def describe_left_out(
 
 
 def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
-    """The names of all weights that a checkpoint leaves out."""
+    """Return the names of all weights that a checkpoint leaves out."""
     return {name for part in left_out for name in part["names"]}
 
 
 def put_back_frozen(
     path: str | Path, module: nn.Module, state: dict[str, Any], left_out: Sequence[LeftOut]
 ) -> dict[str, Any]:
-    """Return ``state`` with the weights that a checkpoint leaves out, which ``module`` has read by now.
+    """Return ``state`` with the weights that a checkpoint leaves out, as ``module`` has read them.
 
     Raises:
-        OSError: When the files that it has read cannot be read any more.
-        ValueError: When it has not, or from another model.
+        OSError: When the files that ``module`` was read from can no longer be read.
+        ValueError: When ``module`` has not read these weights, or has read them from another model.
     """
     own = module.state_dict() if left_out else {}
     read = list_frozen(module) if left_out else []

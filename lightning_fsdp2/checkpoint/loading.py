@@ -31,23 +31,25 @@ def read_checkpoint(
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Read a directory or a single file; every rank must call it, and reads what it needs of it.
+    """Read a directory or a single file; every rank must call it, and reads the part that it needs.
 
     Args:
-        path: Also of Lightning's ``ModelParallelStrategy``, of its other strategies, or of a plain ``state_dict``.
-        model: Tensors of a directory are sharded like its parameters of the same name and shape.
+        path: Checkpoint of this package, of Lightning's ``ModelParallelStrategy`` or its other strategies, or a plain
+            ``state_dict``.
+        model: Model to read for; tensors of a directory are sharded like its parameters of the same name and shape.
         with_optimizers: Whether to read optimizer states.
-        in_place: Read the model's own keys straight from a directory into its tensors, if it takes all of them.
-        verify: Whether what is read is compared with its checksums.
-        trust: Whether it may hold any object, which can run code when it is loaded.
-        group: For coordination; a CPU group spares the accelerator.
+        in_place: Whether to read the model's own keys straight from a directory into its tensors, if the model takes
+            all of them.
+        verify: Whether data that is read is compared with its checksums.
+        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        group: Process group for coordination; a CPU group spares the accelerator.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it, ``state_dict`` and (if there are any) ``optimizer_states``
-        included; tensors of a single file are whole, and stay in the file until they are used.
+        The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
+        Tensors of a single file are whole, and stay in the file until they are used.
 
     Raises:
-        FileNotFoundError: When there is none.
+        FileNotFoundError: When there is no checkpoint.
         ValueError: When it is incomplete, damaged, of a later version, or holds objects and is not trusted.
     """
     found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
@@ -75,14 +77,14 @@ def load_model_state(
 ) -> None:
     """Load ``state`` into ``model``; whole tensors are sharded on the way.
 
-    What a checkpoint has ``left_out`` stays as ``model`` has read it.
+    Weights that a checkpoint has ``left_out`` stay as ``model`` has read them.
 
-    Without ``strict``, tensors of another shape are left out with a warning that names them; what a module with a
-    loading of its own takes is left to that.
+    Without ``strict``, tensors of another shape are skipped with a warning that names them. A model with its own
+    loading code decides itself what it skips.
 
     Raises:
-        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model; or when it has left
-            out what ``model`` has not read.
+        ValueError: When keys (if ``strict``) or shapes differ, since the checkpoint is of another model; or when it
+            leaves out weights that ``model`` has not read.
     """
     if left_out:
         state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
@@ -93,7 +95,7 @@ def load_model_state(
     try:
         model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):  # that of a hook
+        if "Error(s) in loading state_dict" not in str(error):  # raised by a hook
             raise
         name = get_class_name(model)
         remedy = (
@@ -125,7 +127,7 @@ def load_optimizer_states(
 
 
 def _may_leave_out(model: nn.Module) -> bool:
-    """Whether ``model`` decides itself what it loads: read in place, weights that it leaves out would be lost."""
+    """Return whether ``model`` decides itself what it loads: reading in place would overwrite weights that it skips."""
     return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
 
 

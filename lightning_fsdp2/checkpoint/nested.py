@@ -1,4 +1,4 @@
-"""Nested dicts and lists, as state dicts are."""
+"""Functions for nested dicts and lists, such as state dicts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ _MARK = "lightning_fsdp2:sharded:"
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors; what contains them is made anew, of the same type."""
+    """Return ``value`` with ``function`` applied to its tensors; their containers are rebuilt, with the same types."""
     return tree_map_only(Tensor, function, value)
 
 
 def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Part the DTensors in nested containers from the rest.
+    """Separate the DTensors in nested containers from the rest.
 
     Returns:
-        ``value`` with a mark in the place of each, and the DTensors as ``{number: {name: tensor}}``, where the name is
-        the last key on the way to it.
+        ``value`` with a mark in the place of each DTensor, and the DTensors as ``{number: {name: tensor}}``, where the
+        name is the last key on the path to the tensor.
     """
     sharded: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
-    """The reverse of :func:`pop_sharded`."""
+    """Undo :func:`pop_sharded`: put the DTensors in the place of their marks."""
 
     def put(text: str) -> Any:
         number = text.removeprefix(_MARK)

@@ -23,14 +23,14 @@ def save_checkpoint(
     """Save a model and its optimizers from a plain torch loop; every rank must call it.
 
     Args:
-        path: The directory to write, local or in a store that fsspec knows; one of that name is replaced once the new
-            one is complete.
-        model: Sharded or not, or a wrapper of DDP or Megatron-FSDP, whose model is saved.
-        optimizers: One or several.
-        extra: Anything ``torch.save`` takes (step, learning rate schedule); rank 0's is saved.
+        path: Directory to write, local or in a store that fsspec knows. An existing checkpoint of that name is replaced
+            once the new one is complete.
+        model: Model, sharded or not, or a wrapper of DDP or Megatron-FSDP, whose inner model is saved.
+        optimizers: One optimizer or several.
+        extra: Anything that ``torch.save`` accepts (step, learning rate schedule); rank 0's is saved.
 
     Raises:
-        Exception: On every rank, when any rank could not write; what stood at ``path`` before still does.
+        Exception: On every rank, when any rank could not write. What stood at ``path`` before is still there.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)
@@ -53,20 +53,20 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` or the Trainer wrote, on any number of ranks; every rank must call it.
 
     Args:
-        path: A directory or a single file.
-        model: As for :func:`save_checkpoint`; filled in place. After an error it may hold some of the checkpoint's
+        path: Checkpoint directory or single file.
+        model: Model to fill in place; see :func:`save_checkpoint`. After an error it may hold some of the checkpoint's
             weights.
-        optimizers: As many as were saved, or none to leave their state alone.
+        optimizers: As many optimizers as were saved, or none to leave their state alone.
         strict: Whether the model and the checkpoint must have the same keys.
-        weights_only: False unpickles arbitrary objects from ``extra``: only for files you trust.
-        verify: Whether what is read is compared with its checksums.
+        weights_only: Whether to refuse arbitrary objects in ``extra``. False unpickles them: only for files you trust.
+        verify: Whether data that is read is compared with its checksums.
 
     Returns:
-        ``extra``; None where the checkpoint has none.
+        ``extra``; None if the checkpoint has none.
 
     Raises:
-        FileNotFoundError: When there is none.
-        ValueError: When the checkpoint is incomplete, damaged, or of another model or optimizer.
+        FileNotFoundError: When there is no checkpoint.
+        ValueError: When it is incomplete, damaged, or of another model or optimizer.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)
@@ -81,7 +81,7 @@ def load_checkpoint(
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Names in checkpoints are those of the model itself."""
+    """Return the model inside of a wrapper: names in checkpoints are those of the model itself."""
     if isinstance(model, DistributedDataParallel):
         return model.module
     sharder = get_optional_sharder(model)

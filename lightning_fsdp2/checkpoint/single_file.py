@@ -1,4 +1,4 @@
-"""Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, optimizers by number."""
+"""Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, numbered parameters."""
 
 import copy
 from typing import Any
@@ -17,11 +17,14 @@ from lightning_fsdp2.ranks.whole_tensors import gather as gather_tensor
 
 
 def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any]:
-    """Return nested containers with whole tensors on rank 0's host, and nothing on others; every rank must call it.
+    """Gather the tensors of nested containers on rank 0's host, one at a time; every rank must call it.
 
     Args:
-        state: With sharded tensors, which are gathered one at a time.
-        copies: Whether to copy what rank 0 holds whole on its host, which may change later.
+        state: Nested containers with sharded and other tensors.
+        copies: Whether to copy tensors that rank 0 already holds whole on its host, since they may change later.
+
+    Returns:
+        On rank 0, the containers with whole tensors; on the others, an empty dict.
     """
     keep = get_rank() == 0
 
@@ -41,32 +44,32 @@ def gather_whole(
     """Gather a checkpoint with sharded tensors as :func:`gather_state` does, and number its optimizer states.
 
     Args:
-        checkpoint: The Trainer's.
-        group: For coordination; a CPU group spares the accelerator.
-        copies: As there; needless if the result is written at once.
-        trust: Whether it will be trusted when it is loaded; else objects in it are warned of.
+        checkpoint: Checkpoint of the Trainer.
+        group: Process group for coordination; a CPU group spares the accelerator.
+        copies: See :func:`gather_state`; not needed if the result is written at once.
+        trust: Whether the checkpoint will be trusted when it is loaded; if not, objects in it cause a warning.
 
     Returns:
-        On rank 0 the checkpoint with whole tensors and numbered optimizer states, on the others an empty one.
+        On rank 0, the checkpoint with whole tensors and numbered optimizer states; on the others, an empty dict.
 
     Raises:
-        Exception: On every rank, when rank 0 could not copy the rest.
+        Exception: On every rank, when rank 0 could not copy the rest of the checkpoint.
     """
     gathered = gather_state(checkpoint, copies=copies)
     return on_every_rank(lambda: _detach(gathered, trust) if get_rank() == 0 else {}, group)
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Write what :func:`gather_whole` returned so that the file is complete or absent; every rank must call it.
+    """Write the result of :func:`gather_whole`, so that the file is complete or absent; every rank must call it.
 
     Raises:
-        Exception: On every rank, when it could not be written. What stood at ``path`` before still does.
+        Exception: On every rank, when it could not be written. What stood at ``path`` before is still there.
     """
     on_first_rank(lambda: write_file_alone(path, checkpoint), group)
 
 
 def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
-    """:func:`write_file` on this process alone, whether there is a process group or not."""
+    """Do the same as :func:`write_file` in this process alone, with or without a process group."""
     draft = start_draft(path)
     try:
         check_free_space(path, sum(_get_sizes(checkpoint)))
@@ -82,16 +85,16 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
     """Read a single file; the tensors of a local one stay in it until they are used.
 
     Args:
-        path: Of what this package or Lightning saved under any strategy, of what Lightning's
-            ``consolidate_checkpoint`` wrote, or of a plain ``state_dict``.
+        path: File that this package or Lightning saved under any strategy, that Lightning's
+            ``consolidate_checkpoint`` wrote, or that holds a plain ``state_dict``.
         with_optimizers: Whether to return optimizer states.
-        trust: Whether it may hold any object, which can run code when it is loaded.
+        trust: Whether the file may hold any object, which can run code when it is loaded.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it; of a plain ``state_dict``, no more than that.
+        The checkpoint as Lightning's Trainer keeps it; for a plain ``state_dict``, that alone under its key.
 
     Raises:
-        ValueError: When it is something else, damaged, or holds objects and is not trusted.
+        ValueError: When the file is something else, is damaged, or holds objects and is not trusted.
     """
     content = load_pickled(path, trust=trust, mmap=True)
     if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
@@ -109,7 +112,7 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
 
 
 def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
-    """Number the optimizer states, and copy the rest, which may be changed while it is being written."""
+    """Number the optimizer states, and copy everything beside them and the weights, since it may change meanwhile."""
     if not trust:
         warn_of_objects(gathered)
     if "optimizer_states" in gathered:

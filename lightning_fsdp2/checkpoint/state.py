@@ -1,4 +1,4 @@
-"""Model and optimizer states under the names that a checkpoint uses: those of the parameters, on any mesh."""
+"""Model and optimizer states under the names that checkpoints use: the parameters' names, on any mesh."""
 
 from collections.abc import Mapping, Set
 from itertools import count
@@ -15,10 +15,10 @@ from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys of a parameter group that are no options of its optimizer; most are those of torch's schedules."""
+"""Keys of a parameter group that are not options of its optimizer; most belong to torch's schedules."""
 
 _IMPLEMENTATIONS = {"foreach", "fused"}
-"""Options that say how an optimizer of torch computes, not what."""
+"""Options that say how an optimizer of torch computes its step, not what it computes."""
 
 
 def get_optimizer_state(
@@ -26,26 +26,26 @@ def get_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state with parameter names in place of numbers; sharded state stays sharded.
 
-    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, but an optimizer that
-    has no state yet, or none for a parameter, is not stepped to make some.
+    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike there, an
+    optimizer that has no state yet, or none for a parameter, is not stepped to create one.
 
     Args:
-        model: Has the names.
-        optimizer: Holds parameters of ``model``.
-        own_state: What ``optimizer.state_dict()`` returned elsewhere; None calls it.
+        model: Model that gives the names.
+        optimizer: Optimizer of parameters of ``model``.
+        own_state: Result of ``optimizer.state_dict()`` if it was called elsewhere; None calls it.
 
     Raises:
-        ValueError: When the optimizer holds parameters that ``model`` does not have, or states of a class of tensors
-            of its own.
+        ValueError: When the optimizer holds parameters that ``model`` does not have, or keeps states in a tensor
+            subclass of its own.
     """
     names = _names_by_number(model, optimizer)
     check_optimizer_states(model, optimizer)
-    # the stand-in of Lightning for `configure_optimizers` that returns None has none
+    # Lightning's stand-in for an optimizer, when `configure_optimizers` returns None, has neither
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    # what is not the state of a parameter has a key of the optimizer's own
+    # an entry that is not the state of a parameter has a key of the optimizer's own
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
@@ -53,8 +53,9 @@ def get_optimizer_state(
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load what :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
 
-    With names the optimizer may order its parameters differently; whole tensors are sharded like their parameters.
-    Which of torch's implementations steps stays as it is: the state may come from another kind of device.
+    If the state has names, the optimizer may order its parameters differently. Whole tensors are sharded like their
+    parameters. The optimizer keeps its own choice among torch's implementations (``foreach``, ``fused``), since the
+    state may come from another kind of device.
 
     Raises:
         ValueError: When the state was saved for other parameters or parameter groups, or by an optimizer of another
@@ -66,7 +67,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     _check_groups(optimizer, current, saved, names)
-    # torch puts the optimizer's own `param_names`, which may be in another order
+    # torch fills in the optimizer's own `param_names`, which may be in another order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [
         {**own, "params": group["params"], **{key: group[key] for key in _IMPLEMENTATIONS & group.keys()}}
@@ -83,13 +84,13 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
 
 
 def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups as in ``Optimizer.state_dict``, which an optimizer of parts may not have on every rank."""
+    """Return the groups as in ``Optimizer.state_dict``, which a ``ZeroRedundancyOptimizer`` has on one rank only."""
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what :func:`get_optimizer_state` returned with numbers in place of names, as in a single file."""
+    """Return the result of :func:`get_optimizer_state` with numbers in place of names, as in a single file."""
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -100,7 +101,7 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(value: Any, own: Any) -> Any:
-    """A tensor that was not read with the sharding of what takes it: whole, or under another name."""
+    """Shard ``value`` like the tensor ``own`` if it was read otherwise: whole, or under another name."""
     if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     if not isinstance(own, DTensor):
@@ -109,7 +110,7 @@ def shard_like(value: Any, own: Any) -> Any:
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
         value = value.full_tensor()
-    # every rank has the whole tensor, in its file or its memory, and takes its part of it
+    # every rank has the whole tensor, in a file or in memory, and takes its part of it
     mesh, placements = get_stored_layout(own) if is_converted(own) else (own.device_mesh, own.placements)
     sharded = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
     return convert_back(sharded, own) if is_converted(own) else sharded
@@ -119,7 +120,7 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that was built from parameters the model no longer has.
 
     Raises:
-        ValueError: Its steps would change nothing.
+        ValueError: When there are such parameters: the optimizer's steps would change nothing.
     """
     current = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -133,12 +134,13 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps what is not a plain tensor or number, such as quantised tensors.
+    """Refuse an optimizer that keeps states other than plain tensors and numbers, such as quantised tensors.
 
-    Neither a checkpoint nor another mesh would give such states their values back: a resumed run would go on wrongly.
+    A checkpoint or another mesh would not restore the values of such states: a resumed run would go on with wrong ones.
 
     Raises:
-        ValueError: When a state is a tensor of another class than ``Tensor`` and ``DTensor``, or a DTensor of such.
+        ValueError: When a state is a tensor of a class other than ``Tensor`` and ``DTensor``, or a DTensor of such a
+            class.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
@@ -162,12 +164,12 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
 def _name_parameters(
     state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
 ) -> dict[str, Any]:
-    """Replace the numbers of a single file's optimizer state by names: those it holds, or ours in the same order."""
+    """Replace the numbers in a single file's optimizer state by names: the file's own, or ours in the same order."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
     ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    # those of `module.part.named_parameters()` are no names of the module's
+    # names from `module.part.named_parameters()` are not names in the module
     if len(ordered) != len(numbers) or not known >= set(ordered):
         ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
@@ -192,7 +194,7 @@ def _check_groups(
             " checkpoint, or start from its weights alone."
         )
     for group, other in zip(current, saved, strict=True):
-        # either alone may be that of another version of torch
+        # either difference alone may come from another version of torch
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:
@@ -204,7 +206,7 @@ def _check_groups(
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The numbering of ``Optimizer.state_dict``: in the order of the parameter groups."""
+    """Return the parameters' names by their numbers in ``Optimizer.state_dict``: in the order of the groups."""
     check_optimizer_parameters(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]

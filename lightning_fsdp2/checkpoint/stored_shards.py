@@ -1,9 +1,10 @@
-"""Shards that checkpoints have no word for, as shards that they have.
+"""Conversion of shards that a checkpoint cannot describe to shards that it can.
 
-Under tensor parallelism a rank holds a shard of each of the projections that a weight packs (gate and up of a mixture's
-experts), two pieces of one tensor; Megatron-FSDP gives ranks rows of uneven number. DCP takes a rank's part of a tensor
-for one piece, where torch would put it, so such tensors are written and read in contiguous, even shards: for the time
-of a save, or until they are copied, the device holds those of all of them beside their own.
+Under tensor parallelism a rank holds a shard of each projection in a packed weight (gate and up of a mixture's
+experts), so two pieces of one tensor. Megatron-FSDP gives ranks uneven numbers of rows. DCP expects one piece per rank,
+at the place where torch would put it. Such tensors are therefore written and read in contiguous, even shards. During a
+save, or until the tensors are copied, the device holds the converted shards of all such tensors beside the original
+ones.
 """
 
 from typing import Any, TypeGuard
@@ -17,18 +18,18 @@ from lightning_fsdp2.ranks.whole_tensors import get_even_mesh, is_uneven, shard_
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether the tensor parallel ranks hold several pieces of ``tensor`` each."""
-    # the tensor parallel axis is the last one; a StridedShard on another is FSDP2's, of which each rank has one piece
+    """Return whether each tensor parallel rank holds several pieces of ``tensor``."""
+    # the tensor parallel axis is the last one; a StridedShard on another axis is FSDP2's: one piece per rank
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], StridedShard)
 
 
 def is_converted(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is written and read in other shards than its own."""
+    """Return whether ``tensor`` is written and read in shards other than its own."""
     return is_packed(tensor) or is_uneven(tensor)
 
 
 def convert(tensor: DTensor) -> DTensor:
-    """Return such a tensor in contiguous, even shards; every rank must call it."""
+    """Return ``tensor`` in contiguous, even shards; every rank must call it."""
     if is_uneven(tensor):
         return to_even(tensor)
     local: DTensor = tensor.detach()  # type: ignore[assignment]
@@ -36,7 +37,7 @@ def convert(tensor: DTensor) -> DTensor:
 
 
 def convert_all(value: Any) -> Any:
-    """Return nested dicts and lists with :func:`convert` done for the tensors in them that need it."""
+    """Return nested dicts and lists with :func:`convert` applied to the tensors that need it."""
     if isinstance(value, dict):
         return {key: convert_all(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -45,14 +46,14 @@ def convert_all(value: Any) -> Any:
 
 
 def convert_back(tensor: DTensor, like: DTensor) -> DTensor:
-    """The reverse of :func:`convert`: the shards of ``like``."""
+    """Undo :func:`convert`: return ``tensor`` in the shards of ``like``."""
     if is_uneven(like):
         return shard_unevenly_like(tensor, like)
     return tensor.redistribute(placements=like.placements)
 
 
 def get_stored_layout(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh and the placements of what :func:`convert` returns."""
+    """Return the mesh and the placements of the tensor that :func:`convert` returns."""
     if is_uneven(tensor):
         return get_even_mesh(tensor), (Shard(0),)
     *others, packed = tensor.placements

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written."""
+"""Verify that a checkpoint is as it was written."""
 
 import zipfile
 from pathlib import Path
@@ -19,19 +19,19 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     """Read a checkpoint from start to end and compare it with its checksums, in one process.
 
     Args:
-        path: A directory or a single file.
+        path: Checkpoint directory or single file.
         trust_checkpoint: Whether ``.metadata`` may hold any object, which can run code when it is loaded.
 
     Returns:
-        What was verified, a line per file.
+        One line per file that says what was verified.
 
     Raises:
-        FileNotFoundError: When there is none.
-        ValueError: When it is incomplete, or files are damaged: it names all of them.
+        FileNotFoundError: When there is no checkpoint.
+        ValueError: When it is incomplete, or when files are damaged; the error names all of them.
     """
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
-    # before anything is read that might be damaged
+    # before anything that might be damaged is read
     raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
     if files and read_checksums(found):
@@ -45,13 +45,13 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 
 
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
-    """Compare what is not compared while it is read with its checksums; every rank must call it, and takes a share.
+    """Verify the data that is not verified while it is read; every rank must call it, and checks a share.
 
-    These are the records of a single file, and the files of a directory in version 2 of the format; of today's
-    directories each chunk is compared by the rank that reads it.
+    These are the records of a single file, and the files of a directory in version 2 of the format. In directories of
+    the current version, each chunk is verified by the rank that reads it.
 
     Raises:
-        ValueError: On every rank, naming what is damaged.
+        ValueError: On every rank, with the names of what is damaged.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     damaged = all_gather(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
@@ -59,10 +59,10 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
 
 
 def verify_alone(path: AnyPath) -> None:
-    """Do the same in one process.
+    """Do the same as :func:`verify_together` in one process.
 
     Raises:
-        ValueError: As there.
+        ValueError: With the names of what is damaged.
     """
     raise_damaged(path, _find_damaged_before(path))
 
@@ -75,12 +75,12 @@ def _find_damaged_before(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[s
 
 
 def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Name a single file, and the first of a rank's share of its records that its CRC-32 does not fit."""
+    """Return a single file's name with the first error in a rank's share of its records, such as a wrong CRC-32."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             for record in archive.infolist()[rank::ranks]:
                 _read(archive, record)
-    except Exception as error:  # whatever a damaged archive leads to
+    except Exception as error:  # a damaged archive may raise anything
         return [f"{path.name} ({error})"]
     return []
 

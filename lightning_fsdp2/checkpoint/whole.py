@@ -23,9 +23,9 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
     """Return the shapes and dtypes of a checkpoint's weights and buffers, by their names in the state dict.
 
     Args:
-        path: A complete checkpoint directory, or a file of ``torch.save`` that holds a state dict or a Lightning
+        path: Complete checkpoint directory, or a file of ``torch.save`` that holds a state dict or a Lightning
             checkpoint.
-        trust: Whether it may hold any object, which can run code when it is loaded.
+        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
         ValueError: When ``path`` is neither, or holds more than tensors and plain types and is not trusted.
@@ -47,17 +47,17 @@ def read_whole_tensors(
     """Read some of the tensors that :func:`list_tensors` names, on this process alone.
 
     Args:
-        path: As for :func:`list_tensors`.
-        names: Which tensors.
-        verify: Whether what is read of a directory is compared with its checksums.
-        trust: As there.
+        path: See :func:`list_tensors`.
+        names: Names of the tensors to read.
+        verify: Whether data that is read from a directory is compared with its checksums.
+        trust: See :func:`list_tensors`.
 
     Returns:
-        The tensors, whole and in host memory; those of a file are mapped, so that reading takes place where they are
+        The tensors, whole and in host memory. Those of a file are memory-mapped, so that they are read when they are
         used.
 
     Raises:
-        ValueError: When what is read is damaged.
+        ValueError: When the data is damaged.
     """
     found = get_path(path)
     if found.is_file():
@@ -74,7 +74,7 @@ def read_whole_tensors(
 
 
 def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
-    """Return what a checkpoint says of the Hugging Face models in it, nothing if it was saved by something else."""
+    """Return a checkpoint's descriptions of its Hugging Face models; none if other software saved it."""
     found = get_path(path)
     if found.is_file():
         descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
@@ -84,7 +84,7 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
 
 
 def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
-    """Return which frozen weights a checkpoint leaves to the files of a pretrained model; most leave none."""
+    """Return the frozen weights that a checkpoint leaves to the files of pretrained models; most leave none."""
     found = get_path(path)
     if found.is_file():
         checkpoint = read_file(found, with_optimizers=False, trust=trust)

@@ -26,67 +26,68 @@ class ChatDataModule(SequenceDataModule):
     """Conversations to fine-tune a causal language model on, with the loss on the assistant's answers only.
 
     A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``, and
-    perhaps ``tools``; or it has a ``prompt`` and a ``completion``, texts of the user and the assistant, or lists of
-    messages. The tokenizer's chat template writes them. Where it has ``{% generation %}``, that says what an answer is;
-    with any other, an answer is what stands behind the template's prompt for it, up to the end of its turn. A template
-    with which that is not exact, because it writes earlier turns otherwise once more follow, is refused.
+    perhaps ``tools``. Or it has a ``prompt`` and a ``completion``, which are texts of the user and the assistant, or
+    lists of messages. The tokenizer's chat template writes them. If the template has ``{% generation %}``, that marks
+    the answers. With any other template, an answer is what follows the template's prompt for it, up to the end of its
+    turn. A template for which that is not exact, because it writes earlier turns differently once more follow, is
+    refused.
 
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
-    Whole conversations are packed together, and ``position_ids`` restart at each, so that none sees another. It is for
-    the model's attention to go by them, and ``CausalLM`` refuses those that do not: outside of context parallelism,
-    flash attention does so at ``batch_size=1`` only. Conversations longer than a sequence are cut at their end, with a
-    warning that counts them.
+    Whole conversations are packed together, and ``position_ids`` restart at each, so that none sees another. This works
+    if the model's attention goes by ``position_ids``, and ``CausalLM`` refuses attention that does not: outside of
+    context parallelism, flash attention does so at ``batch_size=1`` only. Conversations longer than a sequence are cut
+    at their end, and a warning counts them.
 
-    Tokenising happens once, in ``prepare_data`` of one process per node; all others, and later runs with the same data,
-    tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run goes on at
-    the next sequence, on any number of ranks.
+    Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs with the
+    same data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
+    continues at the next sequence, on any number of ranks.
 
     Args:
-        path: A file, a directory, a glob, or a list of them. ``.jsonl`` files hold an object per line, ``.json`` files
-            also a list of objects, ``.parquet`` files a row each.
-        dataset: In place of ``path``, a dataset of the Hugging Face Hub or of a local directory: what
+        path: A file, a directory, a glob, or a list of them. ``.jsonl`` files hold one object per line. ``.json`` files
+            hold the same or a list of objects. ``.parquet`` files hold rows of a table.
+        dataset: Data to use in place of ``path``, from the Hugging Face Hub or a local directory: a name that
             ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
-        subset: Which configuration of ``dataset``, if it has several.
-        split: The part of ``dataset`` to train on.
-        messages_column: Where a row has its messages.
-        prompt_column: Where a row without messages has what the answer is to.
-        completion_column: Where a row without messages has the answer.
-        tokenizer: A directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
-            download, but a ``chat_template``.
-        chat_template: A file with a Jinja template, or the template itself, in place of the tokenizer's own.
+        subset: Configuration of ``dataset`` to use, if it has several.
+        split: Part of ``dataset`` to train on.
+        messages_column: Column of a row's messages.
+        prompt_column: Column of the text or messages to answer, in rows without messages.
+        completion_column: Column of the answer, in rows without messages.
+        tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
+            download, but needs a ``chat_template``.
+        chat_template: File with a Jinja template, or the template itself, to use in place of the tokenizer's own.
         sequence_length: Tokens per sequence.
-        pack: Put several conversations into one sequence. Otherwise each is one, padded to the longest of its batch,
-            and batches have no ``position_ids``.
-        pad_to_multiple_of: Pad each sequence at its end, with end-of-text tokens and without labels, to a multiple of
-            this length: context and sequence parallelism need one of ``2 * cp_size * tp_size``.
+        pack: Whether to put several conversations into one sequence. Otherwise each conversation is a sequence, padded
+            to the longest of its batch, and batches have no ``position_ids``.
+        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end, with end-of-text tokens and
+            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
         batch_size: Sequences per micro-batch of one data parallel rank.
-        global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the data
-            parallel ranks: sets the Trainer's ``accumulate_grad_batches``, so that a run can go on with another number
-            of ranks. The last sequences of an epoch, which are fewer, are left out.
-        validation_fraction: The part of the conversations to validate on, chosen by their content. Default: 0.05, or 0
-            if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
+        global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
+            data parallel ranks. Sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with another
+            number of ranks. The last sequences of an epoch, which do not fill a step, are left out.
+        validation_fraction: Part of the conversations to validate on, chosen by their content. Default: 0.05, or 0 if
+            there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
         validation_path: Conversations to validate on, like ``path``.
-        validation_split: The part of ``dataset`` to validate on.
+        validation_split: Part of ``dataset`` to validate on.
         test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
-        test_split: The part of ``dataset`` for them.
-        streaming: Read, tokenise and pack what to train on while training, for data that is too much to store. Every
-            rank reads all of it and keeps its share, and a resumed run reads again what it has been trained on.
-        shuffle: Train on another order of the sequences in each epoch.
-        shuffle_buffer: How many conversations of a stream are held to draw the next one from.
-        seed: Decides the order and which conversations are for validation.
-        num_workers: Processes per rank that load batches; at most 1 with ``streaming``.
-        max_conversations: Use only the first conversations to train on, this many.
-        cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
+        test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
+        streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
+            store. Every rank reads all of it and keeps its share. A resumed run reads again what it was trained on.
+        shuffle: Whether to train on the sequences in a different order in each epoch.
+        shuffle_buffer: Number of conversations of a stream that are held to draw the next one from.
+        seed: Seed of the order and of the choice of conversations for validation.
+        num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
+        max_conversations: Number of conversations to train on, taken from the beginning. Default: all of them.
+        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: A path that gives no file.
-        ValueError: Options that contradict each other or are out of their range; later, in ``prepare_data`` and
-            ``setup``, a tokenizer without a chat template, or a row that is no conversation with an answer. It names
-            the file and the line. A stream is read while training, and only then are its rows looked at.
+        FileNotFoundError: When a path gives no file.
+        ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
+            ``setup``, when the tokenizer has no chat template, or a row is not a conversation with an answer. The
+            message names the file and the line. The rows of a stream are checked only when they are read in training.
     """
 
     statistics: dict[str, LengthStatistics]
-    """Set by ``setup``: the lengths of ``training``, ``validation`` and ``test``, but of no stream."""
+    """Lengths of ``training``, ``validation`` and ``test``, set by ``setup``. A stream has none."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # rows that are no conversations, or say nothing, are the first thing to put right
+            # if rows are not conversations, or have empty answers only, that is the first error to report
             _refuse_empty(self._tokenize(rows), "training")
             raise
 
@@ -214,7 +215,7 @@ class ChatDataModule(SequenceDataModule):
         )
 
     def _arrange(self, conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """Make sequences of conversations that have an answer."""
+        """Make sequences from the conversations that have an answer."""
         if self.separate_documents:
             return pack_conversations(
                 conversations, sequence_length=self.sequence_length, pad_token_id=self.tokenizer.eos_token_id
@@ -241,7 +242,7 @@ def _refuse_empty(conversations: Dataset, split: str) -> None:
 
 
 def _read_template(chat_template: str) -> str:
-    """Return the text of a template, or of the file that it is in."""
+    """Return the text of a template, which is given as it is or as the path of its file."""
     if "{" in chat_template:
         return chat_template
     file = Path(chat_template).expanduser()

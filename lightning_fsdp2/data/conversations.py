@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` finds cached work by the names of the functions here and what they are given, not by what they do: give
-# one another name when its result changes.
+# `datasets` finds cached work by the names and arguments of the functions here, not by what they do: rename a function
+# when its result changes.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles that a message can have."""
+"""Roles that a message can have."""
 
 _ANSWERS = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
@@ -33,7 +33,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row keeps its conversation: in one column of messages, or in a prompt and a completion."""
+    """Names of the columns that hold a row's conversation: one of messages, or a prompt and a completion."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -55,28 +55,29 @@ def tokenize_conversations(
     columns: Columns,
     sequence_length: int,
 ) -> Dataset | IterableDataset:
-    """Write each row's conversation by the chat template, tokenise it, and give its answers labels.
+    """Write each row's conversation with the chat template, tokenise it, and label its answers.
 
-    A template with ``{% generation %}`` says itself what an answer is. With any other, an answer is what the template
-    writes behind its prompt for generation (https://huggingface.co/docs/transformers/chat_templating) up to the end of
-    the answer's turn. This takes that the tokens up to there do not change when more follows, which is checked for
-    every answer.
+    A template with ``{% generation %}`` marks the answers itself. With any other template, an answer is what the
+    template writes after its prompt for generation (https://huggingface.co/docs/transformers/chat_templating), up to
+    the end of the answer's turn. This requires that the tokens up to there do not change when more follows, which is
+    checked for every answer.
 
     Args:
-        rows: With ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
-        tokenizer: The template has all special tokens; it adds none.
-        chat_template: In Jinja, as transformers takes it.
-        columns: Where the rows keep their conversations.
-        sequence_length: Longer conversations are cut at their end.
+        rows: Rows with ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
+        tokenizer: Tokenizer, which adds no special tokens here. The template writes all of them.
+        chat_template: Template in Jinja, as transformers takes it.
+        columns: Names of the columns that hold the conversations.
+        sequence_length: Largest number of tokens of a conversation. Longer ones are cut at their end.
 
     Returns:
-        Rows of ``input_ids`` and ``labels`` (-100 but for answers), lists of at most ``sequence_length`` integers; the
-        whole ``length`` of the conversation in tokens; ``answer_tokens``, the labels that are left; and ``is_empty``,
-        whether no answer of the conversation says anything, so that the end of a turn is all that is learned from it.
+        Rows of ``input_ids`` and ``labels`` (-100 except for answers), lists of at most ``sequence_length`` integers;
+        the ``length`` of the whole conversation in tokens; ``answer_tokens``, the number of labels that are left; and
+        ``is_empty``, whether all answers of the conversation are empty, so that only the end of a turn is learned from
+        it.
 
     Raises:
-        ValueError: A row that is no conversation with an answer, or that the template cannot write or tell apart. It
-            names the row.
+        ValueError: When a row is not a conversation with an answer, or the template cannot write it, or its answers
+            cannot be told apart. The message names the row.
     """
     from datasets import Features, List, Value
 
@@ -186,7 +187,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
-    # tables have every key in every message
+    # in a table, every message has every key
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
@@ -196,13 +197,13 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    """Whether a message is an answer with a text, a thought or a call."""
+    """Return whether a message is an answer with a text, a thought or a call."""
     values = [value for key, value in message.items() if key not in ("role", "name")]
     return message["role"] == _ANSWERS and any(v.strip() if isinstance(v, str) else v for v in values)
 
 
 def _get_text(part: Any, where: str) -> str:
-    """Of one part of a message, as those for several modalities have them."""
+    """Return the text of one part of a message. Messages for several modalities have parts."""
     if not isinstance(part, dict) or "type" not in part:
         raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
     if part["type"] != "text" or not isinstance(part.get("text"), str):
@@ -226,8 +227,9 @@ def _label_generations(
 ) -> list[tuple[list[int], list[int]]]:
     """Label the tokens of the characters between ``{% generation %}`` and ``{% endgeneration %}``.
 
-    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 means the same, but leaves out the
-    last tokens of a character that has several, and where no token has an answer's last character labels all the rest.
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same. But if a
+    character has several tokens, it leaves out the last ones, and if no token has an answer's last character, it labels
+    all the rest.
     """
     written = [_write_with_spans(conversation, tokenizer, chat_template) for conversation in conversations]
     encoded = tokenizer([text for text, _ in written], **_TOKENS_AS_WRITTEN, return_offsets_mapping=True)
@@ -288,7 +290,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return the text up to the beginning and the end of each answer in turn, and the whole."""
+    """Return the texts up to the beginning and up to the end of each answer, in turn, and then the whole text."""
     from jinja2 import TemplateError
 
     messages = conversation.messages

@@ -1,4 +1,4 @@
-"""Images for models that see them, where not every batch has one."""
+"""Images for models that take them, when not every batch has one."""
 
 from collections.abc import Mapping
 
@@ -11,26 +11,27 @@ from lightning_fsdp2.labels import IGNORE_INDEX
 def add_dummy_image(
     batch: Mapping[str, Tensor], dummy: Mapping[str, Tensor], pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Give a batch without an image one that changes nothing, so that all ranks run the tower of images.
+    """Add an image that changes nothing to a batch without images, so that all ranks run the image tower.
 
-    Its placeholders come after the text of the first sequence, where no causal token sees them, and have no labels. For
-    the end of a collator::
+    The image's placeholders come after the text of the first sequence, where no causal token sees them, and have no
+    labels. Use it at the end of a collator::
 
         dummy = dict(processor(images=[Image.new("RGB", (56, 56))], text=[processor.image_token], return_tensors="pt"))
         loader = DataLoader(rows, collate_fn=lambda rows: add_dummy_image(collate(rows), dummy))
 
     Args:
-        batch: Tensors by the model's names. ``input_ids`` and what else has its shape, [sequences, length], grow by the
-            dummy's length.
-        dummy: What the model's processor makes of one image: ``input_ids`` of shape [1, placeholders], and what the
-            tower takes, such as ``pixel_values``.
-        pad_token_id: What the other sequences are filled with.
+        batch: Tensors by the model's argument names. ``input_ids`` and all tensors of its shape, [sequences, length],
+            grow by the dummy's length.
+        dummy: Output of the model's processor for one image: ``input_ids`` of shape [1, placeholders], and the inputs
+            of the tower, such as ``pixel_values``.
+        pad_token_id: Token that fills up the other sequences.
 
     Returns:
-        ``batch``, as it is if it has all that the tower takes.
+        The batch with the image, or ``batch`` unchanged if it already has all inputs of the tower.
 
     Raises:
-        ValueError: When ``batch`` has position_ids, which would have to go on over the dummy; the model makes its own.
+        ValueError: When ``batch`` has position_ids, which would have to continue over the dummy. Without them, the
+            model makes its own.
     """
     shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
     # grids and sizes of an image may have the shape of its tokens by chance
@@ -43,7 +44,7 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # what the processor says of each token, and the batch does not since it has text alone; without a mask all count
+    # outputs of the processor for each token that a batch of text alone lacks; without a mask all tokens count
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

@@ -1,4 +1,4 @@
-"""How long the conversations of a data set are, and what packing makes of them."""
+"""Lengths of the conversations of a data set, and how well they are packed."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class LengthStatistics:
 
     conversations: int
     tokens: int
-    """Of all conversations together."""
+    """Number of tokens of all conversations together."""
 
     answer_tokens: int
-    """Tokens that are learned, of the conversations as they are cut."""
+    """Number of tokens that are learned, after conversations are cut."""
 
     median: int
     percentile_95: int
     longest: int
     cut: int
-    """Conversations that are longer than a sequence."""
+    """Number of conversations that are longer than a sequence."""
 
     left_out: int
-    """Conversations that no answer is left of."""
+    """Number of conversations that have no answer left after they are cut."""
 
     empty: int
-    """Conversations whose answers are all empty."""
+    """Number of conversations whose answers are all empty."""
 
     sequences: int | None
-    """What the conversations are packed into; None where each is a sequence by itself."""
+    """Number of sequences that the conversations are packed into; None if each is a sequence by itself."""
 
     fill: float
-    """The part of the sequences' tokens that is not padding."""
+    """Part of the sequences' tokens that is not padding."""
 
     def describe(self, split: str, sequence_length: int) -> str:
         """Return a line for the log."""
@@ -49,7 +49,7 @@ class LengthStatistics:
         )
 
     def get_optional_warning(self, split: str, sequence_length: int) -> str | None:
-        """Say what is cut, and what has nothing to learn, if anything is or has."""
+        """Return a warning about conversations that are cut or have nothing to learn; None if there are none."""
         warnings = []
         if self.cut or self.left_out:
             warnings.append(
@@ -66,11 +66,11 @@ class LengthStatistics:
 
 
 def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_length: int) -> LengthStatistics:
-    """Measure tokenised conversations.
+    """Measure the lengths of tokenised conversations.
 
     Args:
-        conversations: With the columns ``length``, ``answer_tokens`` and ``is_empty``.
-        sequences: How many sequences they are packed into, if they are.
+        conversations: Dataset with the columns ``length``, ``answer_tokens`` and ``is_empty``.
+        sequences: Number of sequences that the conversations are packed into; None if each is a sequence by itself.
         sequence_length: Tokens per sequence.
     """
     columns = conversations.select_columns(["length", "answer_tokens", "is_empty"]).with_format("numpy")[:]

@@ -1,4 +1,4 @@
-"""A data loader that goes on at the next sample when a run is resumed."""
+"""Data loaders that continue at the next sample when a run is resumed."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _ROWS_AT_ONCE = 16
 
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
-# second epoch goes on in the order of the first one, a run resumed behind the last batch of an epoch leaves out the
-# next epoch, and a run resumed with another `num_workers` ends in an AssertionError.
+# second epoch goes on in the order of the first one, a run resumed after the last batch of an epoch leaves out the next
+# epoch, and a run resumed with another `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """torch's ``DistributedSampler`` that can leave out samples at the start of an epoch.
+    """A ``DistributedSampler`` of torch that can leave out samples at the start of an epoch.
 
     Of n ranks, rank r takes the samples r, r + n, r + 2n, … of the epoch's order. So a training step takes the same
-    samples from any number of ranks, as long as all their batches together have the same size. As a
-    ``DistributedSampler`` it is left in place by ``Trainer(use_distributed_sampler=True)``.
+    samples on any number of ranks, as long as the batches of all ranks together have the same size. Because this is a
+    ``DistributedSampler``, ``Trainer(use_distributed_sampler=True)`` leaves it in place.
 
     Args:
-        dataset: With a length.
+        dataset: Data set with a length.
         num_replicas: Number of ranks.
-        rank: This one.
-        shuffle: Whether each epoch has another order.
-        seed: Decides the orders.
-        drop_last: Whether the ranks' samples are as many by leaving out the last ones, or by repeating some.
-        multiple_of: Of how many samples an epoch consists, of all ranks together; a multiple of ``num_replicas``. The
-            last ones of its order, which are fewer, are left out.
+        rank: Number of this rank.
+        shuffle: Whether each epoch has a different order.
+        seed: Seed of the orders.
+        drop_last: Whether to leave out the last samples, rather than repeat some, to give all ranks the same number.
+        multiple_of: Size of the groups that an epoch consists of, counted in samples of all ranks; a multiple of
+            ``num_replicas``. The last samples of the order, which do not fill a group, are left out.
     """
 
     start = 0
-    """How many of this rank's samples the next iteration leaves out."""
+    """Number of this rank's samples that the next iteration leaves out."""
 
     def __init__(
         self,
@@ -69,22 +69,22 @@ class ResumableSampler(DistributedSampler[int]):
 
 
 class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
-    """Sequences that are read and made while training goes on: one rank's share of a stream.
+    """One rank's share of a stream of sequences, which are read and made while training goes on.
 
-    Every rank makes the whole stream, and of n ranks rank r takes the sequences r, r + n, r + 2n, … of it. So, as with
-    a :class:`ResumableSampler`, a step takes the same sequences from any number of ranks. The last sequences, which are
-    no whole round, are left out.
+    Every rank makes the whole stream. Of n ranks, rank r takes the sequences r, r + n, r + 2n, … of it. So, as with a
+    :class:`ResumableSampler`, a step takes the same sequences on any number of ranks. The last sequences, which do not
+    fill a round, are left out.
 
     Args:
-        sequences: Rows of integers. Its ``set_epoch`` changes its order if it is shuffled.
+        sequences: Stream of rows of integers. If it is shuffled, its ``set_epoch`` changes its order.
         num_replicas: Number of ranks.
-        rank: This one.
-        multiple_of: Sequences of a round, a multiple of ``num_replicas``; None for one of each rank.
+        rank: Number of this rank.
+        multiple_of: Number of sequences in a round, a multiple of ``num_replicas``. None for one sequence per rank.
     """
 
     epoch = 0
     start = 0
-    """How many of this rank's sequences the next iteration makes, but leaves out."""
+    """Number of this rank's sequences that the next iteration makes but leaves out."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._sequences.set_epoch(self.epoch)
-        # `iter(...)` would shuffle otherwise in a worker process
+        # `iter(...)` would shuffle differently in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
@@ -121,13 +121,13 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     """A ``DataLoader`` over a :class:`ResumableSampler` that saves and restores its position.
 
-    The position is an epoch and the number of its samples that all ranks together have been handed. It is the same on
+    The position is an epoch and the number of its samples that all ranks together have received. It is the same on
     every rank, does not count what worker processes have fetched ahead, and can be restored with another
     ``num_workers``, ``batch_size`` or number of ranks.
     """
 
     has_global_position = True
-    """Its position is one in the whole data set; without this the strategies take it for that of one rank."""
+    """Whether the position is one in the whole data set. Without this flag the strategies take it for one rank's."""
 
     # Lightning makes loaders again from the arguments of DataLoader, so there is no __init__ to set these in.
     _epoch = 0
@@ -140,7 +140,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own in place
             yield from super().__iter__()
             return
-        # A position counts in its own epoch only: one behind an epoch's last batch is where the next epoch starts.
+        # A position counts in its own epoch only: one after an epoch's last batch is where the next epoch starts.
         if not (self._is_restored and self._epoch == sampler.epoch):
             self._epoch, self._samples = sampler.epoch, 0
         self._is_restored = False
@@ -150,17 +150,17 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """How many batches of this loader's size a restored position stands for, whatever size they had; else None."""
+        """Return a restored position in batches of this loader's size, whatever size they had; None without one."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position behind the last batch handed out."""
+        """Return the position after the last batch handed out."""
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on behind the last batch before :meth:`state_dict`, if the sampler is then at that epoch."""
+        """Restore a position of :meth:`state_dict`. The next iteration goes on there if the sampler is at its epoch."""
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):
@@ -170,16 +170,17 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
 class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     """A ``DataLoader`` over a :class:`SequenceStream` that saves and restores its position.
 
-    The position is as that of a :class:`ResumableDataLoader`, but of the batch before the last one handed out:
-    Lightning reads one batch ahead of a loader without a length.
+    The position is like that of a :class:`ResumableDataLoader`, except that it is the position before the last batch
+    handed out: Lightning reads one batch ahead from a loader without a length.
     """
 
     has_global_position = True
 
     allows_for_read_ahead = True
-    """Without this the strategies do."""
+    """Whether the position allows for the batch that is read ahead. Without this flag the strategies allow for it."""
 
-    # Each an epoch and samples. Lightning tells the epoch to samplers only: it is counted here, from the stream's on.
+    # Each is an epoch and a number of samples. Lightning tells the epoch to samplers only, so it is counted here, from
+    # the stream's on.
     _start: tuple[int, int] | None = None
     _position: tuple[int, int] | None = None
     _restored_samples: int | None = None
@@ -190,20 +191,20 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
-            if number == 1:  # before, nothing was trained on, and Lightning may begin once more
+            if number == 1:  # before this, nothing was trained on, and Lightning may begin again
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
         if samples == 0:
-            # Lightning would begin one epoch after the other
+            # without an error, Lightning would begin one epoch after the other
             raise ValueError(
                 "The stream gives no batch for every rank: it is empty, or has fewer sequences than one step."
             )
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """How many batches of this loader's size a restored position stands for, whatever size they had; else None."""
+        """Return a restored position in batches of this loader's size, whatever size they had; None without one."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
@@ -212,12 +213,12 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         return cast(SequenceStream, self.dataset)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position behind the batch that is trained on."""
+        """Return the position after the batch that is trained on."""
         epoch, samples = self._position or (self._get_stream().epoch, 0)
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on behind that batch: the stream is made up to there, and left out."""
+        """Restore a position of :meth:`state_dict`. The next iteration makes the stream up to there, but skips it."""
         self._start = self._position = state_dict["epoch"], state_dict["samples"]
         self._restored_samples = state_dict["samples"]
 
@@ -225,8 +226,8 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
     """Add sequences without labels until ``num_replicas`` divides their number, so that nothing is evaluated twice.
 
-    They come first, each on another rank, where they share a batch with a sequence of the data set unless the batch has
-    only one: many a loss is NaN for a batch without a label.
+    The added sequences come first, each on another rank. There they share a batch with a sequence of the data set,
+    unless the batch has only one sequence. This matters since many losses are NaN for a batch without a label.
     """
     missing = -len(dataset) % num_replicas  # type: ignore[arg-type]
     if not missing:
@@ -239,14 +240,14 @@ def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[d
 def collate_sequences(
     sequences: list[dict[str, Tensor]], *, pad_to_multiple_of: int | None = None, pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Stack sequences to a batch for a Hugging Face causal model, which shifts the labels itself.
+    """Stack sequences into a batch for a Hugging Face causal model, which shifts the labels itself.
 
     Args:
-        sequences: Each with ``input_ids`` and perhaps ``labels``, which are equal otherwise, and ``position_ids`` that
-            restart at each document. Tensors of shape [sequence_length]; shorter ones are padded at their end, without
-            labels. Causal attention needs no mask there.
-        pad_to_multiple_of: Pad all of them to a multiple of this length.
-        pad_token_id: The token to pad with.
+        sequences: Sequences with ``input_ids``, perhaps ``labels`` (without them, the labels are the ``input_ids``),
+            and perhaps ``position_ids`` that restart at each document. They are tensors of shape [sequence_length].
+            Shorter ones are padded at their end, without labels. Causal attention needs no mask there.
+        pad_to_multiple_of: Multiple to pad the length of all sequences to.
+        pad_token_id: Token to pad with.
 
     Returns:
         ``input_ids``, ``labels`` and, if the sequences have them, ``position_ids``: int64 tensors of shape

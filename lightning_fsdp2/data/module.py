@@ -1,4 +1,4 @@
-"""What the data modules share: sequences of tokens as batches of the ranks, resumable."""
+"""Base class of the data modules: resumable batches of token sequences for each rank."""
 
 from __future__ import annotations
 
@@ -39,52 +39,54 @@ _PLAIN_TYPES = (str, int, float, list, DatasetSplit)
 
 
 class SequenceDataModule(LightningDataModule, ABC):
-    """Sequences of tokens for a causal language model: each data parallel rank's batches of them, resumable.
+    """Token sequences for a causal language model, as resumable batches for each data parallel rank.
 
-    Subclasses read and tokenise. That happens in ``prepare_data`` of one process per node; all others, and later runs,
-    find the result in the cache of the ``datasets`` library. Where it fails, it fails on every rank, and none waits.
+    Subclasses read and tokenise. That happens in ``prepare_data`` of one process per node. All other processes, and
+    later runs, find the result in the cache of the ``datasets`` library. If that fails, it fails on every rank, so no
+    rank waits for another.
 
     Args:
         path: Files, directories or globs to train on.
-        dataset: In place of ``path``, what ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
-        subset: Which configuration of ``dataset``.
-        split: The part of ``dataset`` to train on.
-        suffixes: Endings of the files of a directory to take.
-        tokenizer: A directory or Hub name of a Hugging Face tokenizer; None for one token per byte.
+        dataset: Data to use in place of ``path``: a name that ``datasets.load_dataset`` takes, or a directory that
+            ``save_to_disk`` wrote.
+        subset: Configuration of ``dataset`` to use.
+        split: Part of ``dataset`` to train on.
+        suffixes: Endings of the files to take from a directory.
+        tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
         sequence_length: Tokens per sequence.
-        pad_to_multiple_of: Pad each sequence at its end to a multiple of this length.
+        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end.
         batch_size: Sequences per micro-batch of one data parallel rank.
-        global_batch_size: Sequences per optimizer step; sets the Trainer's ``accumulate_grad_batches``.
-        validation_fraction: The part of the rows to validate on; None for a default.
-        validation_path: What to validate on, like ``path``.
-        validation_split: The part of ``dataset`` to validate on.
-        test_path: What to test on, like ``path``.
-        test_split: The part of ``dataset`` to test on.
-        streaming: Read, tokenise and pack what to train on while training.
-        shuffle: Train on another order of the sequences in each epoch.
-        shuffle_buffer: How many rows of a stream are held to draw the next one from.
-        seed: Decides the order.
-        num_workers: Processes per rank that load batches.
-        cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
+        global_batch_size: Sequences per optimizer step. Sets the Trainer's ``accumulate_grad_batches``.
+        validation_fraction: Part of the rows to validate on. None for a default.
+        validation_path: Files to validate on, like ``path``.
+        validation_split: Part of ``dataset`` to validate on.
+        test_path: Files to test on, like ``path``.
+        test_split: Part of ``dataset`` to test on.
+        streaming: Whether to read, tokenise and pack the training data while training.
+        shuffle: Whether to train on the sequences in a different order in each epoch.
+        shuffle_buffer: Number of rows of a stream that are held to draw the next one from.
+        seed: Seed of the order.
+        num_workers: Number of processes per rank that load batches.
+        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: A path that gives no file.
-        ValueError: Options that contradict each other, or a number out of its range; in ``setup``, a
-            ``global_batch_size`` that no accumulation gives.
+        FileNotFoundError: When a path gives no file.
+        ValueError: When options contradict each other, or a number is out of its range; in ``setup``, when no
+            accumulation gives the ``global_batch_size``.
     """
 
     train_dataset: Dataset | SequenceStream
-    """Set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``.
+    """Training sequences, set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``.
 
-    Where documents are kept apart they have ``"position_ids"``, and where not every token is learned, ``"labels"``, of
-    that dtype and shape as well.
+    Rows also have ``"position_ids"`` if documents are kept apart, and ``"labels"`` if not every token is learned, of
+    the same dtype and shape.
     """
 
     validation_dataset: Dataset | None
-    """Set by ``setup``, like ``train_dataset``; None without validation."""
+    """Validation sequences, set by ``setup``, like ``train_dataset``; None without validation."""
 
     test_dataset: Dataset | None
-    """Set by ``setup`` for test and predict, like ``train_dataset``; None without test data."""
+    """Test sequences, set by ``setup`` for test and predict, like ``train_dataset``; None without test data."""
 
     def __init__(
         self,
@@ -149,11 +151,11 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def _load_splits(self) -> tuple[Dataset | SequenceStream, Dataset | None]:
-        """Read, tokenise and pack what to train and validate on, as far as the cache does not have it yet."""
+        """Read, tokenise and pack the data to train and validate on, unless it is in the cache already."""
 
     @abstractmethod
     def _load_test(self) -> Dataset | None:
-        """The same for what to test on."""
+        """Read, tokenise and pack the data to test on, unless it is in the cache already."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -174,14 +176,14 @@ class SequenceDataModule(LightningDataModule, ABC):
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # Its first call undoes what truncation it was saved with. The cache goes by the state it is in, which must not
-        # depend on whether this process has used it.
+        # The first call undoes the truncation that the tokenizer was saved with. The cache goes by the tokenizer's
+        # state, which must not depend on whether this process has used it.
         tokenizer("", verbose=False)
         return tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that the tokenizer can give: the least ``vocab_size`` of a model."""
+        """Number of tokens that the tokenizer can give. A model needs at least this ``vocab_size``."""
         return len(self.tokenizer)
 
     def prepare_data(self) -> None:
@@ -194,14 +196,14 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # the others wait for this rank to come to `setup`, where all hear of it
+            self._failure = error  # the other ranks wait for this one in `setup`, where all are told
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
         """Let the other nodes that share the cache wait for the first one, and find what it has written.
 
-        Each could write by itself, since files are complete or absent, but the last to be done would replace what the
-        others have mapped into memory, which is lost to them on NFS.
+        Each node could write by itself, since files are complete or absent. But the last one to finish would replace
+        files that the others have mapped into memory, and on NFS they would lose them.
         """
         from datasets import config
         from filelock import FileLock
@@ -213,7 +215,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             yield
 
     def setup(self, stage: str) -> None:
-        """Take the packed sequences from the cache, on each process."""
+        """Take the packed sequences from the cache, in each process."""
         self._raise_together(self._failure)
         if stage == "fit" and self.global_batch_size is not None:
             self._set_accumulation(self.global_batch_size)
@@ -253,10 +255,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         raise ValueError(f"Rank {source}, not this rank {rank}, could not read the data: {message}")
 
     def get_accumulation(self, num_replicas: int) -> int:
-        """Return the micro-batches of a step of ``global_batch_size`` sequences on so many data parallel ranks.
+        """Return how many micro-batches make ``global_batch_size`` sequences on ``num_replicas`` data parallel ranks.
 
         Raises:
-            ValueError: When they do not make whole ones; the message says what does.
+            ValueError: When their number is not whole. The message names sizes that work.
         """
         if self.global_batch_size is None:
             return 1
@@ -266,7 +268,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return accumulation
 
     def build_example_batch(self) -> dict[str, Tensor]:
-        """Return a batch of the largest shapes that training gets, of one token over and over, without reading any."""
+        """Return a batch with the largest shapes that training gets, filled with one token, without reading data."""
         length = self.sequence_length
         sequence = {"input_ids": torch.zeros(length, dtype=torch.int64)}
         if getattr(self, "separate_documents", False):
@@ -274,10 +276,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         return collate_sequences([sequence] * self.batch_size, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _set_accumulation(self, global_batch_size: int) -> None:
-        """Let the Trainer accumulate so many micro-batches that a step has ``global_batch_size`` sequences.
+        """Let the Trainer accumulate as many micro-batches as make ``global_batch_size`` sequences.
 
-        ``setup`` is the first hook in which the strategy knows its data parallel ranks, and the last one before
-        optimizers and schedulers, which may ask for ``trainer.estimated_stepping_batches``, are made.
+        ``setup`` is the first hook in which the strategy knows its data parallel ranks. It is also the last one before
+        optimizers and schedulers are made, which may ask for ``trainer.estimated_stepping_batches``.
         """
         num_replicas, _ = self._get_replicas_and_rank()
         accumulation = self.get_accumulation(num_replicas)
@@ -303,14 +305,15 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.trainer.accumulate_grad_batches = accumulation
 
     def train_dataloader(self) -> ResumableDataLoader | ResumableStreamLoader:
-        """Return this rank's batches, in a new order each epoch; the last sequences that fill none are left out.
+        """Return this rank's batches, in a new order each epoch.
 
-        With ``global_batch_size``, those that fill no step are, so that epochs have as many steps on any ranks.
+        The last sequences, which do not fill a batch, are left out. With ``global_batch_size``, those that do not fill
+        a step are left out, so that epochs have the same number of steps on any number of ranks.
         """
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
             stream = self.train_dataset.share(num_replicas, rank, self.global_batch_size)
-            stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # of a resumed run
+            stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # a resumed run's epoch
             return ResumableStreamLoader(stream, drop_last=True, **self._get_loader_options())
         needed = self.global_batch_size or self.batch_size * num_replicas
         if len(self.train_dataset) < needed:
@@ -332,13 +335,13 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(self.train_dataset, sampler)
 
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
-        """Return this rank's batches of the validation sequences, as many on every rank; none without validation."""
+        """Return the rank's batches of the validation sequences, equally many on each rank; none without validation."""
         if self.validation_dataset is None:
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 
     def test_dataloader(self) -> ResumableDataLoader:
-        """Return this rank's batches of the test sequences, as many on every rank."""
+        """Return this rank's batches of the test sequences, equally many on each rank."""
         return self._build_evaluation_dataloader(self._get_test_dataset())
 
     def predict_dataloader(self) -> ResumableDataLoader:
@@ -358,8 +361,8 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(filled, ResumableSampler(filled, num_replicas, rank, shuffle=False))
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
-        """Return the number of ranks that get different batches, and which of them this one is."""
-        # Every strategy of several processes tells it here, those with model parallel ranks as well.
+        """Return the number of ranks that get different batches, and this rank's number among them."""
+        # Every strategy with several processes says so here, including those with model parallel ranks.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0
@@ -378,28 +381,31 @@ class SequenceDataModule(LightningDataModule, ABC):
                 pad_token_id=self.tokenizer.eos_token_id,
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            # Each iterator draws a seed. From the global generator, a resumed run, which makes another number of them
-            # than an uninterrupted one, would go on with other random numbers, in dropout for example.
+            # Each iterator draws a seed, and a resumed run makes fewer or more iterators than an uninterrupted one. If
+            # they drew from the global generator, the resumed run would continue with other random numbers, for
+            # example in dropout.
             "generator": torch.Generator(),
         }
 
 
 def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
-    """Raise a ValueError that names the option and the reason, where ``value`` is less than ``minimum``."""
+    """Raise a ValueError that names the option and the reason if ``value`` is less than ``minimum``."""
     if value < minimum:
         raise ValueError(f"{option}={value} is less than {minimum}, the least that works: {reason}.")
 
 
 def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any], streaming: bool) -> float:
-    """Return the part of what to train on that is validated on: by default 0.05 where nothing else is, and it can be.
+    """Return the part of the training data to validate on.
+
+    By default it is 0.05, or 0 if there is other validation data or the training data is a stream.
 
     Args:
-        fraction: What the user says.
-        elsewhere: The options that give another place to take it from.
-        streaming: Whether the data is a stream.
+        fraction: Value from the user; None for the default.
+        elsewhere: Values of the options that give other validation data, by name.
+        streaming: Whether the training data is a stream.
 
     Raises:
-        ValueError: It is not in [0, 1), there is another place as well, or it is one of a stream.
+        ValueError: When ``fraction`` is not in [0, 1), or is more than 0 with other validation data or a stream.
     """
     given = {option: value for option, value in elsewhere.items() if value}
     if fraction is None:
@@ -424,7 +430,7 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
 
 
 def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split documents into training and validation ones; a ValueError where one side runs empty."""
+    """Split documents into training and validation ones. Raise a ValueError if one side is empty."""
     train, validation = split_documents(documents, fraction=fraction, seed=seed)
     if not len(train) or not len(validation):
         raise ValueError(
@@ -436,7 +442,7 @@ def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dat
 
 
 def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_replicas: int) -> str:
-    """Say which numbers near the ones given make whole micro-batches."""
+    """Write an error message with the nearest sizes that make whole micro-batches."""
     micro = batch_size * num_replicas
     below = global_batch_size // micro * micro
     sizes = [f"global_batch_size={size}" for size in (below, below + micro) if size]
@@ -453,7 +459,7 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
 
 @contextmanager
 def _progress_bars_on_rank_zero() -> Iterator[None]:
-    """Keep the first process of every other node, which tokenises as well, from showing bars of its own."""
+    """Hide progress bars in the block, except on global rank zero: each node's first process would show them."""
     import datasets
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Splitting documents, and packing their tokens into sequences of one length."""
+"""Split documents, and pack their tokens into sequences of one length."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` finds cached work by the names of the functions here and what they are given, not by what they do: give
-# one another name when its result changes.
+# `datasets` finds cached work by the names and arguments of the functions here, not by what they do: rename a function
+# when its result changes.
 
-# A token takes much more memory as Python and Rust objects, while it is made, than in the cache.
+# While a token is made, it takes much more memory, as Python and Rust objects, than in the cache.
 _DOCUMENTS_AT_ONCE = 64
 
-# Of so many, few are left over that no others fill up to a sequence with.
+# Among so many conversations, few are left without others that fill up their sequence.
 _CONVERSATIONS_AT_ONCE = 1024
 
 
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into training and validation ones, by a hash of their content.
 
-    Equal documents are on the same side, and a document stays on its side when others come or go, as long as neither
-    side runs empty: then one of the documents that are there moves to it. A lone document is cut, and its end is
-    validated on.
+    Equal documents are on the same side. A document stays on its side when others come or go, unless a side would be
+    empty: then one of the documents moves there. A lone document is cut, and its end is the validation document.
 
     Args:
         documents: Any dataset with a column ``text``.
-        fraction: The part of the documents to expect on the validation side, in [0, 1].
-        seed: Another one gives another split.
+        fraction: Part of the documents to expect on the validation side, in [0, 1].
+        seed: Seed of the split. Another seed gives another split.
     """
     if len(documents) == 1:
         return _cut(documents, fraction)
@@ -77,7 +76,7 @@ def _is_training(text: str, threshold: float, seed: int) -> bool:
 
 
 def _hash_to_unit(text: str, seed: int) -> float:
-    """Return a number in [0, 1] that only the text and the seed decide."""
+    """Return a number in [0, 1] that depends only on the text and the seed."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -93,23 +92,23 @@ def pack_documents(
 ) -> Dataset:
     """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
 
-    The tail of the stream that does not fill a sequence is dropped: it is shorter than one sequence of the whole
-    corpus, while padding it would need a pad token and a batch in which one sequence weighs less than the others.
+    The tail of the stream that does not fill a sequence is dropped. That is less than one sequence of the whole corpus,
+    while padding it would need a pad token and a batch in which one sequence weighs less than the others.
 
     Args:
         documents: Any dataset with a column ``text``.
-        tokenizer: It must have an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
+        tokenizer: Tokenizer with an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
         sequence_length: Tokens per sequence.
-        with_position_ids: Whether to say where documents begin.
-        split: What to call the documents in an error.
-        remedy: What the error advises.
+        with_position_ids: Whether to add ``position_ids``, which show where documents begin.
+        split: Name of the documents in an error.
+        remedy: Advice in the error.
 
     Returns:
-        A dataset whose rows are ``{"input_ids": int64 tensor of shape [sequence_length]}``, and of the same
-        dtype and shape ``"position_ids"``, which restart at 0 at each document, if asked for.
+        A dataset with rows of ``{"input_ids": int64 tensor of shape [sequence_length]}`` and, if asked for,
+        ``"position_ids"`` of the same dtype and shape, which restart at 0 at each document.
 
     Raises:
-        ValueError: The documents hold fewer tokens than one sequence.
+        ValueError: When the documents hold fewer tokens than one sequence.
     """
     from datasets import Features, List, Value
 
@@ -131,13 +130,13 @@ def pack_documents(
 
 
 class PackedStream:
-    """Documents of a stream, tokenised, joined and cut into sequences as by :func:`pack_documents`, in each pass anew.
+    """Sequences from the documents of a stream, made as by :func:`pack_documents`, again in each pass.
 
     Args:
-        documents: A stream with the column ``text``.
-        tokenizer: As for :func:`pack_documents`.
+        documents: Stream with the column ``text``.
+        tokenizer: See :func:`pack_documents`.
         sequence_length: Tokens per sequence.
-        with_position_ids: Whether to say where documents begin.
+        with_position_ids: Whether to add ``position_ids``, which show where documents begin.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class PackedStream:
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
-        """Yield the sequences that ``batch_size`` documents complete, of shape [any number, sequence_length]."""
+        """Yield the sequences that each ``batch_size`` documents complete, of shape [any number, sequence_length]."""
         packer = _Packer(self._sequence_length, self._columns)
         yield from map(packer, self._tokens.iter(batch_size))
 
@@ -192,7 +191,7 @@ def _tokenize(
 
 
 class _Packer:
-    """Cuts the stream of all batches it is called with into sequences, by keeping the rest of one for the next."""
+    """Callable that cuts the stream of all its batches into sequences, keeping the rest of a batch for the next."""
 
     def __init__(self, sequence_length: int, columns: tuple[str, ...]) -> None:
         self.sequence_length = sequence_length
@@ -204,7 +203,7 @@ class _Packer:
         sequences = {"input_ids": self._cut("input_ids", documents)}
         if "position_ids" in self.columns:
             positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
-            # what a sequence begins with may be the rest of a document, which counts from 0 there as well
+            # a sequence may begin with the rest of a document, whose positions count from 0 there as well
             sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
         return sequences
 
@@ -218,19 +217,19 @@ class _Packer:
 def pack_conversations(
     conversations: Dataset | IterableDataset, *, sequence_length: int, pad_token_id: int
 ) -> Dataset | IterableDataset:
-    """Put whole conversations together to sequences, and pad each to its length.
+    """Pack whole conversations into sequences, and pad each sequence to its length.
 
     Of every thousand conversations, the longest come first, each into the sequence that it fills best (best fit
-    decreasing; Johnson 1973). None is cut: what follows would have lost the question.
+    decreasing; Johnson 1973). None is cut: the part after the cut would have lost the question.
 
     Args:
-        conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``; those without an answer are left out.
-        sequence_length: Tokens per sequence; no conversation is longer.
-        pad_token_id: The token to pad with, without labels.
+        conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``. Those without an answer are left out.
+        sequence_length: Tokens per sequence. No conversation is longer.
+        pad_token_id: Token to pad with, without labels.
 
     Returns:
         Rows of ``input_ids``, ``labels`` and ``position_ids``, each of ``sequence_length`` integers. Positions restart
-        at 0 at each conversation; each token of padding is at position 0.
+        at 0 at each conversation. Each token of padding is at position 0.
     """
     from datasets import Features, List, Value
 
@@ -275,9 +274,9 @@ def _pack_whole(
 
 
 def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Group the indices of ``lengths`` by best fit decreasing, in order within groups and by their first index."""
+    """Group the indices of ``lengths`` by best fit decreasing. Sort each group, and the groups by their first index."""
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left in each group, sorted
+    rooms: list[tuple[int, int]] = []  # the room left in each group, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         tightest = bisect_left(rooms, (lengths[index], -1))
         if tightest < len(rooms):

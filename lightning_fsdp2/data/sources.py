@@ -1,4 +1,4 @@
-"""Finding files and reading them as documents."""
+"""Find files and datasets, and read them as documents or rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
 PYTHON_STDLIB = "python-stdlib"
-"""The path that stands for the Python source of the running interpreter's standard library."""
+"""Path that stands for the Python source of the running interpreter's standard library."""
 
 DEFAULT_SUFFIXES = (".txt", ".md", ".py", ".json", ".jsonl", ".parquet")
 
@@ -35,16 +35,16 @@ def find_files(
     """Find the files that ``path`` means: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
 
     Args:
-        path: What to look for. A directory gives its files with one of the ``suffixes``, at any depth, but for hidden
-            ones. Files and globs give what they name, whatever its suffix.
+        path: Path or paths to look for. A directory gives its files with one of the ``suffixes``, at any depth, except
+            hidden ones. Files and globs give what they name, whatever its suffix.
         suffixes: Endings of file names, with their dot.
-        option: What to call ``path`` in an error.
+        option: Name of ``path`` in an error.
 
     Returns:
-        Absolute paths, in the order of ``path`` and sorted within each of its members, each once.
+        Absolute paths, each once, in the order of ``path``'s members and sorted within each member.
 
     Raises:
-        FileNotFoundError: A member of ``path`` gives no file.
+        FileNotFoundError: When a member of ``path`` gives no file.
     """
     members = [path] if isinstance(path, str | os.PathLike) else path
     files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes), option)]
@@ -83,7 +83,7 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files of a directory, sorted, without those under a name that is to be left out."""
+    """List the files of a directory, sorted. Files and folders with a name to be left out are skipped."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
@@ -96,13 +96,13 @@ class DatasetSplit:
     """A split of a dataset of the Hugging Face Hub or of a local directory."""
 
     name: str
-    """What ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
+    """Name that ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
 
     subset: str | None
-    """Which of the dataset's configurations; None for the only one."""
+    """Configuration of the dataset; None for the only one."""
 
     split: str
-    """Its name, or a slice such as ``train[:1%]``."""
+    """Name of the split, or a slice such as ``train[:1%]``."""
 
 
 Source: TypeAlias = list[str] | DatasetSplit
@@ -112,11 +112,11 @@ Source: TypeAlias = list[str] | DatasetSplit
 def find_source(
     path: str | Sequence[str] | None, dataset: str | None, subset: str | None, split: str, suffixes: Iterable[str]
 ) -> Source:
-    """Return what to train on.
+    """Return the source to train on: the files of ``path``, or the split of ``dataset``.
 
     Raises:
-        ValueError: Both or neither of ``path`` and ``dataset`` are given.
-        FileNotFoundError: ``path`` gives no file.
+        ValueError: When both or neither of ``path`` and ``dataset`` are given.
+        FileNotFoundError: When ``path`` gives no file.
     """
     if bool(path) == bool(dataset):
         raise ValueError(
@@ -129,11 +129,11 @@ def find_source(
 def find_optional_source(
     name: str, path: str | Sequence[str] | None, split: str | None, suffixes: Iterable[str], train: Source
 ) -> Source | None:
-    """Return what to validate or to test on, files or another split of the dataset to train on.
+    """Return the source to validate or to test on, if any: files, or another split of the dataset to train on.
 
     Raises:
-        ValueError: Both are given, or a split where ``train`` is no dataset.
-        FileNotFoundError: ``path`` gives no file.
+        ValueError: When both are given, or a split is given but ``train`` is not a dataset.
+        FileNotFoundError: When ``path`` gives no file.
     """
     if path and split:
         raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
@@ -151,22 +151,22 @@ def load_documents(
 ) -> Dataset | IterableDataset:
     """Read documents, with the readers and the cache of the ``datasets`` library.
 
-    Of a dataset, and of ``.json``, ``.jsonl`` (one object per line, or one list of objects) and ``.parquet`` files,
-    each row is a document; any other file is UTF-8 text and one document. Empty documents are left out, and so are,
-    with a warning, text files that are not UTF-8.
+    Each row of a dataset, and of ``.json``, ``.jsonl`` (one object per line, or one list of objects) and ``.parquet``
+    files, is a document. Any other file is UTF-8 text and one document. Empty documents are left out. Text files that
+    are not UTF-8 are left out with a warning.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset.
-        text_column: The column of datasets, JSON and Parquet files that holds the documents.
-        streaming: Read them when they are asked for, each time.
-        cache_dir: The cache of ``datasets``; None for its default.
+        text_column: Column of datasets, JSON and Parquet files that holds the documents.
+        streaming: Whether to read documents when they are asked for, each time.
+        cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the one column ``text``. Of files, text comes first, then JSON, then Parquet.
+        A dataset with the one column ``text``. Text files come first, then JSON, then Parquet.
 
     Raises:
-        ValueError: ``text_column`` is no column of strings, there is no such dataset or split, or no document is left,
-            which of a stream is not known.
+        ValueError: When ``text_column`` is not a column of strings, the dataset or split does not exist, or no document
+            is left (not checked for a stream).
     """
     if isinstance(source, DatasetSplit):
         documents = _select_text(_load_dataset(source, streaming, cache_dir), text_column, source.name)
@@ -184,7 +184,7 @@ def load_documents(
 
 
 def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
-    """Return the options of a ``map`` or ``filter`` for a progress bar, which a stream has none of."""
+    """Return the options for the progress bar of a ``map`` or ``filter``. A stream has no progress bar."""
     from datasets import IterableDataset
 
     return {} if isinstance(rows, IterableDataset) else {"desc": text}
@@ -232,8 +232,8 @@ def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | It
 
 
 def _is_utf8(text: str) -> bool:
-    # The reader put U+FFFD for what it could not decode. UTF-8 text hardly ever holds one, unless it went through such
-    # a reader before and is broken, too.
+    # The reader has put U+FFFD in place of what it could not decode. UTF-8 text hardly ever holds one, unless it went
+    # through such a reader before and is broken, too.
     return "\ufffd" not in text
 
 
@@ -245,7 +245,7 @@ def _is_utf8_or_warn(text: str) -> bool:
 
 
 def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -> Dataset | IterableDataset:
-    """Keep the text column, as ``text``."""
+    """Keep only the text column, and name it ``text``."""
     from datasets import Value
 
     columns = _get_columns(rows)
@@ -271,19 +271,20 @@ def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
-    """Read rows of any form, each as JSON: their columns may differ from row to row, which a table's cannot.
+    """Read rows of any form, each as JSON: unlike those of a table, their columns may differ from row to row.
 
     Args:
-        source: Files, as from :func:`find_files`, or a dataset. ``.parquet`` files and ``.json`` files that begin with
-            a bracket hold a table and a list of objects, any other file an object per line.
-        streaming: Read them when they are asked for, each time.
-        cache_dir: The cache of ``datasets``; None for its default.
+        source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file holds a table, and a ``.json`` file
+            that begins with a bracket holds a list of objects. Any other file holds one object per line.
+        streaming: Whether to read rows when they are asked for, each time.
+        cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
         A dataset with the string columns ``location``, which names a row in an error, and ``text``, an object in JSON.
 
     Raises:
-        ValueError: A line that is not UTF-8, a damaged file, or a dataset or split that there is not.
+        ValueError: When a line is not UTF-8, a file is damaged, all files are empty, or there is no such dataset or
+            split.
     """
     from datasets import Dataset, Features, IterableDataset, Value
     from datasets.exceptions import DatasetGenerationError
@@ -298,7 +299,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         raise ValueError(f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name others.")
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
-    # `datasets` looks for what it has read by the arguments of the generator
+    # `datasets` finds what it has read before by the arguments of the generator
     files = [(file, _hash_file(file)) for file in source]
     try:
         return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
@@ -326,7 +327,7 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
             f"dataset={source.name!r} is no directory of this machine, and the Hub cannot be reached: {error}; check "
             "its spelling and the network, or use a directory that `save_to_disk` wrote."
         ) from error
-    except ValueError as error:  # an unknown subset or split, with those that there are
+    except ValueError as error:  # an unknown subset or split; the message lists the known ones
         raise ValueError(
             f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"
         ) from error
@@ -380,7 +381,7 @@ def _is_list(file: str) -> bool:
 def _read_list(file: str) -> Iterator[dict[str, str]]:
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # those of JSON and of UTF-8
+    except ValueError as error:  # errors of JSON and of UTF-8
         raise ValueError(f"{file}: it is no list in JSON ({error}); repair it, or write an object per line.") from error
     for number, row in enumerate(rows, 1):
         yield {"location": f"{file}, item {number}", "text": json.dumps(row, ensure_ascii=False)}

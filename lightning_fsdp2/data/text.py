@@ -16,59 +16,60 @@ if TYPE_CHECKING:
 class TextDataModule(SequenceDataModule):
     """Text files to train a causal language model on: tokenised, packed, shuffled and resumable.
 
-    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length], equal where
-    there is a label: Hugging Face models shift the labels themselves. Documents are joined to one stream, an
-    end-of-text token behind each, and the stream is cut into sequences; its last piece, shorter than a sequence, is
-    dropped.
+    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. They are equal
+    wherever there is a label: Hugging Face models shift the labels themselves. Documents are joined into one stream,
+    with an end-of-text token after each, and the stream is cut into sequences. Its last piece, shorter than a sequence,
+    is dropped.
 
-    Tokenising happens once, in ``prepare_data`` of one process per node; all others, and later runs, find the result in
-    the cache of the ``datasets`` library. A resumed run goes on at the next sample. Where the ranks do not divide the
-    number of sequences to validate or test on, some begin with a sequence without labels (-100), so that each token
-    counts once. ``CausalLM`` takes whole batches of these, while ``model(**batch).loss`` of one is NaN.
+    Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs, find the
+    result in the cache of the ``datasets`` library. A resumed run continues at the next sample. If the number of
+    sequences to validate or test on is not a multiple of the number of ranks, some ranks begin with a sequence without
+    labels (-100), so that each token counts once. ``CausalLM`` takes batches that consist of such sequences only, while
+    ``model(**batch).loss`` is NaN for them.
 
     Args:
         path: A file, a directory, a glob, ``python-stdlib`` (the source of Python's own standard library), or a list of
-            them. ``.json``, ``.jsonl`` and ``.parquet`` files hold a document per row, any other file is one document
+            them. ``.json``, ``.jsonl`` and ``.parquet`` files hold one document per row. Any other file is one document
             in UTF-8.
-        dataset: In place of ``path``, a dataset of the Hugging Face Hub or of a local directory, a document per row:
-            what ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
-        subset: Which configuration of ``dataset``, if it has several.
-        split: The part of ``dataset`` to train on.
-        text_column: The column of datasets, JSON and Parquet files that holds the documents.
-        suffixes: Which files of a directory to take, by the ending of their name. Default: .txt .md .py .json .jsonl
-            .parquet
-        tokenizer: A directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
+        dataset: Data to use in place of ``path``, with one document per row, from the Hugging Face Hub or a local
+            directory: a name that ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+        subset: Configuration of ``dataset`` to use, if it has several.
+        split: Part of ``dataset`` to train on.
+        text_column: Column of datasets, JSON and Parquet files that holds the documents.
+        suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl .parquet
+        tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
         sequence_length: Tokens per sequence.
-        pad_to_multiple_of: Pad each sequence at its end, with end-of-text tokens and without labels, to a multiple of
-            this length: context and sequence parallelism need one of ``2 * cp_size * tp_size``.
-        separate_documents: Let no token see, or be predicted from, another document of its sequence: batches have
-            ``position_ids`` that restart at each one, and documents' first tokens have no label. It is for the model's
-            attention to go by them, and ``CausalLM`` refuses those that do not: outside of context parallelism, flash
-            attention does so at ``batch_size=1`` only.
+        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end, with end-of-text tokens and
+            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
+        separate_documents: Whether to keep tokens from seeing, or being predicted from, other documents of their
+            sequence. Batches then have ``position_ids`` that restart at each document, and the first tokens of
+            documents have no label. This works if the model's attention goes by ``position_ids``, and ``CausalLM``
+            refuses attention that does not: outside of context parallelism, flash attention does so at ``batch_size=1``
+            only.
         batch_size: Sequences per micro-batch of one data parallel rank.
-        global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the data
-            parallel ranks: sets the Trainer's ``accumulate_grad_batches``, so that a run can go on with another number
-            of ranks. The last sequences of an epoch, which are fewer, are left out.
-        validation_fraction: The part of the documents to validate on, chosen by their content; of a lone document, its
-            end. Default: 0.05, or 0 if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
+        global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
+            data parallel ranks. Sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with another
+            number of ranks. The last sequences of an epoch, which do not fill a step, are left out.
+        validation_fraction: Part of the documents to validate on, chosen by their content; the end of a lone document.
+            Default: 0.05, or 0 if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
         validation_path: Documents to validate on, like ``path``.
-        validation_split: The part of ``dataset`` to validate on.
+        validation_split: Part of ``dataset`` to validate on.
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
-        test_split: The part of ``dataset`` for them.
-        streaming: Read, tokenise and pack what to train on while training, for data that is too much to store. Every
-            rank reads all of it and keeps its share, and a resumed run reads again what it has been trained on.
-        shuffle: Train on another order of the sequences in each epoch.
-        shuffle_buffer: How many documents of a stream are held to draw the next one from.
-        seed: Decides the order and which documents are for validation.
-        num_workers: Processes per rank that load batches; at most 1 with ``streaming``.
-        max_documents: Use only the first documents to train on, this many.
-        cache_dir: Where to keep tokenised text. Default: the cache of the ``datasets`` library.
+        test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
+        streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
+            store. Every rank reads all of it and keeps its share. A resumed run reads again what it was trained on.
+        shuffle: Whether to train on the sequences in a different order in each epoch.
+        shuffle_buffer: Number of documents of a stream that are held to draw the next one from.
+        seed: Seed of the order and of the choice of documents for validation.
+        num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
+        max_documents: Number of documents to train on, taken from the beginning. Default: all of them.
+        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: A path that gives no file.
-        ValueError: Options that contradict each other or are out of their range; later, in ``prepare_data`` and
-            ``setup``, text that fills no batch, or a dataset, split or column that there is not.
+        FileNotFoundError: When a path gives no file.
+        ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
+            ``setup``, when the text fills no batch, or the dataset, split or column does not exist.
     """
 
     def __init__(

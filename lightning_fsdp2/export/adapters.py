@@ -16,13 +16,13 @@ from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names
 from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE
 
 _PREFIX = "base_model.model."
-"""peft's, of the names of the model inside it."""
+"""Prefix that peft puts before the names of the model inside it."""
 
 _BASE = ".base_layer."
 
 
 def build_adapter_layout(weights: Weights, dtype: torch.dtype | None) -> Layout:
-    """Find out how ``save_pretrained`` of peft would store the adapter, which is one file."""
+    """Build the layout in which peft's ``save_pretrained`` would store the adapter, which is one file."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
     specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}
@@ -41,21 +41,21 @@ def build_adapter_layout(weights: Weights, dtype: torch.dtype | None) -> Layout:
 
 
 def write_adapter_config(folder: Path, weights: Weights) -> None:
-    """Write what peft needs besides the weights."""
+    """Write the config file that peft needs besides the weights."""
     (config,) = weights.description["adapters"].values()
     (folder / CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
 def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
-    """Return the weights of the model alone, with what the adapter adds to them.
+    """Return the weights of the model alone, with the adapter merged into them.
 
     Args:
-        weights: With one adapter.
-        skeleton: The model without it, and without weights.
+        weights: Weights of a model with one adapter.
+        skeleton: The model without the adapter, and without weights.
 
     Raises:
-        ValueError: When the adapter changes a tied weight, which would be two, or parameters other than a module's
-            whole weight.
+        ValueError: When the adapter changes a tied weight, which would become two weights, or parameters other than a
+            module's whole weight.
     """
     merge = _Merge(weights)
     merge.check()
@@ -70,24 +70,24 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
 
 
 class _Merge:
-    """Reads whole merged tensors; of an adapted layer all tensors are read together."""
+    """Reader of whole merged tensors; all tensors of an adapted layer are read together."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # peft's module around the one that has a tensor
+        # path of peft's module around the one that has the tensor
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths
 
     def get_source(self, name: str) -> str:
-        """The name with the adapter of the tensor that ``name`` is without it."""
+        """Return the name, in the model with the adapter, of the tensor called ``name`` without it."""
         return self._sources[name]
 
     def check(self) -> None:
-        """Refuse what cannot be merged."""
+        """Refuse an adapter that cannot be merged."""
         ties: dict[str, str] = self._weights.skeleton.all_tied_weights_keys
         for name in self._weights.description["tied"]:
             if {name, ties[name]} & self._layers.keys():
@@ -108,19 +108,19 @@ class _Merge:
         for path in {self._paths[name] for name in own if self._paths[name]}:
             parts = {key.removeprefix(f"{path}."): tensors.pop(key) for key in [*tensors] if key.startswith(f"{path}.")}
             tensors |= {f"{path}{_BASE}{key}": tensor for key, tensor in self._merge(path, parts).items()}
-        # taken out one by one, so that of each one copy is held
+        # taken out one by one, so that only one copy of each is held
         return {name: tensors.pop(self._sources[name]).to(dtype) for name, dtype in own.items()}
 
     @torch.no_grad()
     def _merge(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # which has no weights
+        layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # it has no weights
         layer.load_state_dict(tensors, assign=True)
         layer.merge(adapter_names=[self._adapter])
         merged: dict[str, Tensor] = layer.get_base_layer().state_dict()
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """What the tensors ``names`` are made of, in the dtypes of the run, in which they are merged."""
+        """Return what the tensors ``names`` are made of, in the dtypes of the run, in which they are merged."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
         # in the order of the model, the same on every rank
@@ -129,5 +129,5 @@ class _Merge:
         return {key: specs[key].dtype for key in specs if key in needed}
 
     def _get_trained(self, source: str) -> str:
-        """``source``, or the copy of it that is trained in its place."""
+        """Return ``source``, or the name of the copy that is trained in its place."""
         return source.replace(".original_module.", f".modules_to_save.{self._adapter}.")

@@ -1,4 +1,4 @@
-"""Which tensors a model is stored as, in which files, and what each is made of."""
+"""Layout of a stored model: its tensors, their files, and what each tensor is made of."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is stored."""
+    """Tensors and files that a model is stored as."""
 
     dtype: torch.dtype
-    """Of the model: that of its first floating-point tensor."""
+    """Dtype of the model: that of its first floating-point tensor."""
 
     specs: dict[str, Tensor]
-    """The model's tensors that are stored, as meta tensors in the dtypes they are stored in."""
+    """Tensors of the model that are stored, as meta tensors in the dtypes they are stored in."""
 
     files: dict[str, list[str]]
-    """Names of the files and of the tensors in them."""
+    """Names of the files, and of the tensors in each."""
 
     sources: dict[str, frozenset[str]]
-    """Of every stored tensor, the names of the model's tensors that it is made of."""
+    """Names of the model's tensors that each stored tensor is made of."""
 
     total_size: int
-    """Bytes of all tensors."""
+    """Size of all tensors, in bytes."""
 
     convert: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]]
-    """The model's tensors, in their dtypes as stored, and names of stored ones that are made of them -> those."""
+    """Function from the model's tensors, in stored dtypes, and names of stored tensors to these stored tensors."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """The model's tensors that stored ones are made of, in the model's order, and their dtypes as stored."""
+        """Return the model's tensors that stored ones are made of, in the model's order, with their stored dtypes."""
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
 
@@ -51,20 +51,20 @@ def build_layout(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> Layout:
-    """Find out how ``save_pretrained`` of transformers would store a model.
+    """Build the layout in which transformers' ``save_pretrained`` would store a model.
 
     Args:
         skeleton: The model on the meta device.
-        specs: Its tensors, on the meta device.
-        tied: Names of those that are stored under another name.
-        dtype: Of floating-point tensors; None keeps theirs.
-        max_shard_size: Of a file, in bytes or such as ``"5GB"``.
+        specs: The model's tensors on the meta device.
+        tied: Names of tensors that are stored under another name.
+        dtype: Dtype of floating-point tensors; None keeps theirs.
+        max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     left_out = {*tied, *(skeleton._keys_to_ignore_on_save or ())}
     dtypes = _get_dtypes(skeleton, specs, dtype)
-    # fresh ones, so that no two share their storage
+    # new tensors, so that no two share their storage
     kept = {
         name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
         for name in skeleton.state_dict()
@@ -117,7 +117,7 @@ def _get_dtypes(
 def _trace_conversion(
     skeleton: "PreTrainedModel", specs: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
-    """Convert meta tensors, and see of which ones each result is made."""
+    """Convert meta tensors, and record which of them each result is made of."""
     from transformers.core_model_loading import revert_weight_conversion
 
     origins = _Origins(specs)
@@ -127,12 +127,12 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Follows tensors through the operations of the block, by the storages that they are written to."""
+    """Dispatch mode that follows tensors through the operations of its block, by the storages they are written to."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {_get_storage_id(tensor): frozenset({name}) for name, tensor in tensors.items()}
-        self._seen = list(tensors.values())  # a storage that is freed would leave its id to another
+        self._seen = list(tensors.values())  # the id of a freed storage could be used again
 
     def get(self, tensor: Tensor) -> frozenset[str]:
         return self._names.get(_get_storage_id(tensor), frozenset())

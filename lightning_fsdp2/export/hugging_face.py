@@ -1,8 +1,9 @@
-"""Write models in the format of Hugging Face, from shards or from a checkpoint, never with a full copy in memory.
+"""Write models in Hugging Face's format, from shards or from a checkpoint, never with a full copy in memory.
 
-The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Which tensors of
-the model a stored one is made of (a mixture's packed experts are stored one by one) is learned by converting a model
-without weights; then the files are written in parallel, one rank each, from what is gathered for them.
+The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored tensors
+may differ from the model's (a mixture's packed experts are stored one by one): converting a model without weights shows
+which of the model's tensors each one is made of. Then the ranks write the files in parallel, one each, from the tensors
+gathered for them.
 """
 
 import json
@@ -50,48 +51,50 @@ def export_hf(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> Path:
-    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and everything else that reads such ones takes.
+    """Export a model to a directory for ``AutoModelForCausalLM.from_pretrained`` and all other readers of its format.
 
-    Of a model that LoRA is trained around the adapter is written, as peft does, for ``PeftModel.from_pretrained`` and
-    ``CausalLM(lora=...)``; with ``merge`` the model that it makes of its base.
+    For a model that is trained with LoRA, the adapter is written, as peft does, for ``PeftModel.from_pretrained`` and
+    ``CausalLM(lora=...)``; with ``merge``, the base model with the adapter merged into it.
 
-    In a process group every rank must call it, also for a checkpoint: each writes its share of the files, for which
-    tensor after tensor is gathered. A rank holds one file's tensors at a time, and one more tensor. From a checkpoint
-    one process, without a group, is enough::
+    In a process group every rank must call it, also for a checkpoint. Each rank writes its share of the files, whose
+    tensors are gathered one after the other. A rank holds the tensors of one file at a time, and one more tensor. For a
+    checkpoint, one process without a group is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
     Args:
         source: A Hugging Face model, sharded or not, or any module around one, such as a LightningModule; or the path
             of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
-        out: The directory. It is written in a hidden one beside it and renamed once it is complete.
-        model: Path in ``source`` of the model, such as ``"student"``, where it holds several.
-        tokenizer: A Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None for the one
-            that the run (of a checkpoint) or the model came with, if it can be found. Generation ends at its end token,
-            besides those that the model had: a base that was fine-tuned on chats has learned that of the chats.
-        dtype: Of the floating-point weights, but for those that the model's authors keep in float32. None keeps theirs.
-        max_shard_size: Of a file, in bytes or such as ``"5GB"``; an adapter is one file.
+        out: Directory to write. It is written under a hidden name beside ``out``, and renamed once it is complete.
+        model: Path of the model in ``source``, such as ``"student"``, if there are several.
+        tokenizer: Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None takes the one
+            that the run (of a checkpoint) or the model came with, if it can be found. Generation then also ends at the
+            tokenizer's end token, besides the model's own: a base model that was fine-tuned on chats has learned the
+            end token of the chats.
+        dtype: Dtype of the floating-point weights, except those that the model's authors keep in float32. None keeps
+            their dtypes.
+        max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``; an adapter is one file.
         merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
-        pretrained: The directory of the model that training began with, if it has moved since: for checkpoints that
-            leave frozen weights to it (``CheckpointConfig(frozen_parameters=False)``).
-        overwrite: Whether to replace a directory ``out`` that has something in it, once the new one is complete.
-        verify: Whether what is read of a checkpoint is compared with its checksums.
+        pretrained: Directory of the model that training began with, if it has moved since. It is needed for checkpoints
+            that leave frozen weights to that model (``CheckpointConfig(frozen_parameters=False)``).
+        overwrite: Whether to replace a directory ``out`` that is not empty, once the new one is complete.
+        verify: Whether data that is read from a checkpoint is compared with its checksums.
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
 
     Returns:
-        ``out``, behind links.
+        ``out`` as an absolute path, with links resolved.
 
     Raises:
         TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
-        ValueError: When it holds several and ``model`` names none of them, the model has adapters other than LoRA, or
-            none to ``merge``, or other weights than its config says, the checkpoint is incomplete or does not say what
-            model it holds, ``pretrained`` is another model, or ``out`` is remote, or is or holds the working directory
-            or the checkpoint.
-        FileExistsError: When ``out`` has something in it, and not ``overwrite``.
+        ValueError: When ``source`` holds several models and ``model`` names none of them; when the model has adapters
+            other than LoRA, none to ``merge``, or other weights than its config says; when the checkpoint is incomplete
+            or does not say what model it holds; when ``pretrained`` is another model; or when ``out`` is remote, or is
+            or contains the working directory or the checkpoint.
+        FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
         OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
-        FileNotFoundError: When there is no such checkpoint, or not the model to which it leaves its frozen weights.
-        RuntimeError: When a file cannot be written, or not every rank calls this within half the time that the process
-            group gives its collectives. All are raised on every rank; what stood at ``out`` still does.
+        FileNotFoundError: When the checkpoint, or the model to which it leaves its frozen weights, does not exist.
+        RuntimeError: When a file cannot be written, or not every rank calls this within half the timeout of the process
+            group's collectives. All errors are raised on every rank; what stood at ``out`` before is still there.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -120,7 +123,7 @@ def export_hf(
         check_free_space(out, layout.total_size)
         drafts.append(start_draft(out))
         drafts[0].path.mkdir()
-        # first: nobody wants to learn of a wrong tokenizer when the weights are written
+        # first, so that a wrong tokenizer is reported before the weights are written
         _write_descriptions(drafts[0].path, weights, layout, tokenizer)
         return drafts[0].path
 
@@ -135,17 +138,17 @@ def export_hf(
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to write to ``out`` what would replace something, unless that is wanted.
+    """Refuse an ``out`` where an export would replace something, unless ``overwrite`` allows it.
 
     Args:
-        out: Absolute, behind links.
+        out: Absolute path, with links resolved.
         overwrite: Whether to replace a directory that is not empty.
-        source: Path of the checkpoint that is to be exported.
+        source: Path of the checkpoint to export, if there is one.
 
     Raises:
-        FileExistsError: When there is a file, or a directory that is not empty and ``overwrite`` is not set.
-        ValueError: When it is or holds the working directory, or ``source``, which are never replaced, or is inside of
-            ``source``.
+        FileExistsError: When ``out`` is a file, or a directory that is not empty and ``overwrite`` is not set.
+        ValueError: When ``out`` is or contains the working directory or ``source``, which are never replaced, or is
+            inside of ``source``.
     """
     if out.is_file():
         raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
@@ -163,10 +166,10 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
 
 
 def start_draft(out: Path) -> Draft:
-    """Make the draft of ``out``.
+    """Start the draft of ``out``.
 
     Raises:
-        OSError: When its folder cannot be made or written to.
+        OSError: When the folder of ``out`` cannot be made or written to.
     """
     try:
         return Draft(out)
@@ -184,12 +187,12 @@ def check_exportable(
     max_shard_size: int | str,
     merge: bool,
 ) -> None:
-    """Refuse now what :func:`export_hf` would refuse of ``module`` later, whether it has weights yet or not.
+    """Refuse now what :func:`export_hf` would refuse later: a ``module``, with or without weights, or an option.
 
     Raises:
-        TypeError: As there.
-        ValueError: As there.
-        OSError: As there, when the tokenizer cannot be loaded.
+        TypeError: See :func:`export_hf`.
+        ValueError: See :func:`export_hf`.
+        OSError: When the tokenizer cannot be loaded.
     """
     weights = open_module(module, model)
     if merge:
@@ -202,7 +205,7 @@ def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         wait_for_all_ranks(
             "export a model",
-            # in any case before the collectives that other ranks are in give up
+            # in any case before the collectives that other ranks are in time out
             get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
             "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
             " also be exported by one process without a process group.",
@@ -235,7 +238,7 @@ def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max
 
 
 def _is_size(value: int | str) -> bool:
-    """Whether huggingface_hub takes it for the size of a file, and one is above 0."""
+    """Return whether huggingface_hub accepts ``value`` as the size of a file, and it is above 0."""
     if isinstance(value, str):
         number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
         return number is not None and float(number[1]) > 0
@@ -252,7 +255,7 @@ def _write_files(folder: Path, weights: Weights, layout: Layout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of one file after the other, for one rank each; then each writes its own."""
+    """Gather the tensors of one file for each rank, file after file; then let each rank write its file."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
@@ -271,7 +274,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenizer: Any) -> None:
-    """Write all that is not weights."""
+    """Write everything except the weights."""
     tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
@@ -290,7 +293,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout, to
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
         _stop_at_end_of(tokenizer, skeleton.generation_config)
-        # `save_pretrained` refuses what is published too, such as a temperature without sampling
+        # `save_pretrained` refuses values that published models have, such as a temperature without sampling
         skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
@@ -301,7 +304,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout, to
 
 
 def _stop_at_end_of(tokenizer: Any, generation_config: Any) -> None:
-    """Let generation end at the tokenizer's end token too: a base fine-tuned on chats has learned that of the chats."""
+    """Let generation end at the tokenizer's end token too: a model fine-tuned on chats has learned to use that one."""
     ends = generation_config.eos_token_id
     known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     end = getattr(tokenizer, "eos_token_id", None)
@@ -325,7 +328,7 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
-    """``tokenizer``, or the one of a directory or name; else that of ``default``, or None if that has none."""
+    """Return ``tokenizer``, loaded if it is a directory or name; if None, that of ``default``, if it has one."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):
@@ -350,7 +353,7 @@ def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def _has_tokenizer(name: str | Path) -> bool:
-    """Whether a directory, or the local copy of a hub repository, has one; transformers would make one up."""
+    """Return whether a directory, or a hub repository's local copy, has a tokenizer; transformers would make one up."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -359,7 +362,7 @@ def _has_tokenizer(name: str | Path) -> bool:
         return any((Path(name) / file).exists() for file in files)
     try:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
-    except HFValidationError:  # empty, or a path that is not there any more
+    except HFValidationError:  # an empty name, or a path that no longer exists
         return False
 
 

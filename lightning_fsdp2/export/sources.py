@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face model are, in shards, a checkpoint or files, and how to get some of them."""
+"""Access to the tensors of a Hugging Face model in shards, a checkpoint or files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Wanted = Mapping[str, torch.dtype]
-"""The names of tensors, and the dtypes to give them."""
+"""Names of tensors, and the dtypes to give them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the tensors of a model are, and how to get some of them."""
+    """A model without weights, and access to its tensors."""
 
     skeleton: "PreTrainedModel"
     """The model without weights."""
@@ -45,21 +45,22 @@ class Weights:
     description: Description
 
     specs: dict[str, Tensor]
-    """Meta tensors, by their names in the model."""
+    """The model's tensors on the meta device, by name."""
 
     read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
-    """What each rank wants -> whole tensors in host memory, this rank's; every rank must call it."""
+    """Function from what each rank wants to this rank's tensors, whole and on the host; every rank must call it."""
 
     adapted: "PeftModel | None"
-    """peft's model around ``skeleton``, whose tensors then have the names that they have in there."""
+    """peft's model around ``skeleton``, if there is one; the tensors then have the names that its layers give them."""
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
     """Open the Hugging Face model at ``path`` in ``module``, sharded or not.
 
     Raises:
-        TypeError: When there is none.
-        ValueError: When there are several and ``path`` names none, or it is not the model that its config describes.
+        TypeError: When ``module`` holds no such model.
+        ValueError: When it holds several and ``path`` names none of them, or the model is not the one that its config
+            describes.
     """
     description = _choose(describe_hf_models(module), path, get_class_name(module))
     model: Any = module.get_submodule(description["path"])
@@ -81,19 +82,19 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Open the Hugging Face model at ``model`` in a checkpoint, and the files to which that leaves frozen weights.
+    """Open the Hugging Face model at ``model`` in a checkpoint, and the files to which it leaves frozen weights.
 
     Args:
-        path: The checkpoint.
-        model: Where the model was in the module that was saved; None for the only one.
-        pretrained: Where the files are now; None for where they were.
-        needs_base: Whether they are read although all that is trained are adapters.
-        verify: Whether what is read of a directory is compared with its checksums.
+        path: Path of the checkpoint.
+        model: Path of the model in the module that was saved; None for the only one.
+        pretrained: Directory of the files with frozen weights now; None if they have not moved.
+        needs_base: Whether these files are needed even if only adapters are trained.
+        verify: Whether data that is read from a directory is compared with its checksums.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
-        FileNotFoundError: When there is no checkpoint, or no such files.
-        ValueError: As for :func:`open_module`, or when the checkpoint does not say what it holds, or the files are not
+        FileNotFoundError: When there is no checkpoint, or the files with frozen weights are missing.
+        ValueError: See :func:`open_module`. Also when the checkpoint does not say what it holds, or the files are not
             those that training began with.
     """
     path = str(find_checkpoint(path, trust=trust))
@@ -125,7 +126,7 @@ def open_checkpoint(
         stored = {name: prefix + name for name in own if name not in tensors}
         whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
-        # taken out one by one, so that of each one copy is held
+        # taken out one by one, so that only one copy of each is held
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
 
     return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)
@@ -138,15 +139,15 @@ class _Base:
     folder: Path
 
     fingerprint: str
-    """Of the one that training began with."""
+    """Fingerprint of the model that training began with."""
 
     names: dict[str, str]
-    """Of the weights: in the model with its adapters -> in the model alone."""
+    """Names of the weights: in the model with its adapters -> in the model alone."""
 
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Meta tensors in the dtype of those that are stored: a run has one."""
+        """Return meta tensors in the dtype of the stored ones, since a run has one dtype."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
@@ -168,13 +169,13 @@ class _Base:
         wanted = {self.names[name]: name for name in names if name in self.names}
         if not wanted:
             return {}
-        # in what the files hold: the run's dtype comes after it
+        # in float32, which loses nothing that the files hold; the caller converts to the wanted dtype
         tensors = read_pretrained(build_hf_skeleton(self.description), self.folder, wanted, torch.float32)
         return {wanted[name]: tensor for name, tensor in tensors.items()}
 
 
 class _Gather:
-    """Gathers the tensors of a state dict, one after the other, each for one rank."""
+    """Reader that gathers the tensors of a state dict, one after the other, each for one rank."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -186,13 +187,13 @@ class _Gather:
         for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
-                # offloaded shards are gathered where the mesh communicates
+                # offloaded shards are gathered on the device where the mesh communicates
                 sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
                 tensor = gather(sharded)
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # later: the others are waiting in the next gather
+                except Exception as error:  # raised later: the others are waiting in the next gather
                     gathered, failure = {}, error
         if failure is not None:
             raise failure
@@ -241,9 +242,9 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
 
 
 def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
-    """Refuse weights that nobody could read with the model's config."""
+    """Refuse weights that could not be read again with the model's config."""
     expected = skeleton.state_dict()
-    # checkpoints of earlier versions do not say
+    # checkpoints of earlier versions do not say whether there are adapters
     has_adapters = description.get("has_adapters") or any(".base_layer." in name for name in specs)
     if has_adapters and len(description.get("adapters", ())) != 1:
         raise ValueError(

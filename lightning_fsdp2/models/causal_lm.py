@@ -48,45 +48,46 @@ LossMethod = Literal["full", "chunked"]
 
 
 class CausalLM(LightningModule):
-    """Trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``.
+    """LightningModule that trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``.
 
-    The loss is the mean over all label tokens of an optimizer step, whatever their split over ranks and micro-batches.
-    Logs, on the Trainer's logging steps: ``train/loss``, ``train/perplexity``, ``train/tokens`` (of the step),
-    ``train/gradient_norm``, ``train/learning_rate``; per validation ``val/loss`` and ``val/perplexity``.
+    The loss is the mean over all label tokens of an optimizer step, however they are split over ranks and
+    micro-batches. On the Trainer's logging steps it logs ``train/loss``, ``train/perplexity``, ``train/tokens`` (of the
+    step), ``train/gradient_norm`` and ``train/learning_rate``; per validation, ``val/loss`` and ``val/perplexity``.
 
     Args:
         pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub. Its
             weights are read as shards.
-        config: The architecture of a new model: a mapping with ``model_type`` and its fields
+        config: Architecture of a new model: a mapping with ``model_type`` and its fields
             (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
             Give either this or ``pretrained``.
-        optimizer: Called with the parameter groups. Adam and AdamW step by torch's fused kernel where there is one for
-            the device, unless ``fused``, ``foreach`` or ``differentiable`` is given; ``fused=True`` is dropped, with a
-            warning, where there is none.
-        lr_scheduler: Called with the optimizer, stepped after every optimizer step. None keeps the learning rate.
-            :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run if it is given no ``total_steps``.
+        optimizer: Callable that builds the optimizer from the parameter groups. Adam and AdamW use torch's fused kernel
+            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given; ``fused=True``
+            is dropped, with a warning, if there is none.
+        lr_scheduler: Callable that builds the schedule from the optimizer; it is stepped after every optimizer step.
+            None keeps the learning rate constant. :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run
+            if it is given no ``total_steps``.
         decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
-        loss: ``"full"`` computes the logits of all positions at once; ``"chunked"`` those of about a thousand at a
-            time, and again in backward: the same loss and gradients, for one more product with the head and without
-            what is often the largest tensor of a step. Tensor parallel ranks compute it on their parts of the
-            vocabulary.
-        allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack:
-            they are initialised as those of a new model. Without it a tensor that is missing is an error.
-        lora: Trains adapters of low rank instead of the model, which is frozen: fields of peft's ``LoraConfig``
+        loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute those of about a
+            thousand at a time, and again in backward. Loss and gradients are the same. Chunks cost one more product
+            with the head, and avoid what is often the largest tensor of a step. Tensor parallel ranks compute the loss
+            on their parts of the vocabulary.
+        allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack;
+            they are initialised like those of a new model. Any other missing tensor is an error.
+        lora: Adapters of low rank to train instead of the model, which is frozen: fields of peft's ``LoraConfig``
             (``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` for r=16, alpha=32 on all linear layers), or the
-            directory of an adapter that peft or ``export_hf`` wrote, to train that one on. None trains the model.
+            directory of an adapter that peft or ``export_hf`` wrote, to go on training it. None trains the model.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
-            ``loss`` or a field of ``lora`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run;
-            in ``configure_model`` when ``pretrained`` is quantised, ``lora`` is for another model, or
-            ``loss="chunked"`` cannot be done for the model; once sharded, when the files are not those of the model; in
-            its first step when its attention crosses documents that a data module with ``separate_documents=True``
-            packs together.
-        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files, or a ``lora`` directory none of
-            peft.
+            ``loss`` or a field of ``lora`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run.
+            In ``configure_model``, when ``pretrained`` is quantised, ``lora`` is for another model, or the model does
+            not allow ``loss="chunked"``. Once the model is sharded, when the files are not those of the model. In the
+            first step, when the model's attention crosses documents that a data module with
+            ``separate_documents=True`` packs together.
+        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files, or a ``lora`` directory lacks
+            peft's files.
     """
 
     model: "PreTrainedModel | PeftModel"
@@ -119,7 +120,7 @@ class CausalLM(LightningModule):
         self.loss = loss
         self.allow_missing = allow_missing
         if pretrained is not None:
-            get_optional_folder(pretrained)  # a wrong path is said here, not once the run has started
+            get_optional_folder(pretrained)  # reports a wrong path here, not once the run has started
         self.lora_config = None if lora is None else build_lora_config(lora)
         self._lora_folder = Path(lora) if isinstance(lora, str) else None
         self.hf_config = build_config(pretrained or config)
@@ -162,7 +163,7 @@ class CausalLM(LightningModule):
             check_causal(self.hf_config, source)
 
     def _build_model(self) -> None:
-        # our strategies shard the model before they give it weights; `self.trainer` raises where there is none
+        # our strategies shard the model before they give it weights; `self.trainer` raises without one
         on_meta = getattr(getattr(self._trainer, "strategy", None), "materializes_models", False)
         options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.pretrained is None:
@@ -178,7 +179,8 @@ class CausalLM(LightningModule):
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # it is loaded without the files that training began with; a subclass with arguments of its own knows better
+        # the checkpoint must load without the files that training began with; a subclass with arguments of its own
+        # decides that itself
         if type(self).__init__ is not CausalLM.__init__:
             return
         hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
@@ -205,7 +207,7 @@ class CausalLM(LightningModule):
     def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary].
 
-        With context parallelism they are of this rank's positions:
+        With context parallelism they are those of this rank's positions; see
         :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence`.
         """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
@@ -222,7 +224,7 @@ class CausalLM(LightningModule):
         self._update_evaluation_loss(batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Score the sequences: the sum of their tokens' log-probabilities and the number of tokens. [batch] each."""
+        """Return the sum of the log-probabilities of each sequence's tokens, and their number. [batch] each."""
         losses, counts = self._compute_token_losses(batch)
         sums = sum_over_positions(self.model, torch.stack([-losses.sum(-1).double(), counts.sum(-1).double()]))
         return {"log_probability": sums[0].to(losses.dtype), "tokens": sums[1].long()}
@@ -234,7 +236,7 @@ class CausalLM(LightningModule):
         self._log_evaluation_loss("test")
 
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss of every position, 0 where there is no label, and whether there is one. [batch, positions] each.
+        """Return the loss of every position, 0 if it has no label, and whether it has one. [batch, positions] each.
 
         The positions are those of this rank.
         """
@@ -253,7 +255,7 @@ class CausalLM(LightningModule):
         return losses, labels != IGNORE_INDEX
 
     def _check_batch(self, batch: Batch) -> None:
-        # a data module of the user's own does not say its lengths, nor what it calls its tensors
+        # a data module of the user's own does not tell the lengths and names of its tensors beforehand
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
@@ -265,12 +267,12 @@ class CausalLM(LightningModule):
             return self(**inputs)
 
     def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
-        # the data module knows on every rank, while not every batch has a border of documents in it
+        # ask the data module, which knows it on every rank: a batch may have no boundary between documents
         datamodule = getattr(self._trainer, "datamodule", None)
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # positions that the model counts by itself never restart: looking for that would wait for the device
+        # positions that the model counts itself never restart: to look for restarts would wait for the device
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -311,11 +313,11 @@ class CausalLM(LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # our strategies have done it already; under any other one it is done here
+        # our strategies have done this already; under any other strategy it is done here
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # behind the step it is the next one's
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step it is the next one's
 
     def configure_gradient_clipping(
         self,
@@ -325,7 +327,7 @@ class CausalLM(LightningModule):
     ) -> None:
         is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
-        # our strategies tell by which norm they have clipped
+        # our strategies tell the norm by which they have clipped
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
         if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())
@@ -352,7 +354,7 @@ class CausalLM(LightningModule):
 
 
 def _prepare_fused(optimizer: Optimizer) -> None:
-    """Let an optimizer step by a fused kernel where torch has one, and its gradients be clipped by any strategy."""
+    """Let an optimizer use a fused kernel if torch has one, and let any strategy clip its gradients."""
     groups = optimizer.param_groups
     without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not without:

@@ -36,29 +36,33 @@ def load_from_checkpoint(
 ) -> T:
     """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
 
-    What ``LightningModule.load_from_checkpoint`` does for single files, for directories too. A module that is built on
-    the meta device in ``configure_model`` gets its weights, and its other buffers as their authors initialise them::
+    This does for directories too what ``LightningModule.load_from_checkpoint`` does for single files. A module that
+    ``configure_model`` builds on the meta device gets its weights; its other buffers are initialised as their authors
+    do::
 
         module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
 
     Args:
-        cls: A LightningModule, or the LightningDataModule whose hyper-parameters and state the checkpoint holds.
-        path: Of what this package or Lightning saved under any strategy, or of a plain ``state_dict``.
+        cls: Class of the LightningModule, or of the LightningDataModule whose hyper-parameters and state the checkpoint
+            holds.
+        path: Checkpoint that this package or Lightning saved under any strategy, or a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
-            ``strict_loading``. If not, what the checkpoint lacks of a ``from_pretrained`` model is read from its files,
-            and in any case what ``CheckpointConfig(frozen_parameters=False)`` has left out.
-        verify: Whether what is read is compared with its checksums.
-        weights_only: False for ``trust_checkpoint=True``, as in ``torch.load``.
-        trust_checkpoint: Whether it may hold any object, which can run code when it is loaded.
-        map_location: The device of the module.
-        **kwargs: Arguments of ``cls``; they count before the hyper-parameters.
+            ``strict_loading``. If not, weights of a ``from_pretrained`` model that the checkpoint lacks are read from
+            the model's files. Weights that ``CheckpointConfig(frozen_parameters=False)`` has left out are always read
+            from these.
+        verify: Whether data that is read is compared with its checksums.
+        weights_only: False has the same effect as ``trust_checkpoint=True``, as in ``torch.load``.
+        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        map_location: Device of the module.
+        **kwargs: Arguments of ``cls``; they take precedence over the hyper-parameters.
 
     Returns:
         The module, in training mode unless its constructor says otherwise.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        TypeError: When ``cls`` is no LightningModule or LightningDataModule, or the checkpoint lacks an argument of it.
+        TypeError: When ``cls`` is no LightningModule or LightningDataModule, or the checkpoint lacks one of its
+            arguments.
         ValueError: When the checkpoint is incomplete, damaged, of another model (both missing and unexpected keys are
             listed), or holds objects and is not trusted.
     """
@@ -80,9 +84,9 @@ def load_from_checkpoint(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
-        if is_meta(module):  # nothing was copied there
+        if is_meta(module):  # nothing was copied to the meta device
             strict = module.strict_loading if strict is None else strict
-            if not strict:  # what the checkpoint lacks is what training began with
+            if not strict:  # weights that the checkpoint lacks are those that training began with
                 load_pretrained(module, torch.device("cpu"))
             materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)

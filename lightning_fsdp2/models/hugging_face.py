@@ -35,23 +35,24 @@ def from_pretrained(
     Args:
         pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub, which is
             downloaded if need be.
-        auto_class: What to build: the name of a class of transformers, such as ``"AutoModelForSequenceClassification"``
-            or ``"Gemma3ForConditionalGeneration"``.
+        auto_class: Name of the transformers class to build, such as ``"AutoModelForSequenceClassification"`` or
+            ``"Gemma3ForConditionalGeneration"``.
         config: Fields of the model's config to change, such as ``{"num_labels": 3}``.
-        dtype: Of the weights. None for torch's default, which the Trainer's ``precision`` sets.
+        dtype: Dtype of the weights. None for torch's default, which the Trainer's ``precision`` sets.
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``; None for its choice.
-        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack, a new head's: they
-            are initialised as transformers does. Without it a tensor that is missing is an error.
-        on_meta: False reads the whole model at once, as strategies other than this package's need.
+        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack, such as those of a
+            new head; they are initialised as transformers does. Any other missing tensor is an error.
+        on_meta: Whether the model stays on the meta device until it is sharded. False reads the whole model at once,
+            which strategies other than this package's need.
 
     Returns:
         The model.
 
     Raises:
-        FileNotFoundError: When there are no safetensors files.
+        FileNotFoundError: When ``pretrained`` holds no safetensors files.
         ValueError: When ``pretrained`` is a file or a checkpoint of a training run, the model is quantised, or
-            ``auto_class`` or a field of ``config`` is unknown or of another architecture. Once sharded, when the files
-            are not those of the model.
+            ``auto_class`` or a field of ``config`` is unknown or of another architecture. Once the model is sharded,
+            when the files are not those of the model.
     """
     folder = find_pretrained(pretrained)
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -75,7 +76,7 @@ def build_pretrained_model(
     on_meta: bool,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` that has the weights in ``folder``, or takes them once it is sharded."""
+    """Build a model of ``config`` with the weights in ``folder``; if ``on_meta``, it takes them once it is sharded."""
     from transformers import GenerationConfig
 
     _check_not_quantized(config, folder)
@@ -93,7 +94,7 @@ def build_pretrained_model(
 def build_model(
     config: "PretrainedConfig", *, auto_class: str = "AutoModelForCausalLM", on_meta: bool, **options: Any
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` in training mode, without weights if ``on_meta``, else with new ones."""
+    """Build a model of ``config`` in training mode, without weights if ``on_meta``, otherwise with new ones."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or model_class._from_config
@@ -105,8 +106,8 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
     """Return the config that is described by a mapping with ``model_type``, or stored in a directory or on the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know; when there is
-            no config where ``source`` says.
+        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know, or when there
+            is no config at ``source``.
     """
     from transformers import AutoConfig
 
@@ -125,14 +126,14 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
     config = AutoConfig.for_model(model_type, **fields)
-    # a whole config, such as a checkpoint's, has what other tools have added to the model's files
+    # a whole config, such as a checkpoint's, also has fields that other tools have added to the model's files
     if "transformers_version" not in fields:
         _check_fields(config, model_type, fields)
     return config
 
 
 def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
-    """Return the local directory of a model's weights; a hub id is downloaded, or only looked up.
+    """Return the local directory of a model's weights; a hub id is downloaded or, without ``download``, looked up.
 
     Raises:
         FileNotFoundError: When the directory holds no safetensors files.
@@ -149,7 +150,7 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
                 *("*.safetensors", "*.json", "*.jinja"),
                 *("tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
             ],
-            # the same weights once more, in a format of the authors
+            # the same weights again, in the authors' own format
             ignore_patterns=["original/*", "*/*.safetensors", "consolidated*"],
             local_files_only=not download,
         )
@@ -159,7 +160,7 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
 
 
 def get_optional_folder(pretrained: str | Path) -> Path | None:
-    """Return the directory that ``pretrained`` is, None for a hub id.
+    """Return ``pretrained`` as a path if it is a directory, and None if it is a hub id.
 
     Raises:
         FileNotFoundError: When it looks like a directory and does not exist, or holds no safetensors files.
@@ -187,7 +188,7 @@ def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig"
 
 
 def _check_not_quantized(config: "PretrainedConfig", source: Path) -> None:
-    """Its numbers are not those of the model's parameters."""
+    """Refuse a quantised model, since its numbers are not those of the model's parameters."""
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"pretrained={str(source)!r} is a quantised model, which this package does not train. Dequantise it once"
@@ -219,18 +220,18 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
 
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
-    """Transformers keeps fields that it does not know, and trains another model than the one meant."""
+    """Refuse unknown fields: transformers would keep them, and build another model than the one meant."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    # attention reads `head_dim` also where the class does not declare it, as that of Qwen3 MoE
+    # attention reads `head_dim` even if the config's class does not declare it, such as that of Qwen3 MoE
     undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
-        # `hasattr` by itself raises for what Gemma 4 has per layer
+        # `hasattr` alone raises for fields that Gemma 4 has per layer
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # an older name that is translated changes another field
+        # an older name is translated, and so changes another field
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"

@@ -1,4 +1,4 @@
-"""What a model must be and take so that it learns the next token: checked before it trains."""
+"""Checks of a model and its batches for next-token prediction, made before training."""
 
 import inspect
 from collections.abc import Set
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 _OF_TOKENIZERS = {"token_type_ids", "mm_token_type_ids", "special_tokens_mask", "length"}
-"""Names that tokenizers give to what not every model takes: they may be near to another argument."""
+"""Names that tokenizers give to outputs that not every model takes; they may resemble those of other arguments."""
 
 
 def check_causal(config: "PretrainedConfig", source: str) -> None:
     """Refuse a model whose tokens see later ones.
 
     Args:
-        config: The model's.
-        source: The option that names the model, for the error.
+        config: Config of the model.
+        source: Option that names the model, for the error.
 
     Raises:
-        ValueError: With what to do instead.
+        ValueError: When tokens see later ones; the error says what to do instead.
     """
     trial = try_config(config)
     if _is_causal_by_config(config) if trial is None else trial.is_causal:
@@ -42,13 +42,13 @@ def check_causal(config: "PretrainedConfig", source: str) -> None:
 
 
 def check_length(config: "PretrainedConfig", length: int, source: str, *, restarts: bool) -> None:
-    """Refuse, or warn of, sequences that are longer than a model's positions.
+    """Refuse sequences that are longer than a model's positions, or warn of them.
 
     Args:
-        config: The model's.
-        length: Of a sequence, in tokens.
-        source: What says so, for the message.
-        restarts: Whether positions begin anew within a sequence, with each document.
+        config: Config of the model.
+        length: Length of a sequence, in tokens.
+        source: Option or batch that the length is from, for the message.
+        restarts: Whether positions restart within a sequence, with each document.
 
     Raises:
         ValueError: When the model has no position for the last tokens.
@@ -70,14 +70,14 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
 
 
 def check_names(model: nn.Module, names: Set[str]) -> None:
-    """Refuse a batch in which the name of an argument is misspelt: models of transformers ignore what they do not know.
+    """Refuse a batch with a misspelt argument name: models of transformers ignore names that they do not know.
 
     Args:
-        model: Of transformers.
-        names: Of the batch's tensors.
+        model: Model of transformers.
+        names: Names of the batch's tensors.
 
     Raises:
-        ValueError: With the nearest argument.
+        ValueError: When a name is close to that of an argument; the error names the argument.
     """
     arguments = inspect.signature(get_class(model).forward).parameters
     for name in names - arguments.keys() - _OF_TOKENIZERS:
@@ -89,7 +89,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a model that cannot be tried is causal by its config."""
+    """Return whether a model that cannot be tried is causal according to its config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()
@@ -99,7 +99,7 @@ def _is_causal_by_config(config: "PretrainedConfig") -> bool:
 
 
 def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
-    """Return the field that says how many positions a model has, their number, and whether it takes no more.
+    """Return the field that says how many positions a model has, their number, and whether it cannot take more.
 
     The number is None for a model that takes any, such as one with a linear bias, or positions that it scales itself.
     """
@@ -116,7 +116,7 @@ def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
 
 def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
     rotary: Any = getattr(text, "rope_parameters", None)
-    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both, and its model takes one
+    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both, and its model uses one of them
         return None
     kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):

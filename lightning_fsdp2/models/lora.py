@@ -1,4 +1,4 @@
-"""LoRA of peft around a Hugging Face model that gets its weights once it is sharded (arXiv:2106.09685)."""
+"""peft's LoRA around a Hugging Face model that gets its weights once it is sharded (arXiv:2106.09685)."""
 
 import copy
 import dataclasses
@@ -24,28 +24,29 @@ _FIELDS = (
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("bias", "lora_bias", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"),
 )
-"""Of ``LoraConfig``, those that are supported; what others change needs the weights of the base, or its layers."""
+"""Supported fields of ``LoraConfig``; the effects of others need the weights of the base, or its layers."""
 
 _NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields of files that training does not depend on: they say for inference, which would freeze the adapter."""
+"""Fields of adapter files that training ignores: files are marked for inference, which would freeze the adapter."""
 
 _FIXED = {
     "task_type": ("CAUSAL_LM", "is another task than CausalLM's; leave it out"),
     "inference_mode": (False, "would freeze the adapters; leave it out"),
 }
-"""Values that fields have here, and why not others."""
+"""Values that some fields must have here, and the reason against others."""
 
 
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
-    """Return the config that a mapping of its fields or the directory of an adapter gives.
+    """Build the config from a mapping of its fields, or from the directory of an adapter.
 
-    Defaults other than peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers but the head as targets.
+    For a mapping, some defaults are not peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except the head
+    as targets.
 
     Raises:
         ImportError: When peft is not installed.
         FileNotFoundError: When the directory or a file in it is missing.
-        ValueError: When it holds no LoRA, or a field is unknown or not supported.
+        ValueError: When the directory holds no LoRA, or a field is unknown or not supported.
     """
     try:
         from peft import LoraConfig
@@ -66,7 +67,7 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
     """Compare the base that the adapter in ``folder`` names with ``pretrained``, whose files are in ``weights``.
 
     Raises:
-        ValueError: When it is another, as far as its files are at hand.
+        ValueError: When it is another model, if the files of that base are at hand to compare.
     """
     base = config.base_model_name_or_path
     if not base or base == pretrained:
@@ -89,23 +90,24 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    On the meta device they get their weights with the model's: those of peft for new ones, the same on any mesh.
+    On the meta device, adapters get their weights together with the model. New ones are initialised as peft does, to
+    the same values on any mesh.
 
     Args:
-        model: Changed in place.
-        config: Of :func:`build_lora_config`.
-        base: What the adapters are for, as they shall say in their files.
-        folder: Of an adapter to go on from; None for a new one.
+        model: Model to change in place.
+        config: Config of :func:`build_lora_config`.
+        base: Name of the base model to record in the adapters' files.
+        folder: Directory of an adapter to go on from; None for a new one.
 
     Raises:
-        ValueError: When ``model`` has no modules of the names that the config has, or ``folder`` holds another
-            model's adapter.
+        ValueError: When ``model`` has no modules with the names in the config, or ``folder`` holds another model's
+            adapter.
     """
     from peft import get_peft_model
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # a config of its own, which peft fills in; adapters keep the dtype of the model: the shards of a unit have one
+    # peft fills in a copy of the config; adapters keep the dtype of the model: the shards of a unit have one dtype
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
@@ -117,7 +119,7 @@ def add_lora(
 
 
 def to_mapping(config: "LoraConfig") -> dict[str, Any]:
-    """The fields of ``config`` that differ from peft's defaults, in plain types, for hyper-parameters."""
+    """Return the fields of ``config`` that differ from peft's defaults, in plain types, for hyper-parameters."""
     default = type(config)()
     fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
@@ -143,7 +145,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str] = ()) -> None:
-    """Refuse fields that peft lacks, and those that change more than they can on a model without weights."""
+    """Refuse fields that peft lacks, and values that are not supported, such as those that need whole weights."""
     from peft import LoraConfig
 
     default: Any = LoraConfig()

@@ -1,8 +1,8 @@
-"""What a language model does with the tokens of a sequence, seen in a small copy of it.
+"""Trial of how a language model treats the tokens of a sequence, with a small copy of the model.
 
-Configs do not say it alike, or not at all: whether tokens see later ones, which are the labels that they learn to
-predict, and whether the model can take more positions than its config names. So a copy of the config is cut to two
-small layers, and the model of it runs on the CPU, in a fraction of a second.
+Configs say two things differently, or not at all: whether tokens see later ones, which are the labels that they learn
+to predict, and whether the model can take more positions than its config names. So a copy of the config is cut to two
+small layers, and its model runs on the CPU, in a fraction of a second.
 """
 
 import copy
@@ -40,34 +40,36 @@ _CUTS: Mapping[str, int] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), VOCABULARY - 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "chunk_size", "mamba_chunk_size"), POSITIONS),
 }
-"""What the fields of configs that say a size are cut to, if they are larger."""
+"""Sizes to which fields of configs are cut, if they are larger."""
 
 _MOST_PARAMETERS = 60e6
-"""More than so many take more than a second; the widths of such a config cannot be cut."""
+"""Largest number of parameters to try. More take longer than a second; the widths of such a config cannot be cut."""
 
 _LENGTH, _CHANGED_FROM = 16, 10
 _TOLERANCE = 1e-3
-"""Part of the largest logit. Tokens that see later ones change by 0.7 % and more in every architecture that has some;
-rounding, where experts get other tokens together, by a millionth."""
+"""Largest change that counts as rounding, as a fraction of the largest logit.
+
+Logits of tokens that see later ones change by 0.7 % or more in every architecture with such tokens. Rounding, when
+experts get other groups of tokens, changes logits by a millionth."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen."""
+    """Result of a trial."""
 
     is_causal: bool
     """Whether the logits at a position are the same whatever tokens follow."""
 
     lost_positions: int | None
-    """By how many positions fewer than its config names the model can take; None if it takes more."""
+    """Number of positions that the config names and the model cannot take; None if the model takes even more."""
 
 
 _TRIALS: dict[str, Trial | None] = {}
-"""By config, as JSON: a run may build its model several times."""
+"""Results by config, as JSON: a run may build its model several times."""
 
 
 def try_config(config: "PretrainedConfig") -> Trial | None:
-    """Run a small copy of the causal language model of ``config``; None if the config cannot be cut."""
+    """Run a small copy of the causal language model of ``config``; return None if the config cannot be cut."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _TRIALS:
         _TRIALS[key] = _try_cuts(config)
@@ -76,10 +78,10 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what transformers warns of is said of the model itself
+    logging.set_verbosity_error()  # transformers gives its warnings for the model itself
     try:
         for cuts_widths in (True, False):
-            # whatever a config leads to whose fields do not fit together any more
+            # a config whose fields no longer fit together may raise anything
             with suppress(Exception):
                 return _try(_cut(config, cuts_widths))
         return None
@@ -95,10 +97,10 @@ def _try(config: "PretrainedConfig") -> Trial:
         raise ValueError("It is too large.")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed accelerators too, for good
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed accelerators too, permanently
         model = build_model(config, on_meta=False, **options).eval()
         for weight in model.parameters():
-            if weight.ndim > 1:  # with the small weights that training begins with attention is uniform
+            if weight.ndim > 1:  # with the small weights that training begins with, attention is uniform
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         return Trial(_is_causal(model), _count_lost_positions(model, config))
 
@@ -146,7 +148,7 @@ def _get_parts(config: "PretrainedConfig") -> Iterator["PretrainedConfig"]:
 
 
 def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
-    """The fields to change, of one part of a config, and their new values."""
+    """Return the fields of one part of a config to change, with their new values."""
     numbers = {name: value for name, value in fields.items() if type(value) is int}
     layers = next((numbers[name] for name in _LAYER_COUNTS if name in numbers), 0)
     heads = next((numbers[name] for name in _HEAD_COUNTS if name in numbers), 0)
@@ -169,5 +171,5 @@ def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
 
 
 def _choose_layers(kinds: Any) -> tuple[int, int]:
-    """The first layer, and the next of another kind."""
+    """Return the indices of the first layer and of the next one of another kind."""
     return 0, next((i for i, kind in enumerate(kinds or ()) if kind != kinds[0]), 1)

@@ -1,4 +1,4 @@
-"""What searches have simulated before, in a folder."""
+"""Simulations of earlier searches, in a folder."""
 
 import hashlib
 import os
@@ -18,10 +18,10 @@ from lightning_fsdp2.plan.simulation.step import is_packed
 
 
 class Cache:
-    """One file for each layout of each run.
+    """A folder with one file for each layout of each run.
 
     Args:
-        folder: Made where it does not exist.
+        folder: Path of the folder, which is created if it does not exist.
         run: Text that tells runs apart.
 
     Raises:
@@ -42,15 +42,15 @@ class Cache:
             )
 
     def get(self, knobs: Knobs) -> Summary | str | None:
-        """The summary of a layout, or why it was refused; None if it was not tried."""
+        """Return the summary of a layout, or the reason why it was refused; None if it was not tried."""
         path = self._get_path(knobs)
         try:
             return pickle.loads(path.read_bytes()) if path.exists() else None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
-            return None  # damaged: it will be written anew
+            return None  # damaged: it will be written again
 
     def put(self, knobs: Knobs, result: Summary | str) -> None:
-        """Keep a result; one that is written is whole."""
+        """Keep a result. Its file is either complete or absent."""
         path = self._get_path(knobs)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
@@ -61,9 +61,10 @@ class Cache:
 
 
 def get_fingerprint(run: Run) -> str:
-    """Text that changes with the model, the batch, the Trainer's options, and the code; changes ``run``, too.
+    """Return a text that differs if the model, the batch, the Trainer's options or the code differs.
 
-    The code is every Python file that is loaded once the model is built: those of the run, of torch and of the others.
+    The code is every Python file that is loaded once the model is built: those of the run, of torch and of all others.
+    To build the model, this changes ``run``.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)
@@ -80,7 +81,7 @@ def get_fingerprint(run: Run) -> str:
 
 
 def _iterate_code() -> Iterator[tuple[str, int, int]]:
-    """Names of loaded modules, with when their files changed and how large they are."""
+    """Yield the names of loaded modules, with the modification times and the sizes of their files."""
     for name, module in [*sys.modules.items()]:
         path = getattr(module, "__file__", None)
         if path is not None and os.path.exists(path):

@@ -1,4 +1,4 @@
-"""What a plan can set otherwise without training something else: layout, recomputation, and how a batch is cut."""
+"""Settings that a plan may vary without changing what is trained: layout, recomputation, and how a batch is cut."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,10 +16,10 @@ _FLAGS = ("activation_checkpointing", "sequence_parallel", "loss_parallel", "off
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """A run, as far as plans vary it; gradients are the same for all, up to rounding."""
+    """Settings of a run that plans vary. Gradients stay the same, up to rounding."""
 
     dp: int
-    """Data parallel ranks, replicas x shards: what the others leave."""
+    """Number of data parallel ranks (replicas x shards), which follows from the other sizes."""
 
     dp_replicate: int
     tp: int
@@ -29,25 +29,25 @@ class Knobs:
     loss_parallel: bool
     offload_policy: bool
     loss: str | None
-    """Of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
+    """Option ``loss`` of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
 
     batch_size: int
-    """Samples of a micro-batch of a data parallel rank."""
+    """Number of samples in a micro-batch of a data parallel rank."""
 
     accumulation: int
-    """Micro-batches of a data parallel rank in a step."""
+    """Number of micro-batches of a data parallel rank in a step."""
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Number of samples in a step, over all ranks."""
         return self.dp * self.batch_size * self.accumulation
 
 
 def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_nodes: int, accumulation: int) -> Knobs:
-    """Those of a run.
+    """Read the knobs of a run.
 
     Raises:
-        ValueError: When the sizes do not fit the ranks, or ``batch`` holds no tensors with a first dim in common.
+        ValueError: When the sizes do not fit the ranks, or ``batch`` holds no tensors with a common first dim.
     """
     strategy = trainer.strategy
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
@@ -68,7 +68,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
 
 
 def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
-    """Change the run, in place; return the batch with the number of samples."""
+    """Set the knobs on the run, in place, and return ``batch`` with the knobs' number of samples."""
     strategy = trainer.strategy
     if isinstance(strategy.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
@@ -87,10 +87,10 @@ def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
 
 
 def get_batch_size(batch: Any) -> int:
-    """The first dim of the tensors of ``batch``.
+    """Return the size of the first dim of the tensors of ``batch``.
 
     Raises:
-        ValueError: When there is none, or they differ.
+        ValueError: When no tensor has a first dim, or their sizes differ.
     """
     sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
     if len(sizes) != 1:
@@ -102,19 +102,19 @@ def get_batch_size(batch: Any) -> int:
 
 
 def get_sequence_length(batch: Any) -> int | None:
-    """Tokens of a sample; None for batches without ``input_ids``."""
+    """Return the number of tokens per sample; None for batches without ``input_ids``."""
     tokens = batch.get("input_ids") if isinstance(batch, dict) else None
     return tokens.size(-1) if isinstance(tokens, Tensor) else None
 
 
 def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
-    """The knobs that differ, and what they are ``after``; without those that follow from others."""
+    """Return the knobs that differ, with their values in ``after``. ``dp``, which follows from others, is left out."""
     names = [field.name for field in fields(Knobs) if field.name != "dp"]
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
 def describe_differences(before: Knobs, after: Knobs) -> str:
-    """Options as the config names them, with what they are ``after``."""
+    """Write the options that differ, by their names in the config, with their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
     return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
 
@@ -122,14 +122,14 @@ def describe_differences(before: Knobs, after: Knobs) -> str:
 def build_config(
     before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool
 ) -> dict[str, Any]:
-    """What to add to the YAML of the run.
+    """Build what to add to the YAML of the run.
 
     Args:
-        before: The run.
-        after: What it is to be.
-        strategy: Class path of its strategy.
-        names_batch_size: Whether the data module has ``batch_size``.
-        has_global_batch: Whether it sets the accumulation by itself.
+        before: Knobs that the run has.
+        after: Knobs that the run is to have.
+        strategy: Class path of the run's strategy.
+        names_batch_size: Whether the data module has the option ``batch_size``.
+        has_global_batch: Whether the data module sets the accumulation by itself.
     """
     different = get_differences(before, after)
     flags = {name: different[name] for name in _FLAGS if name in different}

@@ -9,7 +9,7 @@ from lightning_fsdp2.plan.simulation.recorder import CATEGORIES
 _GIB = 2**30
 
 _COLORS = ("#0072B2", "#56B4E9", "#004D73", "#E69F00", "#F0C75E", "#CC79A7", "#009E73", "#D55E00", "#999999")
-"""By category, told apart by those who see no red or no green (https://jfly.uni-koeln.de/color/)."""
+"""Colors of the categories, told apart even by people who see no red or no green (https://jfly.uni-koeln.de/color/)."""
 
 _PHASES = {"forward": "#ffffff", "backward": "#f2f2f2", "optimizer": "#e3e3e3"}
 
@@ -18,12 +18,12 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Draw the rank that needs the most memory.
 
     Args:
-        plan: What to draw.
-        path: ``.png``, ``.svg``, ``.pdf``: what matplotlib writes.
+        plan: Plan to draw.
+        path: File to write, in a format of matplotlib such as ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
         ImportError: When matplotlib is not installed.
-        ValueError: When matplotlib does not write such files.
+        ValueError: When matplotlib does not write files with this ending.
     """
     check_plot(path)
     figure_class = _import_figure()
@@ -38,7 +38,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Say before there is a plan that it cannot be drawn; raises what :func:`draw_plan` does."""
+    """Check before there is a plan that it can be drawn. Raise the errors of :func:`draw_plan` if it cannot."""
     known = _import_figure()().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1].removeprefix(".") not in known:
         names = ", ".join(f".{name}" for name in sorted(known))
@@ -90,7 +90,7 @@ def _draw_traffic(axes: Any, rank: RankPlan) -> None:
         for size, entry in zip(sizes, entries, strict=True)
     ]
     axes.bar_label(bars, labels)
-    axes.margins(x=1)  # for the labels
+    axes.margins(x=1)  # room for the labels
     axes.set(
         xlabel="GiB of whole tensors in a step",
         title="Traffic: blue beside operations, red waited for" if entries else "No traffic",

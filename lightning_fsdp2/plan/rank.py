@@ -21,19 +21,19 @@ from lightning_fsdp2.plan.timing.devices import Device
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """What the process that simulates a rank sends back."""
+    """The result that the process of a simulated rank sends back."""
 
     plan: RankPlan
     facts: dict[str, Any]
-    """Fields of the :class:`~lightning_fsdp2.plan.Plan` that are those of all ranks."""
+    """Fields of the :class:`~lightning_fsdp2.plan.Plan` that are the same for all ranks."""
 
     is_even: bool
-    """Whether all ranks hold as much."""
+    """Whether all ranks hold shards of the same sizes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and what it is to run on."""
+    """A run, and the devices that it is to run on."""
 
     trainer: Any
     module: Any
@@ -45,7 +45,7 @@ class Run:
     device: Device
 
     def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
-        """Simulate a rank of it; changes trainer and module, so that it is for a process of its own."""
+        """Simulate a rank. Call this in a process of its own, since it changes the trainer and the module."""
         batch, simulation = self._simulate(knobs, rank)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
         return PlannedRank(
@@ -55,10 +55,13 @@ class Run:
         )
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
-        """Simulate rank 0 with a few repetitions of the model's layers and ``further`` ones, in a process of its own.
+        """Simulate rank 0 with a few repetitions of the model's layers and ``further`` more.
+
+        Call this in a process of its own, since it changes the trainer and the module.
 
         Returns:
-            What it takes, and how many further ones the model has; 0 if it was not made shorter.
+            The summary of the step, and the number of repetitions that the model has beyond the few; 0 if the model was
+            not shortened.
         """
         few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
@@ -74,12 +77,12 @@ class Run:
         return summarize(simulation.recording, names), left_out
 
     def describe_model(self) -> str:
-        """Text of the module as it is built, in a process of its own."""
+        """Return a text that describes the module as it is built. Call this in a process of its own."""
         return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it speaks of a run
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages are about a real run
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
@@ -104,7 +107,7 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Axes whose collectives run beside operations, apart from those of FSDP2's units."""
+    """Return the axes whose collectives run beside operations, as those of FSDP2's units do on any axis."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

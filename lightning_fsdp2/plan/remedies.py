@@ -1,4 +1,4 @@
-"""What would help a run that does not fit: each is planned before it is named."""
+"""Changes that would help a run that does not fit. Each is planned before it is suggested."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +23,10 @@ def find_changes(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Change]:
-    """Plan what might help; return those that help most: what fits, the fastest first, and then what needs least."""
+    """Plan the changes that might help, and return those that help most.
+
+    Changes with which the run fits come first, ordered by step time. The others follow, ordered by memory.
+    """
     shards = isinstance(run.trainer.strategy.config, FSDP2Config)
     remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
     changes, memory = [], run.device.memory
@@ -50,7 +53,7 @@ def find_changes(
 
 
 def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
-    """Runs that train the same and may need less memory, each for another reason."""
+    """Yield runs that train the same and may need less memory, each for a different reason."""
     for amount in ("selective", "full"):
         yield replace(knobs, activation_checkpointing=amount)
     if knobs.loss == "full":

@@ -1,4 +1,4 @@
-"""What a plan says: memory, traffic and time of ranks, as plain values."""
+"""Contents of a plan: memory, traffic and time of ranks, as plain values."""
 
 import itertools
 import math
@@ -27,34 +27,34 @@ _OFFLOADED = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES)
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a rank sends by one kind of collective over one axis of the mesh, in an optimizer step."""
+    """Traffic of a rank in an optimizer step, by one kind of collective over one axis of the mesh."""
 
     kind: str
     axis: str
-    """Of the mesh; ``"other"`` for a group of the module's own."""
+    """Axis of the mesh; ``"other"`` for a group of the module's own."""
 
     ranks: int
     nodes: int
     calls: int
     bytes: int
-    """Of the whole tensors: behind an all-gather, before a reduce-scatter."""
+    """Size of the whole tensors: after an all-gather, before a reduce-scatter."""
 
     seconds: float
-    """By what NCCL reaches of the slowest link, one after the other."""
+    """Time of all calls, one after the other, at the rate that NCCL reaches on the slowest link."""
 
     overlaps: bool
-    """Whether it can run beside operations."""
+    """Whether the collectives can run beside operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A change of the memory in use."""
+    """The memory in use at a moment of the step."""
 
     seconds: float
-    """Since the begin of the step, if nothing overlaps."""
+    """Time since the start of the step, if nothing overlaps."""
 
     bytes: dict[str, int]
-    """By category."""
+    """Bytes in use, by category."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,77 +63,77 @@ class RankPlan:
 
     rank: int
     peak: dict[str, int]
-    """Bytes by category when the most are in use."""
+    """Bytes by category at the peak, when the most are in use."""
 
     peak_at: str
-    """The part of the step in which that is."""
+    """Part of the step in which the peak is."""
 
     reserved: Reserved
-    """What the process holds of its device, with the rest of segments and what libraries take."""
+    """Memory of its device that the process holds, including unused parts of segments and what libraries take."""
 
     flops: int
-    """Of products and attention, with what is computed again."""
+    """Floating-point operations of products and attention, including recomputation."""
 
     time: StepTime
-    """By the data sheet: a bound."""
+    """Step time at the rates of the data sheet: a bound."""
 
     reached: StepTime
-    """By what kernels reach of it: an estimate."""
+    """Step time at the rates that kernels reach: an estimate."""
 
     traffic: list[Traffic]
     phases: list[tuple[float, str]]
-    """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, as in the timeline."""
+    """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, on the clock of the timeline."""
 
     timeline: list[Moment] = field(repr=False)
-    """Thinned out; the peak is in it."""
+    """Memory over the step, thinned out. It contains the peak."""
 
     @property
     def peak_bytes(self) -> int:
-        """All categories together."""
+        """Bytes of all categories together at the peak."""
         return sum(self.peak.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What an optimizer step trains on."""
+    """The data that an optimizer step trains on."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of the tensors of a micro-batch of one data parallel rank."""
+    """Shapes of the tensors of a micro-batch of one data parallel rank."""
 
     accumulation: int
-    """Micro-batches of a data parallel rank."""
+    """Number of micro-batches of a data parallel rank."""
 
     samples: int
-    """Of all ranks: the global batch."""
+    """Number of samples of all ranks: the global batch."""
 
     tokens: int | None
-    """Of all ranks; None for batches without ``input_ids``."""
+    """Number of tokens of all ranks; None for batches without ``input_ids``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something to set otherwise, with what it gives."""
+    """A change of the run's options, with the memory and the time that it leads to."""
 
     name: str
-    """Such as ``activation_checkpointing='full'``."""
+    """Text of the change, such as ``activation_checkpointing='full'``."""
 
     config: dict[str, Any]
-    """What to add to the YAML of the run."""
+    """Additions to the YAML of the run."""
 
     peak_bytes: int
-    """Of the run so planned."""
+    """Bytes at the peak of the changed run."""
 
     reserved: Reserved
     at_least: float
-    """Seconds of its step, which has as many samples as before: a bound."""
+    """Lower bound of the seconds of a step, which has as many samples as before."""
 
     estimate: float
-    """The same by what kernels reach."""
+    """Estimated seconds of a step, at the rates that kernels reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run on devices that need not be there."""
+    """The plan of a run on devices that need not exist."""
 
     model: str
     strategy: str
@@ -142,20 +142,21 @@ class Plan:
     parameters: int
     trained_parameters: int
     placements: list[dict[str, Any]]
-    """Parameters that are placed alike: ``placement`` by axis, ``parameters``, and ``bytes`` on rank 0."""
+    """Groups of parameters that are placed alike: ``placement`` by axis, numbers of ``tensors`` and ``parameters``, and
+    ``bytes`` on rank 0."""
 
     device: Device
     peak_flops: float
-    """Of a device, in the dtype of compute."""
+    """Peak floating-point operations per second of a device, in the dtype of compute."""
 
     nodes: int
     batch: Batch
     ranks: list[RankPlan]
     model_flops: float | None
-    """Of a step of all ranks, by the formula of :class:`~lightning_fsdp2.callbacks.Throughput`; None if not known."""
+    """FLOPs of a step on all ranks, by the formula of :class:`~lightning_fsdp2.callbacks.Throughput`, if known."""
 
     changes: list[Change]
-    """What would help, unless it fits."""
+    """Changes that would help; empty if the run fits."""
 
     notes: list[str]
 
@@ -166,44 +167,44 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Bytes at the peak of the rank that needs most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def reserved(self) -> Reserved:
-        """What a process holds, on the rank that needs most."""
+        """Memory that the process holds, on the rank that needs most."""
         return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run fits on all ranks that were planned."""
+        """Verdict on whether the run fits on all ranks that were planned."""
         return get_verdict(self.peak_bytes, self.reserved, self.device)
 
     @property
     def at_least(self) -> float:
-        """Seconds of a step of the slowest rank, by the data sheet and if all overlaps that can: a bound."""
+        """Lower bound of the seconds of a step: the slowest rank at data sheet rates, if all overlaps that can."""
         return max(rank.time.shortest for rank in self.ranks)
 
     @property
     def estimate(self) -> float:
-        """Seconds of a step of the slowest rank, by what kernels reach and if nothing overlaps.
+        """Estimated seconds of a step: the slowest rank at the rates that kernels reach, if nothing overlaps.
 
-        A collective beside operations takes multiprocessors and bandwidth from them.
+        A collective that runs beside operations takes multiprocessors and bandwidth from them.
         """
         return max(rank.reached.longest for rank in self.ranks)
 
     def get_utilisation(self, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step that takes ``seconds``; None if the model's FLOPs are not known.
 
-        As :class:`~lightning_fsdp2.callbacks.Throughput` counts, which takes all products of attention. Those that a
-        causal mask leaves out are not computed, so that with long sequences it may be above 1.
+        FLOPs are counted as by :class:`~lightning_fsdp2.callbacks.Throughput`, which takes all products of attention.
+        Those that a causal mask leaves out are not computed, so the result may be above 1 for long sequences.
         """
         if self.model_flops is None:
             return None
         return self.model_flops / seconds / self.world_size / self.peak_flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; sizes in bytes, times in seconds."""
+        """Return plain values for JSON, with sizes in bytes and times in seconds."""
         values = asdict(self)
         for rank, plain in zip(self.ranks, values["ranks"], strict=True):
             plain["peak_bytes"] = rank.peak_bytes
@@ -222,20 +223,20 @@ class Plan:
 
 
 def get_verdict(allocated: int, reserved: Reserved, device: Device) -> Verdict:
-    """Say whether a run fits: ``"tight"`` if what it allocates does, and all that its process may hold does not."""
+    """Return whether a run fits: ``"tight"`` if what it allocates fits, but not all that its process may hold."""
     if reserved.most <= device.memory:
         return "fits"
     return "tight" if allocated <= device.memory else "does not fit"
 
 
 def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapped_axes: Collection[str]) -> RankPlan:
-    """Add up what one rank was seen to do.
+    """Build the plan of a rank from the recording of its step.
 
     Args:
-        rank: Its number.
-        recording: Of its step.
-        device: What it is.
-        overlapped_axes: As for :func:`~lightning_fsdp2.plan.timing.roofline.get_step_time`.
+        rank: Number of the rank.
+        recording: Recording of the rank's step.
+        device: Device of the rank.
+        overlapped_axes: See :func:`~lightning_fsdp2.plan.timing.roofline.get_step_time`.
     """
     peak, moment = _find_peak(recording)
     seconds = (get_seconds(operation, device, as_reached=True) for operation in recording.operations)
@@ -257,8 +258,8 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
 def without_offloaded(recording: Recording) -> Recording:
     """Leave out what FSDP2's ``CPUOffloadPolicy`` keeps in host memory, and the optimizer, which runs there.
 
-    A CPU is the only device that can be simulated without another one's driver, and there the recipe leaves the policy
-    out: the shards are in host memory anyway.
+    Simulations use the CPU, the only device that needs no driver. On a CPU the recipe leaves the policy out, since the
+    shards are in host memory anyway.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]
@@ -267,7 +268,7 @@ def without_offloaded(recording: Recording) -> Recording:
 
 
 def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
-    """The bytes by category when the most are in use, and the moment."""
+    """Return the bytes by category when the most are in use, and that moment."""
     current: Counter[str] = Counter()
     total, highest, peak, at = 0, 0, current.copy(), 0
     for moment, category, size, _ in recording.changes:
@@ -279,7 +280,7 @@ def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
 
 
 def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Collection[str]) -> list[Traffic]:
-    """By kind and axis, the slowest first."""
+    """Add up the collectives by kind and axis, the slowest first."""
     calls: dict[Any, list[Operation]] = {}
     for operation in recording.operations:
         if (call := operation.collective) is not None:
@@ -302,7 +303,10 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
 
 
 def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
-    """The highest of each of ``samples`` stretches of the step; of micro-batches that are alike, one."""
+    """Return the moment of highest memory in each of ``samples`` stretches of the step.
+
+    Micro-batches that are alike appear once.
+    """
     current: Counter[str] = Counter()
     highest: dict[int, tuple[int, Moment]] = {}
     for moment, category, size, _ in recording.changes:

@@ -1,4 +1,4 @@
-"""Plan a run: simulate ranks of it, and look for what would help if it does not fit."""
+"""Plan a run: simulate some of its ranks, and look for changes that would help if it does not fit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -60,14 +60,14 @@ _ALIKE = "All ranks hold as much: rank 0 stands for them."
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     search: Search
     plan: Plan | None
-    """Of the best; None if nothing fits."""
+    """Plan of the best layout; None if nothing fits."""
 
     configs: list[dict[str, Any]]
-    """What to add to the YAML of the run for each of ``search.best``."""
+    """Additions to the YAML of the run, one for each of ``search.best``."""
 
 
 def plan_run(
@@ -83,26 +83,26 @@ def plan_run(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Compute memory, traffic and the time of a step of a run that does not take place.
+    """Compute the memory, the traffic and the step time of a run without its devices.
 
-    The module is sharded by the recipe and trained for two steps by the Trainer's loop, as a rank of ``world_size``: in
-    a process of its own, with fake tensors and a fake process group. ``trainer`` and ``module`` stay as they are.
+    Each planned rank is simulated in a process of its own, with fake tensors and a fake process group. There the recipe
+    shards the module, and the Trainer's loop trains it for two steps. ``trainer`` and ``module`` stay as they are.
 
     Args:
-        trainer: Of :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its precision,
-            clipping and accumulation count; its devices, callbacks and loggers do not.
-        module: Built on the meta device, or building its model there in ``configure_model``.
-        batch: A micro-batch of one data parallel rank, of tensors on any device. None takes it from ``datamodule``, or
+        trainer: Trainer with :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its
+            precision, clipping and accumulation count; its devices, callbacks and loggers do not.
+        module: Module that was built on the meta device, or that builds its model there in ``configure_model``.
+        batch: Micro-batch of one data parallel rank, with tensors on any device. None takes it from ``datamodule``, or
             from the module's own ``train_dataloader``.
-        datamodule: Of the run. One of this package is asked for the shapes of its batches and reads nothing; of any
-            other one, the first batch is read.
+        datamodule: Data module of the run. A data module of this package gives the shapes of its batches and reads
+            nothing. From any other one, the first batch is read.
         world_size: Number of ranks.
-        device: What each rank is: a name of :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
+        device: Device of each rank: a name in :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
             :class:`~lightning_fsdp2.plan.timing.devices.Device`.
-        ranks: Which of them to plan. None for the first and the last, or for the first alone if all hold as much.
-        suggest: Whether to look for what would help if the run does not fit: each is planned, too.
-        processes: How many plans are computed at once; None for as many as there are CPUs.
-        on_progress: Called with how many plans are done, and how many there will be as far as is known.
+        ranks: Ranks to plan. None for the first and the last one, or for the first one alone if all hold as much.
+        suggest: Whether to look for changes that would help if the run does not fit. Each of them is planned, too.
+        processes: Number of plans that are computed at once. None for as many as there are CPUs.
+        on_progress: Callback that gets the number of plans that are done, and their total as far as it is known.
 
     Returns:
         The plan.
@@ -110,8 +110,8 @@ def plan_run(
     Raises:
         RuntimeError: When this process belongs to a process group.
         TypeError: When the strategy is another one.
-        ValueError: For a device that is not known, a rank that does not exist, and what the strategy would raise for
-            these sizes and this model; when there is no batch, or the step depends on values.
+        ValueError: When the device is not known, a rank does not exist, the strategy would refuse these sizes or this
+            model, there is no batch, or the step depends on values.
     """
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
     plan = _plan(run, knobs, _check_ranks(ranks, world_size), adds_last=ranks is None, processes=processes)
@@ -136,31 +136,32 @@ def search_run(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Find the layout in which a run takes the shortest steps, with the samples and the numerics that it has.
+    """Find the layout in which a run takes the shortest steps. Its samples per step and its numerics stay the same.
 
-    Tried are tensor parallel sizes within a node, context parallel sizes, replicas that are nodes, what is computed
-    again in backward, and the sizes of micro-batches.
+    The search varies tensor parallel sizes within a node, context parallel sizes, replicas (one, or one per node),
+    recomputation in backward, and micro-batch sizes.
 
     Args:
-        trainer: As for :func:`plan_run`.
-        module: As for :func:`plan_run`.
-        batch: As for :func:`plan_run`; its samples and those of accumulation make the samples of a step.
-        datamodule: As for :func:`plan_run`.
-        world_size: As for :func:`plan_run`.
-        device: As for :func:`plan_run`.
-        seconds: After which no other layout is begun.
-        cache_dir: Folder that keeps what was simulated, for the next search of this run; None keeps nothing.
-        cache_key: What tells runs apart where neither the module as it is built, its optimizers, its batch, the
-            Trainer's options nor the Python files that are loaded do: such as what its step reads from elsewhere.
-        processes: How many layouts are simulated at once; None for as many as there are CPUs.
-        on_progress: As for :func:`plan_run`.
+        trainer: See :func:`plan_run`.
+        module: See :func:`plan_run`.
+        batch: See :func:`plan_run`. The samples of a step follow from its samples and the accumulation.
+        datamodule: See :func:`plan_run`.
+        world_size: See :func:`plan_run`.
+        device: See :func:`plan_run`.
+        seconds: Time limit in seconds. No other layout is started after it.
+        cache_dir: Folder that keeps the simulations for the next search of this run. None keeps nothing.
+        cache_key: Text that tells runs apart that are otherwise the same in the cache. The cache already tells apart
+            the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files, but
+            not, for example, what the step reads from elsewhere.
+        processes: Number of simulations that run at once. None for as many as there are CPUs.
+        on_progress: Callback that gets the number of simulations that are done, and their total as far as it is known.
 
     Returns:
-        What was found; the plan of the best one is that of the whole model.
+        The result of the search. The plan of the best layout is that of the whole model.
 
     Raises:
         TypeError: When the strategy is not ``FSDP2Strategy``.
-        ValueError: As for :func:`plan_run`, and when ``cache_dir`` cannot be written to.
+        ValueError: As for :func:`plan_run`, when ``seconds`` is negative, and when ``cache_dir`` cannot be written to.
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds} (--search_seconds) are in the past; use a number >= 0.")
@@ -184,7 +185,7 @@ def search_run(
         on_progress=on_progress,
     )
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    # planned whole it may need more than a few of its layers told
+    # planned whole, a layout may need more than a few of its layers have shown
     planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
@@ -217,7 +218,7 @@ def _prepare(
 
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
-    """Plan ``ranks``, and the last one, too, if it holds something else."""
+    """Plan ``ranks``. With ``adds_last``, plan the last rank, too, unless all ranks hold as much."""
     tasks = [partial(run.plan_rank, knobs, rank) for rank in ranks]
     planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
     is_even = planned[0].is_even
@@ -238,7 +239,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Say of callbacks and plugins, given by their class paths, which of them may change what a step takes."""
+    """Return notes on the callbacks and plugins that may change what a step takes, given the class paths of all."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []
@@ -249,7 +250,7 @@ def _get_path(kind: type) -> str:
 
 
 def get_batch(source: "LightningDataModule | LightningModule") -> Any:
-    """A micro-batch of one data parallel rank.
+    """Return a micro-batch of one data parallel rank.
 
     Raises:
         ValueError: When the data module, or the module in its place, has no batch.

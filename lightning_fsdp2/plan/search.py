@@ -1,6 +1,7 @@
-"""Search the layout of a run: plan those that obey the rules, and rank those that fit by the time of a step.
+"""Search for the layout of a run: plan layouts that obey rules of thumb, and rank those that fit by step time.
 
-Each is planned by a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`), the winner whole.
+Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The winner is planned
+whole.
 """
 
 import itertools
@@ -25,49 +26,49 @@ from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 _LARGEST_MICRO_BATCH = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
 _SHORTEST_PART = 1024
-"""Tokens of a sequence that a context parallel rank has at the least."""
+"""Smallest number of tokens of a sequence that a context parallel rank gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, and what a step of it takes on rank 0."""
+    """A layout, with the memory and the time that its step takes on rank 0."""
 
     knobs: Knobs
     peak_bytes: int
     reserved: Reserved
     verdict: Verdict
     at_least: float
-    """Seconds of a step: a bound."""
+    """Lower bound of the seconds of a step."""
 
     estimate: float
-    """The same by what kernels reach."""
+    """Estimated seconds of a step, at the rates that kernels reach."""
 
     reason: str
-    """What the time goes into."""
+    """Largest parts of the estimated time, with their shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What was tried for a run."""
+    """Outcome of trying the layouts of a run."""
 
     best: list[Candidate]
-    """Those that fit, the fastest first; where none does, those that are tight."""
+    """Layouts that fit, the fastest first. If none fits, the layouts that are tight."""
 
     closest: Candidate | None
-    """The one that needs least, whether or not it fits."""
+    """The layout that needs the least memory, whether or not it fits."""
 
     tried: int
     too_large: int
-    """How many do not fit."""
+    """Number of layouts that do not fit."""
 
     refused: dict[str, int]
-    """Why layouts were dropped before they were planned to the end, and how many."""
+    """Reasons why layouts were dropped before they were planned to the end, and the number of layouts for each."""
 
     left_out: int
-    """Those that there was no time for."""
+    """Number of layouts that there was no time for."""
 
     is_interrupted: bool
-    """Whether someone has ended it (``KeyboardInterrupt``)."""
+    """Whether the search was ended by a ``KeyboardInterrupt``."""
 
 
 def search(
@@ -80,16 +81,16 @@ def search(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Try the layouts of a run, with the samples of its step.
+    """Try the layouts of a run. The number of samples per step stays the same.
 
     Args:
-        run: What is planned.
-        knobs: As it is.
-        sequence_length: Of its samples; None keeps context parallelism out.
-        seconds: After which no other layout is begun.
-        cache: Of what was simulated before; None keeps nothing.
-        processes: How many simulations run at once.
-        on_progress: Called with how many simulations are done, and how many there will be as far as is known.
+        run: Run to find a layout for.
+        knobs: Knobs that the run has now.
+        sequence_length: Tokens per sample. None leaves out context parallelism.
+        seconds: Time limit in seconds. No other layout is started after it.
+        cache: Cache of earlier simulations. None keeps nothing.
+        processes: Number of simulations that run at once. None for as many as there are CPUs.
+        on_progress: Callback that gets the number of simulations that are done, and their total as far as it is known.
     """
     options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
     simulate = partial(simulate_all, run, end=time.monotonic() + seconds, **options)
@@ -98,7 +99,7 @@ def search(
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
-    # those that send most come last, so that the time is not enough for them rather than for others
+    # layouts that send most come last, so that they are the ones left out if the time runs out
     outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
     is_interrupted = False
     try:
@@ -109,7 +110,7 @@ def search(
                 left_out += 1
             else:
                 refused[outcome] += 1
-    except KeyboardInterrupt:  # what was found is worth having
+    except KeyboardInterrupt:  # keep what was found so far
         is_interrupted = True
     fitting, tight = ([candidate for candidate in tried if candidate.verdict == word] for word in ("fits", "tight"))
     return Search(
@@ -124,7 +125,11 @@ def search(
 
 
 def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate | str | None]:
-    """Try layouts, and then what follows from what they need; yield also why one is refused, and None for no time."""
+    """Try layouts, and then the layouts that follow from what they need.
+
+    Yields:
+        For each layout, the candidate, the reason why it is refused, or None if there was no time for it.
+    """
     while layouts:
         following = []
         for layout, result in simulate(layouts):
@@ -142,9 +147,9 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Those that the rules of thumb leave: tensor parallelism within a node, and replicas that are nodes.
+    """Yield the layouts that the rules of thumb allow: tensor parallelism within a node, one replica or one per node.
 
-    With a sample in a micro-batch, and nothing computed again; :func:`search` goes on from there.
+    They have one sample per micro-batch and no recomputation. :func:`search` goes on from there.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
@@ -168,10 +173,10 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
 
 
 def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
-    """What else to try of a layout.
+    """Return the layout to try after this one; None if there is none.
 
-    More samples in a micro-batch, if it fits; computing again would only take time. More is computed again, if it does
-    not fit; nor would a larger micro-batch.
+    If the layout fits, the next one has more samples in a micro-batch: recomputation would only take time. If it does
+    not fit, the next one recomputes more: a larger micro-batch would not fit either.
     """
     if fits:
         larger = 2 * layout.batch_size
@@ -195,7 +200,7 @@ def simulate_all(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Knobs, Summary | str | None]]:
-    """Yield each layout with what it takes, why it is refused, or None if there was no time for it."""
+    """Yield each layout with its summary, the reason why it is refused, or None if there was no time for it."""
     known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
     yield from known.items()
     missing = [layout for layout in layouts if layout not in known]

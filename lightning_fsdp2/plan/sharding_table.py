@@ -1,4 +1,4 @@
-"""A :class:`~lightning_fsdp2.plan.simulation.sharding.Description` as a person reads it: equal layers in one line."""
+"""Tables that show a :class:`~lightning_fsdp2.plan.simulation.sharding.Description`, with equal layers in one line."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def write_tables(description: Description, file: TextIO) -> None:
 
 
 def make_console(file: TextIO) -> Console:
-    """A console as wide as the terminal, or of at least 100 columns where ``file`` is none."""
+    """Make a console as wide as the terminal, or at least 100 columns wide if ``file`` is not a terminal."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console.width = max(WIDTH, console.width)
@@ -44,14 +44,14 @@ def make_console(file: TextIO) -> Console:
 
 
 def _get_sharding_axes(description: Description) -> list[str]:
-    """Those over which at least one parameter is sharded."""
+    """Return the axes over which at least one parameter is sharded."""
     parameters = [parameter for unit in description.units for parameter in unit.parameters]
     placements = [placement for parameter in parameters for placement in parameter.placements.items()]
     return list(dict.fromkeys(axis for axis, placement in placements if placement != "whole"))
 
 
 def _get_common_prefix(description: Description) -> str:
-    """Where in the LightningModule all units and parameters are, such as ``model.base_model.model.`` of adapters."""
+    """Return the prefix that all units and parameters share, such as ``model.base_model.model.`` of adapters."""
     parameters = [parameter.name for unit in description.units for parameter in unit.parameters]
     modules = [name for unit in description.units for name in unit.modules if name != _ROOT]
     paths = [name.split(".")[:-1] for name in (*parameters, *modules)]
@@ -108,7 +108,7 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
     for column in ("Shape", "Dtype"):
         table.add_column(column, no_wrap=True)
     for axis in axes:
-        table.add_column(axis.replace("_", "\n"))  # short lines, which leave more for names
+        table.add_column(axis.replace("_", "\n"))  # short lines leave more room for names
     shows_frozen = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
     if shows_frozen:
         table.add_column("Frozen")
@@ -136,14 +136,19 @@ def build_table(name: str, *numbers: str) -> Table:
 
 
 def _get_kind(unit: UnitDescription) -> object:
-    """Equal for units that differ in a number of their names alone, and in what is kept after forward."""
+    """Return a key that is equal for units that differ only in numbers in names and in what they keep after forward."""
     modules = [_NUMBER.sub("#", name) for name in unit.modules]
     parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
     return modules, parameters, unit.gathered_bytes
 
 
 def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:
-    """Names within the unit, such as ``experts.0-7.up_proj.weight``, with the first parameter of each and how many."""
+    """Group the parameters of a unit that look alike.
+
+    Returns:
+        For each group, its name within the unit, such as ``experts.0-7.up_proj.weight``, its first parameter, and the
+        number of its parameters.
+    """
     prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != [_ROOT] else ""
     alike: dict[object, list[tuple[str, ParameterDescription]]] = {}
     for parameter in unit.parameters:
@@ -196,7 +201,7 @@ def _name_resharding(reshard_after_forward: bool | int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """Write bytes with a unit."""
+    """Write a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"

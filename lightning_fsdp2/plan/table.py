@@ -1,4 +1,4 @@
-"""A :class:`~lightning_fsdp2.plan.Plan` as a person reads it."""
+"""Tables that show a :class:`~lightning_fsdp2.plan.Plan` to a reader."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 
 def describe(plan: Plan) -> str:
-    """The tables that ``lightning-fsdp2 plan`` prints, as text of 100 columns."""
+    """Return the tables that ``lightning-fsdp2 plan`` prints, as text of 100 columns."""
     with StringIO() as file:
         write_plan(plan, file)
         return file.getvalue()
@@ -216,7 +216,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def write_json(plan: Plan, path: str) -> None:
-    """Write all numbers of a plan to a file, or to the output for ``"-"``."""
+    """Write all numbers of a plan to a file, or to stdout for ``"-"``."""
     text = f"{json.dumps(plan.to_dict(), indent=2)}\n"
     if path == "-":
         sys.stdout.write(text)
@@ -226,7 +226,7 @@ def write_json(plan: Plan, path: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal; yields what sets it."""
+    """Show a progress bar on stderr if that is a terminal, and yield the function that sets it."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("planning", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""Simulations each need a process group and a module of their own: run them in forked processes."""
+"""Run simulations in forked processes, since each needs a process group and a module of its own."""
 
 import multiprocessing
 import os
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None = None) -> Iterator[tuple[int, T]]:
-    """Run each task in a process that inherits what was made here, and changes nothing of it.
+    """Run each task in a forked process, which inherits the objects of this process and cannot change them here.
 
     Args:
-        tasks: Their results are pickled, they are not.
-        processes: How many run at once; None for as many as this process may use CPUs.
+        tasks: Functions without arguments. Their results are pickled; the functions are not.
+        processes: Number of tasks that run at once. None for the number of CPUs that this process may use.
 
     Yields:
-        The number of a task and its result, as they end.
+        The number of a task and its result, in the order in which tasks end.
 
     Raises:
-        Exception: The first refusal that a task raises; the others are stopped.
-        RuntimeError: When a task raises something else, with its traceback, or its process was killed.
+        Exception: The first refusal that a task raises. The other tasks are stopped.
+        RuntimeError: When a task raises another error (with its traceback), or when its process was killed.
         ValueError: When ``processes`` is less than 1.
     """
     if processes is not None and processes < 1:
@@ -51,7 +51,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
 
 
 def get_result_or_refusal(task: Callable[[], T]) -> T | str:
-    """What ``task`` returns, or the message of the strategy, the model or the data that it is refused with."""
+    """Return the result of ``task``, or the message with which the strategy, the model or the data refuses it."""
     try:
         return task()
     except ValueError as error:
@@ -66,7 +66,7 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     except BaseException as error:
         answer = pickle.dumps((None, error if is_refusal(error) else RuntimeError(traceback.format_exc())))
     sender.send_bytes(answer)
-    os._exit(0)  # what the parent does at its exit is the parent's
+    os._exit(0)  # exit handlers are for the parent to run
 
 
 def _receive(receiver: Any, process: Any) -> Any:

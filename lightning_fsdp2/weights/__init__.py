@@ -1,1 +1,1 @@
-"""How shards get their values: from nothing, from pretrained files, from adapters."""
+"""Values of shards: initialised, or read from pretrained files and adapters."""

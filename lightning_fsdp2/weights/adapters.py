@@ -1,7 +1,7 @@
-"""Adapters of peft around a model that is sharded: taken off for a while, named as in files, and initialised.
+"""peft's adapters around a sharded model: taken off for a while, named as in files, and initialised.
 
-peft puts each of its layers in the place of a module, which it keeps as ``base_layer`` or ``original_module``. Nothing
-here imports peft, but what only a model with adapters is given to.
+peft puts each of its layers in the place of a module, which the layer keeps as ``base_layer`` or ``original_module``.
+Only functions for models with adapters import peft.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
 
 
 def check_peft(root: nn.Module) -> None:
-    """Refuse a version of peft that calls the ``forward`` of the model in it, and so passes over its hooks.
+    """Refuse a version of peft that calls the inner model's ``forward`` directly, and so skips its hooks.
 
-    They are where a model is gathered and its inputs are divided: it would train on wrong numbers.
+    These hooks gather the model and divide its inputs: without them it would train on wrong numbers.
 
     Raises:
         ImportError: When ``root`` holds a ``PeftModel`` of peft before 0.21.
@@ -31,7 +31,7 @@ def check_peft(root: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` be the one that peft has changed, with its modules and names, for the length of a block."""
+    """Run the block with ``model`` as it was before peft changed it, with its own modules and names."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
@@ -53,17 +53,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def get_plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of the parameters that ``model`` had before peft changed it to those that they had then."""
+    """Return the names that parameters of ``model`` had before peft changed it, by their names now."""
     with without_adapters(model):
         plain = _get_slots(model)
     return {name: plain[slot] for slot, name in _get_slots(model).items() if slot in plain}
 
 
 def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
-    """Map the names of an adapter's tensors in a ``PeftModel`` to those in the files that peft saves."""
+    """Return the names of an adapter's tensors in the files that peft saves, by their names in a ``PeftModel``."""
     from peft import get_peft_model_state_dict
 
-    # a tensor each, also where some are tied
+    # one tensor per name, even if some are tied
     tensors = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
@@ -71,10 +71,10 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
 
 
 def check_can_initialize(root: nn.Module) -> None:
-    """Refuse adapters without weights whose first values are made of the base's weights, or are not known.
+    """Refuse adapters without weights if their initial values depend on the base's weights, or are not known.
 
     Raises:
-        ValueError: For what :func:`initialize_adapters` cannot do.
+        ValueError: When :func:`initialize_adapters` cannot initialise an adapter.
     """
     for model in find_peft_models(root):
         for config in model.peft_config.values() if _has_meta_adapters(model) else ():
@@ -90,11 +90,11 @@ def check_can_initialize(root: nn.Module) -> None:
 
 @torch.no_grad()
 def initialize_adapters(root: nn.Module, is_new: Callable[[Tensor], bool]) -> None:
-    """Give new adapters the values that peft gives them, and copies of trained modules those of the originals.
+    """Initialise new adapters as peft does, and new trainable copies of modules with the originals' values.
 
     Args:
-        root: Its base weights are loaded or initialised.
-        is_new: Whether a tensor has no values of its own yet.
+        root: Module whose base weights are loaded or initialised already.
+        is_new: Function that returns whether a tensor has no values of its own yet.
     """
     for model in find_peft_models(root):
         for layer in model.modules():
@@ -111,7 +111,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # what the constructors do, which `init_lora_weights=False` keeps
+    # as the constructors do; `init_lora_weights=False` keeps these values
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:
@@ -127,7 +127,7 @@ def _copy_new(copy: nn.Module, original: nn.Module, is_new: Callable[[Tensor], b
 
 
 def _get_slots(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """The names of parameters and buffers by where they are; what is tied is in several places."""
+    """Return the names of parameters and buffers by module and key; a tied tensor has several."""
     return {
         (module, name): f"{path}.{name}" if path else name
         for path, module in model.named_modules()

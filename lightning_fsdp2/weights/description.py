@@ -1,4 +1,4 @@
-"""What a checkpoint says of the Hugging Face models in it, so that they can be exported without the code around them.
+"""Descriptions of a checkpoint's Hugging Face models, so that they can be exported without the code around them.
 
 A description is made of plain JSON types::
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DESCRIPTIONS_KEY = "hf_models"
-"""Where ``meta.json`` of a checkpoint directory, or the dict of a single file, keeps the descriptions."""
+"""Key of the descriptions in ``meta.json`` of a checkpoint directory, or in the dict of a single file."""
 
 Description = dict[str, Any]
 
@@ -32,15 +32,15 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     """Describe every Hugging Face model in ``module``, itself included, in plain JSON types.
 
     Args:
-        module: Sharded or not.
-        tokenizer: That of the training data; its ``name_or_path`` is kept. None for that of the model.
+        module: Module, sharded or not.
+        tokenizer: Tokenizer of the training data, whose ``name_or_path`` is kept. None keeps that of the model.
 
     Returns:
         One description per model, in registration order.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # prompts and prefixes are trained beside the model, which looks like any other
+    # prompts and prefixes are trained beside the model, which then looks like any other
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -71,7 +71,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
-    """:func:`build_hf_skeleton` for classes that are at hand, of transformers or a user's own."""
+    """Build the described model as :func:`build_hf_skeleton` does, from classes of transformers or a user's own."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:
@@ -79,7 +79,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = model_class._from_config(build_config())
-    skeleton.config = build_config()  # without what building the model has added
+    skeleton.config = build_config()  # without the fields that building the model has added
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
@@ -94,7 +94,7 @@ def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str
     """Put the described adapters, without weights, around the modules of ``skeleton``.
 
     Returns:
-        peft's model around it, or None if there are none to put there.
+        peft's model around ``skeleton``, or None if not exactly one adapter is described.
 
     Raises:
         ImportError: When peft is not installed.
@@ -120,7 +120,7 @@ def restore_generation_configs(module: nn.Module, descriptions: Sequence[Descrip
 
 
 def get_model_class(model: nn.Module) -> Any:
-    """The class of a model before ``fully_shard`` and tensor parallelism gave it others of the same name."""
+    """Return a model's class before ``fully_shard`` and tensor parallelism gave it others of the same name."""
     name = get_class_name(model)
     return [base for base in type(model).__mro__ if base.__name__ == name][-1]
 
@@ -148,7 +148,7 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
 
 
 def _describe_adapters(wrapper: Any) -> Description:
-    """The configs of LoRA; other adapters are known by name only."""
+    """Describe the adapters: LoRA by its configs, others only by ``has_adapters``."""
     configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
     has_lora = all(config.peft_type == "LORA" for config in configs.values())
     described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}
@@ -160,7 +160,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _list_tied(model: Any) -> list[str]:
-    """Names whose tensors are stored under another one: tied when the model was built, and not untied since."""
+    """Return names whose tensors are stored under another name: tied when the model was built, and not untied since."""
     with without_adapters(model):
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         tensors = dict(named)
@@ -174,5 +174,5 @@ def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
 
 
 def _identify(transform: Any) -> list[str]:
-    """What tells a ``WeightTransform`` from the others of a model; saving with transformers changes its lists."""
+    """Return what identifies a ``WeightTransform`` in a model; saving with transformers changes its lists."""
     return [transform.scope_prefix or "", transform.compiled_sources.pattern]

@@ -1,7 +1,7 @@
-"""From a sharded model on the meta device to one with weights, without the full model on any rank.
+"""Give weights to a sharded model on the meta device, without the full model on any rank.
 
-The weights are those of one process: every rank draws the same random numbers for a whole parameter and keeps its
-shard, so that a seed gives one model on any mesh. One module is held in full at a time.
+The weights are the same as in one process: every rank draws the same random numbers for a whole parameter and keeps its
+shard, so that a seed gives the same model on any mesh. One module is held in full at a time.
 """
 
 import zlib
@@ -33,24 +33,24 @@ _RANDOM_FILLS = (
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` is on the meta device."""
+    """Return whether any parameter or buffer of ``module`` is on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Allocate what is on the meta device and initialise it as the model's authors do.
+    """Allocate the tensors on the meta device and initialise them as the model's authors do.
 
-    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``, and LoRA in
-    them as peft does; any other module that holds tensors by its ``reset_parameters`` (or ``_reset_parameters``).
-    Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. What is not on the meta device
-    is left alone. The random state of the caller is left as it was; that of the mesh's first rank is used on every
-    rank.
+    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``; LoRA in them
+    is initialised as peft does, and any other module that holds tensors by its ``reset_parameters`` (or
+    ``_reset_parameters``). Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. Tensors
+    that are not on the meta device are left alone. Every rank uses the random state of the mesh's first rank; the
+    caller's random state is left as it was.
 
     Args:
         model: Any module; parameters may be DTensors of any placement.
-        device: Where to allocate.
-        device_mesh: Its first rank's random state counts; None for one process.
+        device: Device to allocate the tensors on.
+        device_mesh: Mesh whose first rank's random state is used; None for one process.
 
     Raises:
         ValueError: When a module has tensors on the meta device and no way to initialise them.
@@ -66,15 +66,15 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
 
 
 def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh its first rank's parameters and buffers, as DDP does: seeds may differ by rank.
+    """Give all ranks the parameters and buffers of the mesh's first rank, as DDP does: seeds may differ by rank.
 
     Args:
-        model: Not sharded yet; tensors on the meta device are skipped.
-        device: Where the mesh's groups can communicate.
-        device_mesh: All of its axes are broadcast over.
+        model: Model that is not sharded yet; tensors on the meta device are skipped.
+        device: Device on which the mesh's groups can communicate.
+        device_mesh: Mesh to broadcast over, along all of its axes.
 
     Raises:
-        ValueError: On every rank, when ranks have other tensors.
+        ValueError: On every rank, when ranks have different tensors.
     """
     if device_mesh.size() == 1:
         return
@@ -90,9 +90,9 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
 
 @contextmanager
 def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
-    """Let DTensors be filled with the random numbers that one process would draw for the whole tensors.
+    """Let DTensors inside the block be filled with the random numbers that one process would draw for whole tensors.
 
-    Those of the mesh's first rank count; the random state of the caller is left as it was. Every rank must enter it,
+    The random state of the mesh's first rank is used; the caller's is left as it was. Every rank must enter the block,
     and draw the same numbers in the same order.
     """
     with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
@@ -100,7 +100,7 @@ def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh 
 
 
 class _Fresh:
-    """The tensors that were allocated here, and which of them have no values yet."""
+    """Tensors that were allocated here, with a record of those that have no values yet."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._all = set(tensors)
@@ -123,7 +123,7 @@ class _Fresh:
 
 
 def allocate(model: nn.Module, device: torch.device) -> _Fresh:
-    """Replace every meta tensor by an uninitialised one; a tensor that several modules hold is replaced by one."""
+    """Replace every meta tensor by an uninitialised one; a tensor that several modules share stays shared."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -142,7 +142,7 @@ def allocate(model: nn.Module, device: torch.device) -> _Fresh:
 def _initialize(
     module: nn.Module, fresh: _Fresh, hf_models: set[nn.Module], init: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Initialise ``module``, children first; ``init`` is that of the Hugging Face model around it, if any."""
+    """Initialise ``module``, children first; ``init`` is from the Hugging Face model around it, if there is one."""
     guard: AbstractContextManager[Any] = nullcontext()
     if module in hf_models:
         from transformers.initialization import guard_torch_init_functions
@@ -161,9 +161,9 @@ def _initialize(
 
 @contextmanager
 def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
-    """Put unsharded parameters in place of the DTensors that ``module`` holds, and keep their shards at the end.
+    """Run the block with unsharded parameters in place of ``module``'s DTensors, and keep their shards at the end.
 
-    A parameter that has its values already, from before or through a module it is tied to, keeps them.
+    A parameter that already has values, from before or through a module it is tied to, keeps them.
     """
     sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
@@ -190,10 +190,10 @@ def copy_shard_(target: DTensor, whole: Tensor) -> None:
 
 
 class _WholeRandomNumbers(TorchDispatchMode):
-    """Fill a DTensor with the part of the whole tensor's random numbers that its rank holds.
+    """Dispatch mode that fills a DTensor with its rank's part of the whole tensor's random numbers.
 
-    For initialisers that reach below the module they are called on. DTensor's own random state differs between CPU
-    and CUDA and would depend on the mesh.
+    It is for initialisers that reach below the module they are called on. DTensor's own random state differs between
+    CPU and CUDA and would depend on the mesh.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,14 +219,14 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
 
 
 def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Groups along which a broadcast, one after the other, reaches the whole mesh from its first rank."""
+    """Return the groups over which successive broadcasts from the mesh's first rank reach the whole mesh."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
 def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
-    """Refuse a module that is another one on some rank, before collectives that do not fit meet."""
+    """Refuse a module that differs between ranks, before mismatched collectives run."""
     if any(dist.get_backend(group) == "fake" for group in groups):
         return
     tensors = (*model.named_parameters(), *model.named_buffers())

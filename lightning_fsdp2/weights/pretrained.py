@@ -29,7 +29,7 @@ from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_sh
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
 
 _FINGERPRINT_BYTES = 64
-"""Of each tensor: training changes all of them in nearly all places."""
+"""Number of bytes of each tensor to look at: training changes all tensors in nearly all places."""
 
 _LOADED_ATTRIBUTE = "_lightning_fsdp2_loaded"
 
@@ -48,7 +48,7 @@ class PretrainedFiles:
     """The files that a model was read from.
 
     Args:
-        folder: Of the pretrained model.
+        folder: Directory of the pretrained model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,10 @@ class PretrainedFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """:func:`get_fingerprint`, read when it is asked for: a little of every tensor, and files may fail by then."""
+        """Result of :func:`get_fingerprint`.
+
+        It is read on first use, since it takes a little of every tensor; the files may be unreadable by then.
+        """
         return get_fingerprint(self.folder)
 
 
@@ -65,7 +68,7 @@ class _Loaded:
     files: PretrainedFiles
 
     slots: frozenset[Slot]
-    """Where the weights are that were read: names change with what is put around a model."""
+    """Modules and keys of the weights that were read: names change with what is put around a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +78,20 @@ class Frozen:
     files: PretrainedFiles
 
     names: list[str]
-    """In the state dict of the module around it."""
+    """Names of the weights in the state dict of the module around the model."""
 
 
 def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
-    """Say that ``model``, built on the meta device, takes its weights from ``folder`` once it is sharded.
+    """Let ``model``, built on the meta device, take its weights from ``folder`` once it is sharded.
 
     Args:
         model: A Hugging Face model, not sharded yet.
         folder: A local directory with ``*.safetensors`` files.
-        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack: they are
+        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack; they are
             initialised as transformers does.
 
     Raises:
-        FileNotFoundError: When there are none.
+        FileNotFoundError: When there are no such files.
         ValueError: When ``folder`` is a file, or a checkpoint of a training run.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -96,7 +99,7 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
     get_weight_files(folder)
     source = _Source(
         folder=Path(folder),
-        # here, because they are found by the names of classes, which `fully_shard` changes
+        # found here, by the names of classes: `fully_shard` changes these
         conversions=get_model_conversion_mapping(cast(Any, model)),
         allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
     )
@@ -106,29 +109,29 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
 
-    One that has adapters of peft is read as it was without them, and then the adapters that
-    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called for. Weights that the files may
-    lack are initialised as transformers does, to the same values on any mesh; tied weights and non-persistent buffers
-    are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a mixture's experts, are
-    converted on the fly.
+    A model with peft's adapters is read as if it had none. Then its adapters are read, if
+    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called for them. Weights that the files
+    may lack are initialised as transformers does, to the same values on any mesh; tied weights and non-persistent
+    buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a mixture's experts,
+    are converted on the fly.
 
     Args:
-        model: Sharded, or whole on one rank; on the meta device.
-        device: Where the weights go.
-        device_mesh: Its first rank's random state counts; None for one process.
+        model: Module that is sharded, or whole on one rank; on the meta device.
+        device: Device of the weights.
+        device_mesh: Mesh whose first rank's random state is used; None for one process.
 
     Raises:
         FileNotFoundError: When a file is missing.
         ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
-            shape, left over although the model has their module, or differ although they are tied. On every rank of
-            the mesh.
+            shape, left over although the model has their module, or differ although they are tied. The error is raised
+            on every rank of the mesh.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
         with without_adapters(module):
-            # weights that it has by now are from elsewhere, such as a checkpoint
+            # weights that the model has by now are from elsewhere, such as a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
     if find_peft_models(model):
@@ -137,7 +140,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
 
 
 def list_frozen(root: nn.Module) -> list[Frozen]:
-    """Return which parameters in ``root`` are frozen and were read by :func:`load_pretrained`, model by model."""
+    """Return the frozen parameters in ``root`` that :func:`load_pretrained` has read, model by model."""
     models: list[_Loaded] = [m.__dict__[_LOADED_ATTRIBUTE] for m in root.modules() if _LOADED_ATTRIBUTE in m.__dict__]
     found = []
     for loaded in models:
@@ -156,10 +159,10 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
-        model: Of transformers, on the meta device, and not used for anything else: what is read stays in it.
-        folder: As for :func:`set_pretrained`.
-        names: Of the tensors, in the model.
-        dtype: Of those with floating point.
+        model: Model of transformers on the meta device, not used for anything else: what is read stays in it.
+        folder: See :func:`set_pretrained`.
+        names: Names of the tensors in the model.
+        dtype: Dtype of the floating-point tensors.
 
     Raises:
         FileNotFoundError: When a file is missing.
@@ -189,7 +192,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
 
 
 def get_fingerprint(folder: str | Path) -> str:
-    """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however files are split.
+    """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however they are split into files.
 
     Raises:
         FileNotFoundError: When ``folder`` holds no safetensors files.
@@ -251,7 +254,7 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; the public ways either read the
+    # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; public functions either read the
     # whole model on one rank or get packed experts wrong
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -260,7 +263,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, source.conversions),
-        ignore_mismatched_sizes=True,  # to say below which they are
+        ignore_mismatched_sizes=True,  # the check below names them
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
@@ -275,7 +278,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """A tensor in a file, with what transformers asks of safetensors' slices: indexing reads that part of it."""
+    """A tensor in a file, with the methods of safetensors' slices that transformers uses: indexing reads a part."""
 
     def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
         self._reader, self._file, self._name, self._shape = reader, file, name, shape
@@ -288,10 +291,10 @@ class _StoredTensor:
 
 
 class _Reader:
-    """Maps one file at a time, and anew after so many bytes.
+    """Reader that maps one file at a time, and maps it again after ``_MOST_BYTES``.
 
     The pages of a whole model would add up, and opening a file for each of a mixture's experts can take a hundred times
-    longer than reading it. Several threads may read: where they replace each other's file it is opened once more.
+    longer than reading the expert. Several threads may read: if they replace each other's file, it is opened again.
     """
 
     _MOST_BYTES = 64 * 1024**2
@@ -304,7 +307,7 @@ class _Reader:
         if mapped != file:
             handle, count = safe_open(file, framework="pt", device="cpu"), 0
         stored = handle.get_slice(name)
-        # a copy: weights that are pages of a file would change with it
+        # a copy: weights that are pages of a file would change with the file
         part: Tensor = stored[index].clone()
         count += math.prod(stored.get_shape()) * part.element_size()
         self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
@@ -333,9 +336,9 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
 
 
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:
-    """Refuse what transformers only warns of: a model that would train from weights that are not the files'."""
+    """Refuse what transformers only warns of: a model that would train from weights other than those in the files."""
     info = copy.copy(info)
-    model._adjust_missing_and_unexpected_keys(info)  # for what a family's authors know to be harmless
+    model._adjust_missing_and_unexpected_keys(info)  # drops keys that the authors of a model family know to be harmless
     missing = {
         name
         for name in info.missing_keys
@@ -388,7 +391,7 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
 
 
 def _forget(root: nn.Module, slots: set[Slot]) -> None:
-    """Let weights that were read count as others: an adapter's file has had its own."""
+    """Stop counting weights as read from the pretrained files: an adapter's file has replaced them."""
     for module in root.modules():
         if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
             setattr(module, _LOADED_ATTRIBUTE, replace(loaded, slots=loaded.slots - slots))
@@ -404,16 +407,17 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def _get_tied_names(model: Any, name: str) -> set[str]:
-    """``name`` and the names of what is tied to it, of which the files need one only."""
+    """Return ``name`` and the names that are tied to it; the files need only one of them."""
     ties: dict[str, str] = model.all_tied_weights_keys
     source = ties.get(name, name)
     return {name, source, *(target for target, other in ties.items() if other == source)}
 
 
 def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Whether the model has the module of a stored tensor, with weights of its own, and would compute without it.
+    """Return whether the model has a stored tensor's module, with weights of its own, and would run without the tensor.
 
-    A bias or the scales of a quantised weight then change the results; a layer or head that the model lacks does not.
+    Leaving out a bias or the scales of a quantised weight changes the results; leaving out a layer or head that the
+    model lacks does not.
     """
     try:
         module = model.get_submodule(name.rpartition(".")[0])
@@ -431,13 +435,13 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
 
 
 def _shorten(error: str) -> str:
-    """The last lines of transformers' text for a failed conversion: the message, and which operation it is from."""
+    """Return the last lines of transformers' text for a failed conversion: the message and the failed operation."""
     return " ".join(error.strip().splitlines()[-2:])
 
 
 @contextmanager
 def _only_first_rank_reports() -> Iterator[None]:
-    """Every rank reads its shards, but only rank 0 needs to show progress and warnings."""
+    """Run the block with progress bars and warnings of transformers on rank 0 only, though every rank reads shards."""
     from transformers.utils import logging
 
     if not dist.is_initialized() or dist.get_rank() == 0:

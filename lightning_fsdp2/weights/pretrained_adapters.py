@@ -1,4 +1,4 @@
-"""Adapters that peft has saved, read into shards, and refused where they are those of another base."""
+"""Adapters that peft has saved: read into shards, or refused if they are for another base."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ class _Source:
     file: Path
 
     keys: Mapping[str, str]
-    """Names in the file, by those in the model."""
+    """Names of the tensors in the file, by their names in the model."""
 
 
 def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> None:
-    """Say that a ``PeftModel`` takes the weights of ``adapter`` from what peft saved in ``folder``, once it is sharded.
+    """Let a ``PeftModel``, once it is sharded, take the weights of ``adapter`` from peft's file in ``folder``.
 
     Raises:
-        ValueError: When the file holds other tensors than the adapter has.
+        ValueError: When the tensors in the file are not those of the adapter.
     """
     file, keys = folder / WEIGHTS_FILE, get_adapter_names(model, adapter)
     with safe_open(file, framework="pt") as opened:
         stored = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 - not a dict
-    # peft adds the weights of an embedding or head that has an adapter
+    # peft also saves the weights of an embedding or head that has an adapter
     keys |= {name: name for name in stored.keys() & model.state_dict().keys()}
     own = {key: list(model.get_parameter(name).shape) for name, key in keys.items()}
     _check_same_tensors(file, stored, own, model.peft_config[adapter].base_model_name_or_path)
@@ -49,14 +49,16 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 
 @torch.no_grad()
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
-    """Load what :func:`set_adapter_weights` said into shards: each rank reads a tensor at a time and keeps its part.
+    """Load the adapters that :func:`set_adapter_weights` was called for into shards.
+
+    Each rank reads one tensor at a time and keeps its part.
 
     Args:
-        root: Sharded, or whole on one rank; on the meta device or not.
-        device: Where weights go that are on the meta device.
+        root: Module that is sharded, or whole on one rank; on the meta device or not.
+        device: Device for weights that are on the meta device.
 
     Returns:
-        Where weights have been loaded.
+        Modules and keys of the weights that have been loaded.
     """
     loaded = set()
     for model in find_peft_models(root):

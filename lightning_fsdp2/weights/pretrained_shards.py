@@ -1,9 +1,10 @@
-"""Weights that cannot be cut before they are converted, and transformers' loader, which cuts first.
+"""Read shards of weights that must be converted before they are cut: transformers' loader cuts first.
 
-It reads of every stored tensor what this rank's shard of the *converted* one says, and converts that. Experts that are
-stacked bear it. What is split, interleaved, or concatenated along a sharded dim does not: the rank has a part of each
-piece where it should have one of the whole, of the right shape, and there is no error. (transformers 5.17 to 5.23;
-``core_model_loading.Split`` says of itself that it is "not TP-safe".)
+From every stored tensor, the loader reads the part that this rank's shard of the *converted* tensor covers, and then
+converts that part. This is correct for experts that are stacked. It is wrong for tensors that are split, interleaved,
+or concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. The shape is
+right, so there is no error. (transformers 5.17 to 5.23; ``core_model_loading.Split`` says of itself that it is "not
+TP-safe".)
 """
 
 import os
@@ -24,17 +25,17 @@ Slot = tuple[nn.Module, str]
 
 
 def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
-    """Fill ``model`` with transformers' loader, converting first what it must not cut first.
+    """Fill ``model`` with transformers' loader; weights that must not be cut first are converted first.
 
-    Each rank keeps its shards only. Parameters that must not be cut are read whole on every rank, along the dims that
-    the conversion mixes, one after the other. Those that a rank has no part of are not read there: the loader can
-    neither stack nor concatenate nothing.
+    Each rank keeps its shards only. Parameters that must not be cut are read one after the other on every rank, whole
+    along the dims that the conversion mixes. A rank does not read parameters that it has no part of: the loader cannot
+    stack or concatenate zero tensors.
 
     Args:
-        model: Of transformers, on the meta device; DTensors have their final placements.
+        model: Model of transformers on the meta device; its DTensors have their final placements.
         stored: The tensors in the files, by name.
         config: transformers' ``LoadStateDictConfig``.
-        device: Where shards are kept: host memory too, which the loader cannot do for a mesh of GPUs.
+        device: Device to keep the shards on. This may be the host, which the loader cannot do for a mesh of GPUs.
 
     Returns:
         transformers' ``LoadStateDictInfo``.
@@ -61,7 +62,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Stored tensors that this rank reads, parameters that it has no part of, and conversions by what they make."""
+    """Return the stored tensors this rank reads, parameters it has no part of, and conversions by what they make."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -77,7 +78,7 @@ def _sort(
 
 @contextmanager
 def _reading_one_after_the_other() -> Iterator[None]:
-    """Without threads that read ahead: they would hold many whole tensors at a time."""
+    """Run the block without threads that read ahead: they would hold many whole tensors at a time."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -91,17 +92,17 @@ def _reading_one_after_the_other() -> Iterator[None]:
 
 
 class _ShardKeeper:
-    """Hook of ``nn.Module`` that is called with every parameter that was loaded."""
+    """Hook of ``nn.Module`` that is called with every loaded parameter and keeps this rank's shard of it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals: dict[Slot, Any] = {}
-        """In their place stand others that are whole along some dims, until they are loaded."""
+        """Parameters that are replaced, until they are loaded, by others that are whole along some dims."""
         self.on_host: set[str] = set()
-        """Their names. They are converted there: an accelerator may have no room for it."""
+        """Names of these parameters. They are converted on the host: an accelerator may have no room for it."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Let what ``converter`` makes stand whole along the dims that it mixes, if those are sharded."""
+        """Replace a parameter that ``converter`` makes by one that is whole along the sharded dims that it mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -123,9 +124,9 @@ class _ShardKeeper:
         kept: DTensor = parameter
         if original is not None:
             loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
-            # from whole to sharded each rank takes its part, without communication
+            # each rank takes its part of the whole tensor, without communication
             part = loaded.redistribute(placements=original.placements).to_local()
-            # a copy, where the part would keep the whole tensor in memory
+            # a copy: the part itself would keep the whole tensor in memory
             kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
         result = nn.Parameter(kept.to(self.device), parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
@@ -138,15 +139,15 @@ def _get_slot(model: nn.Module, name: str) -> Slot:
 
 
 def get_targets(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> dict[str, list[str]]:
-    """Return which of the model's tensors each stored one is for."""
+    """Return the model's tensors that each stored one is for."""
     return {name: targets for name, (targets, _) in _sort_targets(model, stored, conversions).items()}
 
 
 def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
-    """Which of the model's tensors each stored one is for, and the conversion that makes them if there is one."""
-    # private, but what the loader itself asks, with the same arguments from 5.17 to 5.23
+    """Return the model's tensors that each stored one is for, and the conversion that makes them if there is one."""
+    # private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -169,7 +170,7 @@ def _sort_targets(
 
 
 def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
-    """The placements of ``parameter``, but whole along the dims for which cutting and converting do not commute."""
+    """Return ``parameter``'s placements, but whole along dims for which cutting and converting do not commute."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [type(operation) for operation in converter.operations]
@@ -182,7 +183,7 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # a rank has its part of each of the pieces: that is how the loader cuts them when it stacks experts
+        # a rank has a part of each of this many pieces, as the loader cuts them when it stacks experts
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -191,12 +192,12 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
 
 
 def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """As ``original``, on the meta device, with other placements: of each dim sharded as it is, or whole."""
+    """Return a meta parameter like ``original`` with ``placements``: each dim is sharded as it is there, or whole."""
     sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # whole it is no DTensor, whose local tensor the loader would move to the device of the mesh
+    # no DTensor if it is whole: the loader would move its local tensor to the device of the mesh
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
@@ -207,7 +208,7 @@ def _wrap(local: Tensor, like: Any, placements: tuple[Placement, ...]) -> DTenso
 
 
 def _replicate(whole: Tensor, like: Any) -> Any:
-    """As a DTensor on the device of ``whole``, where ``DTensor.from_local`` moves it to that of the mesh."""
+    """Return ``whole`` as a DTensor on its own device; ``DTensor.from_local`` would move it to the mesh's device."""
     placements = (Replicate(),) * len(like.placements)
     meta = _wrap(torch.empty_like(whole, device="meta"), like, placements)
     replicated: Any = torch.empty_like(meta, device=whole.device)
@@ -216,7 +217,7 @@ def _replicate(whole: Tensor, like: Any) -> Any:
 
 
 def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
-    """As ``original``, of which this rank has no part, not on the meta device."""
+    """Return a parameter like ``original``, which this rank has no part of, on ``device``."""
     parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
     parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
     return cast(nn.Parameter, parameter)

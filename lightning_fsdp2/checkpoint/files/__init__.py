@@ -1,1 +1,1 @@
-"""Files of a checkpoint on disk: drafts that are published whole, checksummed chunks, their readers and writers."""
+"""Files of a checkpoint on disk: drafts that are published whole, checksummed chunks, and their readers and writers."""

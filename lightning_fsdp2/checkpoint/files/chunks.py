@@ -1,11 +1,11 @@
-"""Chunks of checkpoint files: what a rank stored of one tensor, with a checksum that is compared when it is read.
+"""Chunks of checkpoint files: a rank's part of one tensor, with a checksum that is compared when it is read.
 
 ``checksums.json`` has the checksums by file and by the chunk's offset in bytes::
 
     {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
 
-They are of what a chunk holds, so that a rank compares what it has read, without reading it once more; a file as a
-whole has none, since a rank reads some of its chunks only.
+A checksum covers what a chunk holds, so that a rank can compare what it has read without reading it again. There is
+none for a file as a whole, since a rank reads only some of its chunks.
 """
 
 import io
@@ -22,7 +22,7 @@ from lightning_fsdp2.checkpoint.files.drafts import AnyPath
 CHECKSUMS_FILE = "checksums.json"
 
 CHECKSUM = "xxh3_128"
-"""The name under which ``meta.json`` keeps a file's checksum: XXH3 of 128 bits, in hexadecimal, as those of chunks."""
+"""Key of a file's checksum in ``meta.json``: XXH3 of 128 bits, in hexadecimal, like those of chunks."""
 
 _BLOCK_SIZE = 1 << 20
 
@@ -31,9 +31,9 @@ class Chunk(io.RawIOBase):
     """A part of a file, as a file of its own.
 
     Args:
-        file: Opened for reading.
-        offset: Where the part begins, in bytes.
-        length: How many bytes it has.
+        file: File that is open for reading.
+        offset: Start of the part, in bytes.
+        length: Length of the part, in bytes.
     """
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
@@ -75,12 +75,12 @@ def compute_checksum(value: Tensor | io.BytesIO) -> str:
 
 
 def describe_bytes(data: bytes) -> dict[str, Any]:
-    """Return size and checksum of what a small file holds, for ``meta.json``."""
+    """Return the size and the checksum of a small file's content, for ``meta.json``."""
     return {"bytes": len(data), CHECKSUM: xxhash.xxh3_128(data).hexdigest()}
 
 
 def describe_file(path: AnyPath) -> dict[str, Any]:
-    """Return the same of a file of any size, read block by block."""
+    """Return the same as :func:`describe_bytes` for a file of any size, which is read block by block."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_SIZE):
@@ -90,7 +90,7 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset; none if an older version wrote it."""
+    """Return the checksums of a directory's chunks by file and offset; empty if an older version wrote it."""
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}
@@ -99,10 +99,10 @@ def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
 
 
 def raise_damaged(path: AnyPath, names: list[str]) -> None:
-    """Raise if there are names of damaged files.
+    """Raise an error if there are damaged files.
 
     Raises:
-        ValueError: With them.
+        ValueError: With the names of the files.
     """
     if names:
         raise ValueError(

@@ -1,15 +1,16 @@
-"""Checkpoints that are complete or absent: written to a hidden draft, put on the disk, and then renamed.
+"""Checkpoints that are complete or absent: written to a hidden draft, synced to the disk, then renamed.
 
 While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
 
     .saving-1f2e3d4c.lock            locked by the process that saves, for as long as it lives
     .saving-1f2e3d4c/step=100.ckpt   the draft
     .saving-1f2e3d4c/.saving-replaced/
-                                     what had that name before, where the system cannot exchange two directories
+                                     the checkpoint that had the name before, if the system cannot exchange two
+                                     directories
 
-and while it is being removed, it is in such a folder too, so that no part of it is left under its name.
+A checkpoint that is being removed is in such a folder too, so that no part of it is left under its name.
 
-Object stores have no names to exchange: there a checkpoint is written in place, and complete once it has its
+Object stores cannot exchange names: there a checkpoint is written in place, and is complete once it has its
 ``meta.json``, which is written last.
 """
 
@@ -35,7 +36,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # which is as good a name for a checkpoint as any
+_OLD_REPLACED = "replaced"  # used by older versions; a checkpoint may have this name too
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -47,7 +48,7 @@ _HEAD_SIZE = 512
 
 
 def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
-    """Return a local path, or one in whatever store fsspec knows (``s3://bucket/run/last.ckpt``)."""
+    """Return a local path, or one in any store that fsspec knows (``s3://bucket/run/last.ckpt``)."""
     if isinstance(path, Path | UPath):
         return path
     found = UPath(path)
@@ -55,21 +56,21 @@ def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
 
 
 def is_local(path: AnyPath) -> TypeIs[Path]:
-    """Whether ``path`` is in the file system."""
+    """Return whether ``path`` is in the file system."""
     return isinstance(path, Path)
 
 
 class Draft:
-    """A checkpoint that is being written; one process makes it and publishes it, all may write into it.
+    """A checkpoint that is being written. One process creates and publishes it; all processes may write into it.
 
     Args:
-        target: What it will be.
+        target: Final path of the checkpoint.
 
     Raises:
         OSError: When the folder of ``target`` cannot be made or written to.
 
     Attributes:
-        path: Where to write: a directory or a file of this name, which does not exist yet.
+        path: Path of the directory or file to write, which does not exist yet.
     """
 
     def __init__(self, target: Path) -> None:
@@ -89,7 +90,7 @@ class Draft:
         self.path = self._container.path / target.name
 
     def publish(self) -> None:
-        """Give the draft the name of the checkpoint, in the place of what has it now; all in it must be on the disk."""
+        """Give the draft its final name, and replace what has it now; all in the draft must be on the disk."""
         if _is_folder(self.path):
             sync_folder(self.path)
         sync_folder(self._container.path)
@@ -103,25 +104,25 @@ class Draft:
 
 
 class StoreDraft:
-    """The same in an object store, where it has its final name from the start."""
+    """A draft in an object store, where it has its final name from the start."""
 
     def __init__(self, target: UPath) -> None:
         _remove_from_store(target)
         self.path = target
 
     def publish(self) -> None:
-        """Nothing is left to do: its ``meta.json`` has been written."""
+        """Do nothing: the draft's ``meta.json`` has been written, which completes it."""
 
     def discard(self) -> None:
-        """Remove what is there of it."""
+        """Remove what has been written of the draft."""
         _remove_from_store(self.path)
 
 
 def start_draft(target: AnyPath) -> Draft | StoreDraft:
-    """Make the draft that fits where ``target`` is.
+    """Start the draft of ``target``, in the file system or in an object store.
 
     Raises:
-        FileExistsError: When ``target`` is something that is no checkpoint, and would be lost.
+        FileExistsError: When ``target`` exists and is not a checkpoint, and would be lost.
         OSError: When the folder of ``target`` cannot be made or written to.
     """
     _check_replaceable(target)
@@ -135,9 +136,9 @@ def clean_folder(folder: AnyPath) -> None:
     for lock_file in folder.glob(f"{_PREFIX}*.lock"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process was faster, or it is another user's
+        except OSError:  # another process was faster, or the file is another user's
             continue
-        # an error means that the process lives, or that this file system has no locks
+        # an error means that the process is alive, or that this file system has no locks
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clean(lock_file.with_suffix(""))
@@ -145,7 +146,7 @@ def clean_folder(folder: AnyPath) -> None:
 
 
 def remove_checkpoint(path: str | AnyPath) -> None:
-    """Remove a checkpoint directory, a single file, or a link to either, but not what a link points to."""
+    """Remove a checkpoint directory, a single file, or a link to either, but not the target of a link."""
     found = get_path(path)
     if not is_local(found):
         _remove_from_store(found)
@@ -167,14 +168,14 @@ def remove_checkpoint(path: str | AnyPath) -> None:
 
 
 def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
-    """Make ``link`` point to ``target``, at once: whoever looks finds the old one or the new one.
+    """Make ``link`` point to ``target`` atomically: a reader finds the old checkpoint or the new one.
 
     Args:
-        target: A checkpoint.
-        link: Replaced, whether it is a link or a checkpoint.
+        target: Path of a checkpoint.
+        link: Path of the link; an existing link or checkpoint is replaced.
 
     Raises:
-        FileExistsError: When it is neither.
+        FileExistsError: When ``link`` exists and is neither.
     """
     target, link = Path(target), Path(link)
     _check_replaceable(link)
@@ -187,11 +188,11 @@ def check_free_space(path: AnyPath, size: int) -> None:
     """Refuse a save that the disk has no room for, before anything is written.
 
     Args:
-        path: Of the checkpoint.
-        size: In bytes.
+        path: Path of the checkpoint.
+        size: Size of the checkpoint, in bytes.
 
     Raises:
-        OSError: With the numbers.
+        OSError: When there is not enough room; the error gives both sizes.
     """
     if not is_local(path):
         return
@@ -208,7 +209,7 @@ def check_free_space(path: AnyPath, size: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in ``folder`` on the disk."""
+    """Sync the names in ``folder`` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -217,7 +218,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_replaceable(target: AnyPath) -> None:
-    """Refuse to replace what is neither a checkpoint, whoever wrote it and however much of it, nor empty."""
+    """Refuse to replace anything except a checkpoint (complete or not, of any origin) and an empty file or folder."""
     if is_local(target) and target.is_symlink():
         return
     if target.is_dir():
@@ -237,21 +238,21 @@ def _check_replaceable(target: AnyPath) -> None:
 
 
 def _is_file_expendable(path: AnyPath) -> bool:
-    """Whether a file is empty, or begins as those of ``torch.save`` do: other archives are no checkpoints."""
+    """Return whether a file is empty, or begins like one of ``torch.save``: other archives are not checkpoints."""
     with path.open("rb") as file:
         head = file.read(_HEAD_SIZE)
     return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a directory where there is no room for a container: first what no reader goes without."""
+    """Remove a directory when there is no room for a container: first the files that every reader needs."""
     for name in (".metadata", SUMMARY_FILE):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those that it lies in, and put their names on the disk."""
+    """Make a folder and its missing parents, and sync their names to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -268,7 +269,7 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # so that what is left, if this fails half way, is no checkpoint
+        (path / SUMMARY_FILE).unlink()  # first, so that what is left if this fails half way is not a checkpoint
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 
@@ -278,7 +279,7 @@ class _Container:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
-        # locked before it exists, or another process could take it for one whose process has died
+        # locked before the folder exists, or another process could think that this one has died
         self._lock = _lock(_get_lock_file(self.path))
         try:
             self.path.mkdir()
@@ -287,7 +288,7 @@ class _Container:
             raise
 
     def discard(self) -> None:
-        """Remove it with all that is in it; what resists is left to the next :func:`clean_folder`."""
+        """Remove the folder with all that is in it; what cannot be removed is left to the next :func:`clean_folder`."""
         shutil.rmtree(self.path, ignore_errors=True)
         if not self.path.exists():
             _get_lock_file(self.path).unlink(missing_ok=True)
@@ -296,7 +297,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # without a draft of its name it is a part of a checkpoint, whose name is that of this folder
+        # without a draft of the same name it is part of a checkpoint that is itself called `replaced`
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
@@ -305,11 +306,11 @@ def _clean(container: Path) -> None:
 
 
 def _replace(draft: Path, target: Path, replaced: Path) -> None:
-    """Put ``draft`` in the place of ``target``; what was there ends in the draft's container."""
+    """Put ``draft`` in the place of ``target``; what was there ends up in the draft's container."""
     if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
         os.replace(draft, target)
     elif not _exchange(draft, target):
-        # a kill between the two renames leaves the old checkpoint in the container: see `clean_folder`
+        # if the process dies between the renames, the old checkpoint is left in the container: see `clean_folder`
         replaced.mkdir()
         target.rename(replaced / target.name)
         try:
@@ -320,7 +321,7 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Give each path the other's content, atomically; False where the system cannot (other than Linux, some mounts).
+    """Exchange two paths atomically; return False if the system cannot (outside of Linux, on some mounts).
 
     Python's ``os.rename`` cannot replace a directory that is not empty.
     """
@@ -351,7 +352,7 @@ def _lock(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
-            pass  # a cleaner that looked before it was locked has removed it
+            pass  # a cleaner that looked before the file was locked has removed it
         except OSError:
             return descriptor  # no locks on this file system: `clean_folder` will leave its drafts alone
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written with checksums to any store, and read without running what is in them."""
+"""Files of a checkpoint: written with checksums to any store, and read without running code that is in them."""
 
 import io
 import os
@@ -56,7 +56,7 @@ class DurableFile:
     """A file that is written from start to end, and is on the disk once it is closed.
 
     Args:
-        path: Of the file, which must not exist.
+        path: Path of the file, which must not exist.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -79,15 +79,15 @@ class DurableFile:
         return view.nbytes
 
     def _start_writeback(self) -> None:
-        """Let the disk begin: the system would collect gigabytes first, and the flush at the end wait for them all.
+        """Start writing to the disk now: the system would collect gigabytes first, and the final flush wait for them.
 
-        What the disk has is given back to the system, which finds new memory for a whole checkpoint slowly, and would
-        take it from the files that training reads.
+        The memory of what the disk has is given back to the system. It would be slow to find new memory for a whole
+        checkpoint, and would take it from the files that training reads.
         """
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # it is only advice, and some file systems take none
+        with suppress(OSError):  # it is only advice, which some file systems do not take
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
@@ -102,7 +102,7 @@ class DurableFile:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self._failure is not None:
-            # `torch.save` complains of the end of its archive instead
+            # `torch.save` would complain about the end of its archive instead
             with suppress(OSError):
                 self._file.close()
             raise self._failure
@@ -113,13 +113,13 @@ class DurableFile:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes this rank's part of a checkpoint to one file of a folder, tensor by tensor, and puts it on the disk.
+    """Writer of this rank's part of a checkpoint: one file in a folder, tensor by tensor, synced to the disk.
 
-    torch's writer keeps what it has copied to the host until the file is written: a second copy of the shard.
+    torch's writer keeps its copies on the host until the file is written: a second copy of the shard.
 
     Attributes:
         sizes: Bytes of each file that this rank has written, by name.
-        checksums: After the save, on rank 0: those of all ranks' chunks, by file and offset.
+        checksums: Checksums of all ranks' chunks, by file and offset; on rank 0, after the save.
     """
 
     def __init__(self, folder: AnyPath) -> None:
@@ -145,7 +145,7 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the checksums out of ``.metadata``, which others read too and which has no place for them."""
+        """Keep the checksums out of ``.metadata``, which other software reads too and which has no place for them."""
         hashed = [result.storage_data for written in results for result in written]
         for info in hashed:
             self.checksums.setdefault(info.relative_path, {})[info.offset] = info.checksum
@@ -158,10 +158,10 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint's folder from any store.
+    """Reader of a checkpoint's folder in any store.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         trust: Whether ``.metadata``, a pickle, may name any class or function.
         verify: Whether chunks that have checksums are compared with them when they are read.
     """
@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks; name those that are not what was written, and their files."""
+        """Read all chunks; return the names of those that are not what was written, with their files."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []
@@ -206,7 +206,7 @@ class CheckpointReader(FileSystemReader):
         return damaged
 
     def _open_files(self, keys: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Yield the keys in the order of their chunks in the files, and the file of each."""
+        """Yield the keys, in the order of their chunks in the files, each with its open file."""
         places = {key: self.storage_data[key] for key in keys}
         ordered = sorted(places, key=lambda key: (places[key].relative_path, places[key].offset))
         for name, group in groupby(ordered, key=lambda key: places[key].relative_path):
@@ -225,7 +225,7 @@ class CheckpointReader(FileSystemReader):
             is_intact = compute_checksum(chunk) == checksums[info.relative_path][info.offset]
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # whatever a damaged archive leads to
+        except Exception as error:  # a damaged archive may raise anything
             raise make_damage_error(cast(AnyPath, self.path) / self._get_name(key), error) from error
         if not is_intact:
             raise_damaged(cast(AnyPath, self.path), [self._get_name(key)])
@@ -244,20 +244,20 @@ class CheckpointReader(FileSystemReader):
 
 
 def save_plain(value: Any, file: Any) -> None:
-    """``torch.save`` of what no other rank has a part of; numpy's numbers become Python's, which load without trust.
+    """Write a value without shards with ``torch.save``; numpy numbers become Python's, which load without trust.
 
     Raises:
-        TypeError: When a DTensor hides in an object: this rank's part of it would be all that is saved.
+        TypeError: When a DTensor hides in an object: only this rank's part of it would be saved.
     """
     plain = tree_map_only(np.generic, lambda number: number.item(), value)
     torch.save(plain, file, pickle_module=_PlainPickle)
 
 
 def warn_of_objects(value: Any) -> None:
-    """Say while a checkpoint is saved, and once per process, that it will be refused unless it is trusted.
+    """Warn, once per process, that the objects in a checkpoint will make it refused unless it is trusted.
 
     Args:
-        value: What it will hold; tensors are left out.
+        value: Content of the checkpoint; its tensors are ignored.
     """
     buffer = io.BytesIO()
     save_plain(tree_map_only(Tensor, lambda _: None, value), buffer)
@@ -267,11 +267,11 @@ def warn_of_objects(value: Any) -> None:
 
 
 def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Return what ``torch.save`` wrote to a file, on the host.
+    """Load a file of ``torch.save`` to the host.
 
     Args:
-        path: Of the file.
-        trust: Whether it may hold any object, which can run code when it is loaded.
+        path: Path of the file.
+        trust: Whether the file may hold any object, which can run code when it is loaded.
         mmap: Whether tensors stay in the (local) file until they are read.
 
     Raises:
@@ -284,12 +284,12 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
 
 
 def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Return, on the host, what ``torch.load`` takes for weights and, if it is trusted, what it does not.
+    """Load an archive of ``torch.save`` to the host; if it is trusted, also what ``weights_only=True`` refuses.
 
     Args:
-        open_archive: Returns the path of what ``torch.save`` wrote, or a file at its beginning.
-        path: For errors.
-        trust: Whether it may hold any object, which can run code when it is loaded.
+        open_archive: Function that returns the path of the archive, or a file at its beginning.
+        path: Path of the checkpoint, for errors.
+        trust: Whether the archive may hold any object, which can run code when it is loaded.
         mmap: Whether tensors stay in the file until they are read.
 
     Raises:
@@ -299,30 +299,30 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
     try:
         return torch.load(open_archive(), weights_only=True, **options)
-    except pickle.UnpicklingError as error:  # intact, so that it is refused
+    except pickle.UnpicklingError as error:  # the archive is intact, so this is a refusal
         if not trust:
             raise make_trust_error(path, error) from error
     except (RuntimeError, ValueError) as error:
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # torch's, where the objects may raise anything
+    except RuntimeError as error:  # from torch; the objects themselves may raise anything
         raise make_damage_error(path, error) from error
 
 
 def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
-    """What to say about a file that cannot be parsed."""
+    """Return the error for a file that cannot be parsed."""
     return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier one.")
 
 
 def get_reason(error: Exception) -> str:
-    """What to say of an error that is another one's cause; torch answers a damaged pickle with advice to trust it."""
+    """Describe an error that caused another one; torch answers a damaged pickle with advice to trust it."""
     is_advice = isinstance(error, pickle.UnpicklingError)
     return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def make_trust_error(path: Any, error: Exception) -> ValueError:
-    """What to say about a checkpoint that may run code when it is loaded."""
+    """Return the error for a checkpoint that may run code when it is loaded."""
     return ValueError(
         f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most likely),"
         " which can run code when they are loaded. If you trust the file, pass `weights_only=False` to the Trainer's"
@@ -343,10 +343,10 @@ def _warn_of_types(names: str) -> None:
 
 
 class _PlainPickle:
-    """What ``torch.save`` needs of the module pickle."""
+    """The part of the module pickle that ``torch.save`` needs."""
 
     class Pickler(pickle.Pickler):
-        """Refuses DTensors."""
+        """Pickler that refuses DTensors."""
 
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, DTensor):
@@ -360,7 +360,7 @@ class _PlainPickle:
 
 
 class _Store(FileSystem):
-    """Where torch's reader and writer open files: in the file system or in any store that fsspec knows."""
+    """File access of torch's reader and writer, to the file system or any store that fsspec knows."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -392,7 +392,7 @@ class _Store(FileSystem):
 
 @dataclass
 class _HashedInfo(StorageInfo):
-    """Where a chunk is, on its way to rank 0, and its checksum."""
+    """Place and checksum of a chunk, on their way to rank 0."""
 
     checksum: str = ""
 
@@ -402,11 +402,11 @@ class _HashedInfo(StorageInfo):
 
 
 class RefusedError(pickle.UnpicklingError):
-    """``.metadata`` names what it does not consist of."""
+    """Error for a ``.metadata`` that names a class or function it does not consist of."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes that ``.metadata`` consists of, and nothing else."""
+    """Unpickler that builds the classes that ``.metadata`` consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
@@ -415,9 +415,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check_pickle(archive: Any, path: AnyPath) -> None:
-    """Raise where the part of an archive that says what it holds differs from its CRC-32, if it was written with one.
+    """Refuse an archive whose pickle, which says what it holds, differs from its CRC-32, if it was written with one.
 
-    It is small, and damage to it looks like objects that need trust, or like another checkpoint.
+    The pickle is small, and damage to it looks like objects that need trust, or like another checkpoint.
     """
     try:
         with zipfile.ZipFile(archive) as file:
@@ -426,21 +426,22 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
                 file.read(record)
     except (FileNotFoundError, PermissionError):
         raise
-    except Exception as error:  # whatever a damaged archive leads to
+    except Exception as error:  # a damaged archive may raise anything
         raise make_damage_error(path, error) from error
 
 
 def _is_metadata(module: str, name: str) -> bool:
-    """Whether a name is that of a dtype, or of a class which these modules define themselves."""
+    """Return whether a name is that of a dtype, or of a class that DCP's metadata or file system module defines."""
     found = getattr({"torch": torch, **_METADATA_MODULES}.get(module), name, None)
     return isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module != "torch")
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Let ``torch.save`` compute no checksums of its own, which cost more than ours and are never compared.
+    """Run the block without ``torch.save``'s own checksums, which cost more than ours and are never compared.
 
-    In torch 2.11 the switch is one for the process: beside training it stays, for what the user saves at the same time.
+    In torch 2.11 the switch applies to the whole process. A thread that writes beside training leaves it alone, since
+    the user may save something at the same time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -454,7 +455,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _write_chunk(file: DurableFile, data: Tensor | io.BytesIO) -> str:
-    """Write what DCP saves of a tensor, or an object; return its checksum."""
+    """Write a chunk that DCP saves, part of a tensor or an object; return its checksum."""
     if isinstance(data, Tensor):
         data = _to_host(data)
         with _without_crc32():
@@ -476,6 +477,6 @@ def _hand_over(chunk: Tensor | io.BytesIO, item: ReadItem, planner: LoadPlanner)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A host tensor that owns no more than its elements: ``torch.save`` writes whole storages."""
+    """Return a host tensor whose storage holds its elements only, since ``torch.save`` writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().size() != tensor.nbytes else tensor

@@ -1,1 +1,1 @@
-"""One step of a rank that does not exist, recorded."""
+"""Simulation and recording of a training step on a rank that does not exist."""

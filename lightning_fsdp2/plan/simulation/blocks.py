@@ -1,7 +1,7 @@
-"""Plan a model by a few of its layers: what they take grows by the same amount with each of them.
+"""Plan a model from a few of its layers, since each further layer adds the same amount.
 
-A model of many layers is a few kinds of blocks over and over. Simulated with a few repetitions and with one more, the
-part of that one is known, and so is any number of them.
+A model of many layers repeats a few kinds of blocks over and over. It is simulated with a few repetitions and with one
+more. The difference is the part of one repetition, from which the result follows for any number of them.
 """
 
 from collections import Counter, defaultdict
@@ -16,48 +16,51 @@ from lightning_fsdp2.plan.simulation.recorder import Operation, Recording
 from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
 
 _NUMBERS = ("layer_idx", "layer_id")
-"""Under which names blocks know their own number."""
+"""Names of the attributes in which blocks keep their own number."""
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Blocks of a list that come again and again."""
+    """A group of blocks that repeats until the end of a list."""
 
     first: int
-    """Blocks before them."""
+    """Number of blocks before the first repetition."""
 
     period: int
-    """Blocks of a repetition."""
+    """Number of blocks in a repetition."""
 
     times: int
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A recording, without the order."""
+    """A recording without the order of its operations."""
 
     operations: list[Operation]
     peaks: dict[str, int]
-    """The most bytes that are in use in each part of the step."""
+    """Largest number of bytes that are in use in each part of the step."""
 
     reserved: Reserved
 
     @property
     def peak_bytes(self) -> int:
-        """Of the part that needs most."""
+        """Bytes in use in the part of the step that needs most."""
         return max(self.peaks.values())
 
 
 def get_few(config: Any) -> int:
-    """How many repetitions to simulate, apart from one more, of a run with this config of ``FSDP2Strategy``.
+    """Return how many repetitions to simulate, before one more, for a run with this config of ``FSDP2Strategy``.
 
-    As many blocks at each end differ from those between as FSDP2 gathers ahead, and at the least two.
+    At each end, as many blocks differ from those between as FSDP2 gathers ahead, and at least two.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
 def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
-    """What repeats in the only list of blocks of ``module``; None where ``few`` would not tell of it."""
+    """Return the repetition in the only list of blocks of ``module``.
+
+    None if there are several lists or none, or if nothing repeats at least ``few + 2`` times.
+    """
     lists = get_layer_lists(module)
     if len(lists) != 1:
         return None
@@ -75,12 +78,12 @@ def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
 
 
 def _get_layer_types(model: Any) -> list[str]:
-    """What some models keep in their config alone."""
+    """Return the layer types, which some models keep only in their config."""
     return getattr(model.config.get_text_config(), "layer_types", None) or []
 
 
 def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
-    """Leave out all but ``times`` repetitions, in place; return the names of the blocks of each."""
+    """Keep only ``times`` repetitions, in place, and return the names of the blocks of each."""
     (blocks,) = get_layer_lists(module)
     kept = blocks[: repetition.first + times * repetition.period]
     left_out = set(blocks[len(kept) :])
@@ -97,9 +100,9 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
     """Add up equal operations, and find the peak of each part of the step.
 
     Args:
-        recording: Of a step.
-        repetitions: Names of the blocks of each. Their parts are named by how far from the first and the last they
-            are, as :func:`extrapolate` needs them.
+        recording: Recording of a step.
+        repetitions: Names of the blocks of each repetition. In the summary, their parts of the step are named by the
+            distance from the first or the last repetition, as :func:`extrapolate` needs it.
     """
     counts: Counter[Operation] = Counter()
     for operation in recording.operations:
@@ -124,7 +127,7 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Of the first and the last repetitions, half of :func:`get_few`, by names of their blocks."""
+    """Return the places of the first and the last repetitions, half of :func:`get_few` at each end, by block name."""
     places = defaultdict(list)
     for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
         for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
@@ -134,13 +137,13 @@ def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
-    """Tell of ``steps`` repetitions more than ``few`` has, of which ``more`` has one.
+    """Extrapolate to ``steps`` repetitions more than ``few`` has. ``more`` has one more than ``few``.
 
-    From one block to the next what is in use grows or shrinks by the same amount, so that most is in use near the first
-    or near the last of them.
+    From one block to the next, the memory in use grows or shrinks by the same amount. So most is in use near the first
+    or near the last block.
 
     An operation on all parameters at once has another size with each number of layers. It comes out as a negative count
-    of one size and a positive of the other, whose sum is right.
+    of one size and a positive count of the other, whose sum is right.
     """
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):
@@ -155,7 +158,7 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
 
 
 def _get_kind(block: nn.Module) -> Any:
-    """Equal for blocks that do the same."""
+    """Return a key that is equal for blocks that do the same."""
     return [(name, type(inner), _get_parameters(inner), _get_marks(inner)) for name, inner in block.named_modules()]
 
 
@@ -165,6 +168,6 @@ def _get_parameters(module: nn.Module) -> list[Any]:
 
 
 def _get_marks(module: nn.Module) -> dict[str, Any]:
-    """What else tells blocks apart, such as the window of their attention."""
+    """Return what else tells blocks apart, such as the window of their attention."""
     marks = {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float)}
     return {name: value for name, value in marks.items() if name not in _NUMBERS}

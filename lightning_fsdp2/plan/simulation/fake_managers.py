@@ -27,12 +27,12 @@ def replace_manager(strategy: FSDP2Strategy | DDPStrategy, mode: FakeTensorMode)
 
 
 def get_buckets(strategy: FSDP2Strategy | DDPStrategy) -> list[Tensor]:
-    """In which DDP reduces gradients: what they were in the last step."""
+    """Return the buckets in which DDP reduced gradients in the last step."""
     return [*getattr(strategy.manager, "buckets", {}).values()]
 
 
 class _FakeFSDP2Manager(FSDP2Manager):
-    """Compiles nothing, either: that needs values."""
+    """FSDP2 manager with fake weights. It does not compile, since that needs values."""
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         super().__init__(replace(config, enable_compile=False, enable_async_tensor_parallel=False), device_mesh)
@@ -45,7 +45,7 @@ class _FakeFSDP2Manager(FSDP2Manager):
 
 
 class _FakeDDPManager(DDPManager):
-    """Helps torch's reducer over what the fake process group and fake tensors lack."""
+    """DDP manager with fake weights. It adds what torch's reducer misses in a fake process group and fake tensors."""
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         if config.find_unused_parameters:
@@ -53,11 +53,11 @@ class _FakeDDPManager(DDPManager):
                 "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, and a plan"
                 " has none; plan the run without it."
             )
-        # with a static graph a step sends and holds as much, and DDP reads values, too
+        # a static graph makes DDP read values, too, and changes nothing in what a step sends and holds
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
-        """Where the reducer gathers gradients, by number."""
+        """Buckets in which the reducer gathers gradients, by number."""
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
         super().prepare(model, materializes=False)
@@ -69,7 +69,7 @@ class _FakeDDPManager(DDPManager):
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
-        # the reducer's own all-reduce wants its result, which the fake group has not
+        # the reducer's own all-reduce waits for a result, which the fake group does not give
         hook = super().get_optional_hook(parameters) or _all_reduce
 
         def observe(
@@ -77,7 +77,7 @@ class _FakeDDPManager(DDPManager):
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[Tensor]:
             buffer = bucket.buffer()
-            # one that was made anew, as `_Reducer` says, has values; operations see what the mode has in its place
+            # a bucket that was rebuilt (see `_Reducer`) has values; operations see the mode's fake tensor in its place
             self.buckets[bucket.index()] = buffer if self._mode.is_our_fake(buffer) else self._mode.from_tensor(buffer)
             return cast(torch.futures.Future[Tensor], hook(group, bucket))
 
@@ -85,7 +85,7 @@ class _FakeDDPManager(DDPManager):
 
 
 class _Reducer:
-    """Reads and writes the order of gradients, numbers that it keeps in tensors."""
+    """Wrapper of torch's reducer that rebuilds buckets with values, since the order of gradients is kept in tensors."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""Floating-point operations of what torch's own counter leaves out."""
+"""Floating-point operations of those torch operations that torch's own counter leaves out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  ma
 
 
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
-    """How many floating-point operations one of torch's operations takes; None for those without products.
+    """Return the function that counts the FLOPs of one of torch's operations; None for operations without products.
 
     ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
-    Where attention is causal, half of its products are left out, as kernels leave them out.
+    Half of the products of causal attention are left out, as kernels leave them out.
     """
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
@@ -28,7 +28,10 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
 
 
 def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
-    """Each row of ``first`` is in the product of its group; two matrices have their groups along the inner dim."""
+    """Count the FLOPs of grouped products.
+
+    Each row of ``first`` is in the product of its group. If both are matrices, the groups are along the inner dim.
+    """
     if first.ndim == second.ndim == 2:
         return 2 * first.size(0) * first.size(1) * second.size(1)
     return 2 * out_val.numel() * first.size(-1)
@@ -57,17 +60,20 @@ def _count_attention_backward(
 
 
 def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
-    """Two products: of queries with keys, and of what that gives with values; ``segments`` end with their pairs."""
+    """Count the FLOPs of two products: queries with keys, and the result with values.
+
+    ``segments`` end with the number of pairs of a query and a key.
+    """
     return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
 
 
 def _count_segments_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
 ) -> int:
-    """The first one again, and two for the gradient of each."""
+    """Count the FLOPs of backward: the first product again, and two products for the gradients of each."""
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Of keys or values with as many heads as queries, which share them: torch 2.11 counts no others."""
+    """Return the shape of keys or values repeated for the query heads that share them. torch 2.11 counts no others."""
     return (*query.shape[:2], *tensor.shape[2:])

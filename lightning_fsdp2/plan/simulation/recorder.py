@@ -1,6 +1,6 @@
-"""What a training step allocates, sends and computes, written down as torch's dispatcher sees it.
+"""Recorder of what a training step allocates, sends and computes, as torch's dispatcher sees it.
 
-Nothing is measured: the tensors may be fake ones, which have shapes and no values, and the ranks of their collectives
+Nothing is measured: the tensors may be fake ones, which have shapes but no values, and the ranks of the collectives
 need not exist.
 """
 
@@ -100,15 +100,16 @@ _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "sca
 """Operations that read and write as much of their first tensor as the last one has."""
 
 _COPIES_IN = "fsdp::all_gather_copy_in"
-"""FSDP2's operation that copies shards into a buffer, which its schema does not say."""
+"""FSDP2's operation that copies shards into a buffer. Its schema does not say that it writes."""
 
 _UNCHANGED = {"grads"}
-"""Arguments that the schemas of fused optimizers declare as changed, for what a ``GradScaler`` does with them."""
+"""Arguments that fused optimizers do not change, although their schemas say so because of ``GradScaler``."""
 
 
 _AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
 _AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
-"""One group can be several axes: without context parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
+"""Axes in the order in which a collective is named after them. One group can be several axes: without context
+parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class Group:
     """Ranks that communicate."""
 
     axes: tuple[str, ...]
-    """Those of the views of the mesh that consist of these ranks; none for a group that is not of the mesh."""
+    """Axes of the mesh's views that consist of these ranks; empty for a group that is not of the mesh."""
 
-    ranks: tuple[int, ...] = field(hash=False)  # they may be many, and `axes` tells them apart
+    ranks: tuple[int, ...] = field(hash=False)  # there may be many, and `axes` tells groups apart
 
 
 @dataclass(frozen=True)
@@ -126,26 +127,26 @@ class Collective:
     """A call of a collective operation."""
 
     kind: str
-    """``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's name."""
+    """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's."""
 
     group: Group
 
     is_of_unit: bool
-    """Whether FSDP2 gathers the weights of a unit, or reduces its gradients."""
+    """Whether FSDP2 gathers the weights of a unit, or reduces its gradients, with this call."""
 
     bytes: int
-    """Of the whole tensor: what each rank has behind an all-gather, and before a reduce-scatter."""
+    """Size of the whole tensor: what each rank has after an all-gather, and before a reduce-scatter."""
 
     @property
     def axis(self) -> str:
-        """Of the mesh, named after what is done over it; ``"other"`` where it is none."""
+        """Axis of the mesh, chosen by what the collective is for; ``"other"`` if the group is not of the mesh."""
         order = _AXES_OF_UNITS if self.is_of_unit else _AXES
         return next((axis for axis in order if axis in self.group.axes), "other")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What the speed of a fused attention kernel depends on."""
+    """Properties of an attention call that the speed of a fused kernel depends on."""
 
     head_size: int
     length: int
@@ -158,27 +159,27 @@ class Attention:
 
 @dataclass(frozen=True)
 class Operation:
-    """What one operation of torch does on this rank."""
+    """The work of one torch operation on this rank."""
 
     flops: int
     bytes: int
-    """Read and written, if nothing of it is in a cache."""
+    """Bytes that are read and written if nothing is in a cache."""
 
     dtype: torch.dtype | None
-    """Of what it reads first; None where it reads no tensor."""
+    """Dtype of the first tensor that the operation reads; None if it reads no tensor."""
 
     collective: Collective | None = None
     attention: Attention | None = None
     times: int = 1
-    """How often the step does it."""
+    """Number of times that the step does the operation."""
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage. What it is may turn out after it was made, so its category is read at the end."""
+    """A storage. Its category may become known only after it was made, and is read at the end."""
 
     phase: str
-    """In which it was made."""
+    """Phase in which the storage was made."""
 
     label: str = TEMPORARIES
     is_of_vocabulary: bool = False
@@ -186,62 +187,62 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Logits are those of the vocabulary's size that nobody knows to be something else."""
+        """Category of the storage. One of the vocabulary's size is logits unless it is known to be something else."""
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
 class MemoryChange(NamedTuple):
-    """A storage that was made, freed or resized."""
+    """A change of a storage, which was made, freed or resized."""
 
     moment: int
     """Number of operations that came before."""
 
     category: str
     bytes: int
-    """By which the storage grew; negative where it shrank."""
+    """Bytes by which the storage grew; negative if it shrank."""
 
     storage: int
-    """A number that tells storages apart."""
+    """Number that tells storages apart."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A step. Moments are numbers of operations that came before."""
+    """The recording of a step. A moment is the number of operations that came before it."""
 
     operations: list[Operation]
     changes: list[MemoryChange]
 
     marks: list[tuple[int, str]]
-    """Moments at which a part of the step begins, and its name."""
+    """Moments at which the parts of the step begin, with the names of the parts."""
 
     phases: list[tuple[int, str]]
-    """The same for ``"forward"``, ``"backward"`` and ``"optimizer"``."""
+    """Moments at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, with these names."""
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """In the order in which they are called; those of micro-batches that are alike once."""
+        """Collectives in the order of their calls. Those of micro-batches that are alike appear once."""
         return [operation.collective for operation in self.operations if operation.collective is not None]
 
     @property
     def flops(self) -> int:
-        """Of all operations."""
+        """FLOPs of all operations."""
         return sum(operation.flops * operation.times for operation in self.operations)
 
 
 class StepRecorder(TorchDispatchMode):
-    """Writes down every change in the bytes that storages hold, what the storages are, and every operation.
+    """Dispatch mode that records every operation, every change in the bytes of storages, and the storages' categories.
 
-    FSDP2's own operations tell its tensors apart: what it copies in, gathers, copies out, and reduces. Logits, and what
-    the loss makes of them, are known by a last dim of the size of the vocabulary. Of all others, activations are those
-    made in forward that are alive when backward begins, the step's inputs and the model's buffers included;
-    temporaries are the rest, among them what backward computes again. What tensor parallelism gathers or reduces is one
-    or the other. Workspace that an operation takes for itself is not seen.
+    FSDP2's own operations tell its tensors apart: those that it copies in, gathers, copies out, and reduces. Logits and
+    what the loss makes of them are recognized by a last dim of the size of the vocabulary. Of all other tensors,
+    activations are those made in forward that are alive when backward begins, including the step's inputs and the
+    model's buffers. Temporaries are the rest, including what backward recomputes. What tensor parallelism gathers or
+    reduces is one or the other. Workspace that an operation takes for itself is not seen.
 
     torch's own ``FSDPMemTracker`` follows FSDP2's hooks, knows no logits and no traffic, and needs a step before it.
 
     Args:
-        groups: By torch's names of process groups.
-        vocabulary: Sizes of the vocabulary, or of this rank's part.
+        groups: Groups of ranks by torch's names of process groups.
+        vocabulary: Sizes of the vocabulary, or of this rank's part of it.
     """
 
     def __init__(self, groups: Mapping[str, Group], vocabulary: Collection[int] = ()) -> None:
@@ -256,7 +257,7 @@ class StepRecorder(TorchDispatchMode):
         self._kinds: dict[Any, _OperationKind] = {}
         self._blocks = ExitStack()
         self.times = 1
-        """How often the step does what comes next."""
+        """Number of times that the step does the operations that come next."""
 
     def __enter__(self) -> "StepRecorder":
         self._blocks.enter_context(observe_resizes(self._observe))
@@ -268,12 +269,12 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor: its local tensors come by next
+            return NotImplemented  # a DTensor: its local tensors come next
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = _get_tensors(result)
         if results and results[0].device.type == "meta":
-            return result  # DTensor asks what an operation would give
+            return result  # DTensor asks what an operation would return
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
@@ -294,32 +295,32 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def part(self) -> str:
-        """The part of the step that was begun last."""
+        """Name of the part of the step that was begun last."""
         return self._marks[-1][1]
 
     def begin(self, phase: str, part: str | None = None) -> None:
-        """Begin a phase of the step, with a part of it."""
+        """Begin a phase of the step, and its first part."""
         self._phases.append((len(self._operations), phase))
         self.mark(part or phase)
 
     def mark(self, part: str) -> None:
-        """Begin a part of a phase."""
+        """Begin a part of the current phase."""
         self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what tensors are; the first word counts."""
+        """Set the category of tensors. The first category that a tensor gets counts."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             _set_category(self._observe(local.untyped_storage()), category)
 
     def label_rest(self, category: str, *, phase: str) -> None:
-        """Say what all tensors are that were made in a phase, are alive now and not labelled yet."""
+        """Set the category of all tensors that were made in a phase, are alive now and have no category yet."""
         for allocation in self._live.values():
             if allocation.phase == phase:
                 _set_category(allocation, category)
 
     def get_recording(self) -> Recording:
-        """What was written down so far."""
+        """Return what was recorded so far."""
         numbers: dict[Allocation, int] = {}
         changes = [
             MemoryChange(moment, allocation.category, size, numbers.setdefault(allocation, len(numbers)))
@@ -360,7 +361,7 @@ class StepRecorder(TorchDispatchMode):
 
 
 class _OperationKind:
-    """What all calls of one of torch's operations have in common."""
+    """Properties that all calls of one torch operation have in common."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -382,7 +383,7 @@ class _OperationKind:
         return 0 if self._flop_formula is None else self._flop_formula(*args, **kwargs, out_val=result)
 
     def get_attention(self, args: Any, kwargs: Any) -> Attention | None:
-        """Return what a call of fused attention computes; None for other operations."""
+        """Return the properties of a call of fused attention; None for other operations."""
         if self._flop_formula is None or "attention" not in self._short_name:
             return None
         given = self._name(args, kwargs)
@@ -397,10 +398,10 @@ class _OperationKind:
         return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
 
     def count_bytes(self, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes that a call reads and writes.
+        """Count the bytes that a call reads and writes.
 
-        It writes the arguments that its schema declares as changed, and results in storages that no argument has. What
-        does neither, such as a reshape or a question about a tensor, moves nothing, whatever it is given.
+        It writes the arguments that its schema declares as changed, and results in storages that no argument has. A
+        call that writes neither, such as a reshape or a query about a tensor, moves nothing, whatever its arguments.
         """
         given = self._name(args, kwargs)
         tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
@@ -426,12 +427,12 @@ _OTHER = Group((), ())
 
 
 def _get_tensors(values: Any) -> list[Tensor]:
-    """The tensors in ``values``, each once."""
+    """Return the tensors in ``values``, each once."""
     return list({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)}.values())
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements that ``tensors`` have in memory: those of an expanded dim are one."""
+    """Count the bytes of the elements that ``tensors`` have in memory. An expanded dim has one."""
     return sum(
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
         * tensor.itemsize

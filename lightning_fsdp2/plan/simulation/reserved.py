@@ -1,19 +1,19 @@
-"""How much memory of a device a process holds, beside the tensors that its plan counts.
+"""Estimate of the memory that a process holds on its device, in addition to the tensors that its plan counts.
 
 torch's allocator keeps segments of memory, gives out blocks of them, and rarely gives a segment back
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). What it reserves depends on the order of
-allocations, so that order is played through, by the allocator's own rules. The rest is known by what others measured:
+allocations, so that order is replayed by the allocator's own rules. The rest comes from what others measured:
 
-    Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, what torch has allocated left out
-        (https://github.com/NVIDIA/nccl/issues/1685); half of it without what is loaded lazily.
-    NCCL: 544 MB for a group of two ranks, 688 MB for more, on A100s that NVLink joins
+    Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, without what torch has allocated
+        (https://github.com/NVIDIA/nccl/issues/1685); half of that without what is loaded lazily.
+    NCCL: 544 MB for a group of two ranks, 688 MB for more, on A100s connected by NVLink
         (https://github.com/NVIDIA/nccl/issues/964); an all-to-all of eight H100s connects all pairs, 3.28 GB (1685).
     cuBLAS: a workspace of 32 MiB on Hopper (torch's notes on CUDA, ``CUBLAS_WORKSPACE_CONFIG``).
     Attention: FlashAttention-2 adds up the gradients of queries in float32 in backward.
-    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than is played through here, which
-        knows neither what is freed late, for another stream, nor what many steps break into pieces.
+    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than the replay says. It knows neither
+        frees that wait for another stream, nor fragmentation over many steps.
 
-Under pressure the allocator gives unused segments back before it fails, so that a run may live with less.
+Under pressure the allocator gives unused segments back before it fails, so a run may survive with less.
 """
 
 import itertools
@@ -33,32 +33,32 @@ _ALL_TO_ALL = int(3.28e9)
 _CUBLAS_WORKSPACE = 32 * _MIB
 
 _GROWTH = 1.1
-"""What is added to the segments for what is not played through: twice what was seen."""
+"""Factor on the segments for what is not replayed. It adds twice the growth that was seen."""
 
 _ROUNDING = 512
 _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _LARGE = 10 * _MIB
-"""Of ``c10/core/AllocatorConfig.h``: requests up to ``_SMALL`` share small segments, those below ``_LARGE`` share large
-ones, and others have segments of their own, rounded up to ``_SMALL_SEGMENT``."""
+"""Sizes from ``c10/core/AllocatorConfig.h``: requests up to ``_SMALL`` share small segments, those below ``_LARGE``
+share large ones, and others have segments of their own, rounded up to a multiple of ``_SMALL_SEGMENT``."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes of a device that a process holds at the most."""
+    """Range of the most bytes of a device that a process holds."""
 
     least: int
-    """Without unused parts of segments, as under pressure, and with what libraries need at the least."""
+    """Lower end, without unused parts of segments, as under pressure, and with the least that libraries need."""
 
     most: int
 
 
 def estimate_reserved(recording: Recording) -> Reserved:
-    """Return what a process holds of its device in a step.
+    """Estimate the memory of its device that a process holds in a step.
 
     Args:
-        recording: Of the step; the first changes are those of what was there before.
+        recording: Recording of the step. Its first changes are those of what was there before.
     """
     groups = {call.group for call in recording.collectives if len(call.group.ranks) > 1}
     context, group = _CONTEXT, _GROUP
@@ -81,7 +81,7 @@ def play_through(changes: Iterable[MemoryChange]) -> int:
             allocator.free(blocks.pop(change.storage))
         size = sizes[change.storage] = sizes.get(change.storage, 0) + change.bytes
         if size:
-            # FSDP2 has streams of its own for these, and a stream its own blocks
+            # FSDP2 has streams of its own for these, and each stream has its own blocks
             stream = int(change.category == COMMUNICATION_BUFFERS)
             blocks[change.storage] = allocator.allocate(size, stream)
     return allocator.reserved
@@ -116,7 +116,7 @@ class _Block:
     """Stream, and whether the segment is for small requests."""
 
     number: int
-    """In the order in which blocks were made, as their addresses are."""
+    """Place in the order in which blocks were made, which is also the order of their addresses."""
 
     before: "_Block | None" = None
     after: "_Block | None" = None
@@ -124,7 +124,7 @@ class _Block:
 
 
 class _Allocator:
-    """The rules of ``c10/cuda/CUDACachingAllocator.cpp``: best fit among the free blocks of a stream."""
+    """Allocator by the rules of ``c10/cuda/CUDACachingAllocator.cpp``: best fit among the free blocks of a stream."""
 
     def __init__(self) -> None:
         self.reserved = 0

@@ -1,6 +1,6 @@
-"""How a model would be sharded over any number of ranks, seen from one process without a weight in memory.
+"""Description of how a model would be sharded over any number of ranks, made in one process without weights in memory.
 
-The model is built on the meta device and sharded by the recipe itself, as rank 0 of ranks that do not exist.
+The model is built on the meta device and sharded by the recipe itself, as on rank 0 of ranks that do not exist.
 """
 
 import math
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDescription:
-    """A parameter and the part of it that rank 0 holds, of which no rank holds a larger one."""
+    """A parameter and the shard of it that rank 0 holds. No rank holds a larger one."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     is_trained: bool
     placements: dict[str, str]
-    """By axes of the mesh with several ranks: ``"dim 0"`` where they shard that dim, or ``"whole"``."""
+    """Placement on each axis of the mesh with several ranks: ``"dim 0"`` if it shards that dim, or ``"whole"``."""
 
     shard_shape: tuple[int, ...]
     shard_bytes: int
@@ -67,24 +67,25 @@ class UnitDescription:
     parameters: list[ParameterDescription]
     reshard_after_forward: bool | int
     gathered_bytes: int
-    """Of all parameters while the unit computes, in the dtype it computes in; 0 where ranks hold them whole."""
+    """Bytes of all parameters while the unit computes, in the dtype of the gathered weights; 0 if ranks hold them
+    whole."""
 
     shard_bytes: int
-    """What rank 0 holds of it."""
+    """Bytes of the unit that rank 0 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A model on a mesh; sizes are those of rank 0, which are the largest."""
+    """A model on a mesh. Sizes are those of rank 0, which are the largest."""
 
     model: str
     strategy: str
     mesh: dict[str, int]
     precision: dict[str, str]
-    """Dtypes of ``weights`` that are stepped, of what is ``gathered``, of ``compute`` and gradient ``reduction``."""
+    """Dtypes by role: ``weights`` that are stepped, ``gathered`` weights, ``compute``, and gradient ``reduction``."""
 
     units: list[UnitDescription]
-    """In the order of registration, which for Hugging Face models is that of forward."""
+    """Units in the order of registration, which for Hugging Face models is the order of forward."""
 
     notes: list[str]
 
@@ -103,7 +104,7 @@ class Description:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "totals": self.totals}
 
 
@@ -111,9 +112,9 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
     """Describe how the Trainer's strategy would shard ``module`` over ``world_size`` ranks.
 
     Args:
-        trainer: Of one of this package's strategies. Its ``num_nodes`` count; its devices do not.
-        module: Built on the meta device, or building its model there in ``configure_model``. Sharded in place, and of
-            no use afterwards.
+        trainer: Trainer with one of this package's strategies. Its ``num_nodes`` counts; its devices do not.
+        module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
+            sharded in place, and of no use afterwards.
         world_size: Number of ranks.
 
     Returns:
@@ -122,7 +123,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
     Raises:
         RuntimeError: When this process belongs to a process group.
         TypeError: When the strategy is not one of this package, or ``module`` shards itself.
-        ValueError: What the strategy would raise for these sizes and this model.
+        ValueError: When the strategy would refuse these sizes or this model.
     """
     strategy: Any = trainer.strategy
     if not isinstance(strategy, MeshStrategy):
@@ -142,7 +143,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
 def simulate_mesh(
     strategy: MeshStrategy[Any], *, world_size: int, num_nodes: int, rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """Be one of ``world_size`` ranks that do not exist, on the mesh that ``strategy`` would make of them.
+    """Run the block as one of ``world_size`` ranks that do not exist, on the mesh that ``strategy`` would make of them.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
@@ -156,13 +157,13 @@ def simulate_mesh(
 def describe_sharded(
     strategy: MeshStrategy[Any], module: nn.Module, mesh: DeviceMesh, dtypes: dict[str, torch.dtype]
 ) -> Description:
-    """Describe a module that is sharded already.
+    """Describe a module that is already sharded.
 
     Args:
-        strategy: Of the run.
-        module: On any device.
-        mesh: What it was sharded over.
-        dtypes: Of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes`, as they were before.
+        strategy: Strategy of the run.
+        module: Sharded module, on any device.
+        mesh: Mesh that the module was sharded over.
+        dtypes: Result of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes` from before the module was sharded.
     """
     return Description(
         model=_get_model_name(module),
@@ -191,7 +192,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard ``module`` as far as that goes without devices."""
     config = manager.config
     if isinstance(manager, FSDP2Manager):
-        # how layers are compiled changes nothing that is described, and may want CUDA
+        # compiling changes nothing that is described, and may need CUDA
         manager.config = replace(config, enable_async_tensor_parallel=False, enable_compile=False)
         manager.parallelize(module, materializes=False)
     if not isinstance(config, MegatronFSDPConfig):
@@ -210,7 +211,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
-    """What is gathered together."""
+    """Return the units: modules whose parameters are gathered together."""
     if isinstance(config, FSDP2Config):
         return build_unit_plan(find_structure(module), config.reshard_after_forward).units
     if isinstance(config, DDPConfig):
@@ -254,7 +255,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """The unit of the innermost module around the parameter ``name`` that has one."""
+    """Return the unit of the innermost module around the parameter ``name`` that has a unit."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -284,7 +285,10 @@ def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> Param
 
 
 def _get_gathered_numel(parameter: Tensor) -> int:
-    """Of the part that computes on a rank: tensor parallel ranks gather their own, and of what is whole nothing."""
+    """Count the elements of a parameter that a rank gathers to compute.
+
+    A tensor parallel rank gathers its own part only. Of a parameter that ranks hold whole, nothing is gathered.
+    """
     if not isinstance(parameter, DTensor):
         return 0
     axes: Any = zip(cast(Any, parameter.device_mesh).mesh_dim_names, parameter.placements, strict=True)

@@ -1,7 +1,7 @@
-"""A training step of one rank of any number: without devices, without the other ranks, and without values.
+"""Simulation of a training step on one of any number of ranks, without devices, other ranks, or values.
 
-The Trainer's own loop runs the strategy's own step of a module that the recipe has sharded. What is replaced is below
-them: the process group is torch's fake one, whose collectives return at once, and the tensors are fake ones, which have
+The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only what is below them is
+replaced. The process group is torch's fake one, whose collectives return at once. The tensors are fake ones, which have
 shapes and dtypes and take no memory.
 """
 
@@ -51,16 +51,17 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _MICRO_BATCHES = 3
-"""Of an accumulation: the first makes gradients, the last reduces them, and all between do the same."""
+"""Number of micro-batches that stand for an accumulation: the first makes gradients, the last reduces them, and all
+between do the same."""
 
 
 _BATCHES = 10**6
-"""More than an epoch has, so that none ends."""
+"""Number of batches that an epoch claims to have, so large that no epoch ends."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of one rank."""
+    """The simulated step of one rank."""
 
     description: Description
     recording: Recording
@@ -78,22 +79,23 @@ def simulate(
     rank: int = 0,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
-    """Run a step of ``module`` as one of ``world_size`` ranks would, behind the step that makes the optimizer's states.
+    """Run a step of ``module`` as one of ``world_size`` ranks would, after a step that makes the optimizer states.
 
     Args:
-        trainer: Of ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices do not count.
-        module: Built on the meta device, or building its model there in ``configure_model``. Sharded in place, and of
-            no use afterwards.
-        batch: A micro-batch of one data parallel rank; of its values only ``position_ids`` that restart count.
+        trainer: Trainer with ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices do
+            not count.
+        module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
+            sharded in place, and of no use afterwards.
+        batch: Micro-batch of one data parallel rank. Its values do not count, except ``position_ids`` that restart.
         world_size: Number of ranks.
-        num_nodes: What ``dp_replicate_size="auto"`` stands for.
-        rank: Which of them.
-        change: Called with ``module`` when its model is built, and before it is sharded.
+        num_nodes: Number of nodes, which is what ``dp_replicate_size="auto"`` stands for.
+        rank: Number of the rank to simulate.
+        change: Function that is called with ``module`` after its model is built and before it is sharded.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the strategy is another.
-        ValueError: What the strategy would raise for these sizes and this model; when the step depends on values.
+        TypeError: When the strategy is another one.
+        ValueError: When the strategy would refuse these sizes or this model, or the step depends on values.
     """
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -112,7 +114,7 @@ def simulate(
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 call._call_lightning_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP makes its buckets anew in the second
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP rebuilds its buckets in the second
                 _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
@@ -130,7 +132,7 @@ def simulate(
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
-    """Text of the module that :func:`simulate` would train: its tensors, its models' configs, its optimizers."""
+    """Return a text on the module that :func:`simulate` would train: its tensors, model configs and optimizers."""
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
@@ -145,10 +147,10 @@ def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size:
 
 
 def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
-    """Return a strategy whose steps can be simulated.
+    """Return ``strategy`` if its steps can be simulated.
 
     Raises:
-        TypeError: When this one's cannot.
+        TypeError: When they cannot.
     """
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
@@ -159,7 +161,7 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
 
 
 def is_packed(batch: Any) -> bool:
-    """Whether sequences hold several documents, which transformers looks for in values."""
+    """Return whether sequences hold several documents, which transformers looks for in values."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
@@ -180,7 +182,7 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMo
 
 
 def _connect(trainer: Any, module: Any) -> None:
-    """What ``Trainer.fit`` does first."""
+    """Do what ``Trainer.fit`` does first."""
     trainer.strategy.connect(module)
     module.trainer = trainer
     trainer.state.fn = TrainerFn.FITTING
@@ -192,7 +194,7 @@ def _connect(trainer: Any, module: Any) -> None:
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
-    """Let optimizers do what they do by default on a GPU, and not on a CPU: all parameters in one operation."""
+    """Let optimizers step all parameters in one operation, which is their default on a GPU but not on a CPU."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -200,11 +202,11 @@ def _choose_foreach(optimizers: list[Optimizer]) -> None:
 
 
 def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRecorder | None = None) -> None:
-    """What the Trainer's training loop does with ``micro_batches`` of an optimizer step, or all if it has less."""
+    """Do what the Trainer's training loop does in an optimizer step, with at most ``micro_batches`` micro-batches."""
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
-    loop.batch_progress.current.reset()  # a step begins where the number of batches divides
+    loop.batch_progress.current.reset()  # a step begins at a multiple of the accumulation
     callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
     for micro_batch in range(micro_batches):
         if recorder is not None:
@@ -221,19 +223,19 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
         else:
             outputs = loop.manual_optimization.run(kwargs)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
-        with with_values():  # of what was logged
+        with with_values():  # the logged tensors have values
             trainer._logger_connector.on_batch_end()
     trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
 
 
 def _log_with_values(log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """Log zeros, which Lightning can keep and send; of fake tensors it can make no copies."""
+    """Log zeros, which Lightning can keep and send. It cannot copy fake tensors."""
     with with_values():
         log(name, torch.zeros(value.shape) if isinstance(value, Tensor) else value, *args, **options)
 
 
 class _Phases(Callback):
-    """Tells a recorder what the step is at."""
+    """Callback that tells a recorder which phase the step is in."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
@@ -249,7 +251,10 @@ class _Phases(Callback):
 
 @contextmanager
 def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
-    """Let the recorder know which block of layers computes; a head must do without hooks for its loss in chunks."""
+    """Let the recorder know, inside the block, which block of layers computes.
+
+    The head gets no hooks, since a loss in chunks needs a head without any.
+    """
 
     def begin_forward(name: str, block: nn.Module, args: Any) -> None:
         recorder.mark(f"{'recomputation' if is_in_backward() else 'forward'} of {name}")
@@ -266,7 +271,7 @@ def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
     names = {block: name for name, block in module.named_modules()}
     handles = []
     for block in (block for blocks in get_layer_lists(module) for block in blocks):
-        # before FSDP2's own, which gathers the unit
+        # prepended to run before FSDP2's own hook, which gathers the unit
         handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
         handles.append(block.register_forward_hook(partial(end_forward, names[block])))
     yield
@@ -287,7 +292,7 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
 
 
 def _find_user(trace: TracebackType | None) -> str:
-    """The innermost line outside of torch."""
+    """Return the innermost line outside of torch."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -305,7 +310,7 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    # those that are parts of DDP's buckets have values, and are looked at as operations see them
+    # gradients that are parts of DDP's buckets have values; detach() gives what operations see in their place
     return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -323,7 +328,7 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """By torch's names of process groups, of which several may join the same ranks."""
+    """Return the groups of ranks by torch's names of process groups. Several process groups may join the same ranks."""
     axes: dict[tuple[int, ...], list[str]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     for view in get_views(mesh):
@@ -335,7 +340,10 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Sizes of the vocabularies, and of what a tensor parallel rank has of them, unless other things are as large."""
+    """Return the sizes of the vocabularies and of a tensor parallel rank's part of them.
+
+    Sizes that other parameters have, too, are left out.
+    """
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
     sizes = {cast(Any, model).config.get_text_config().vocab_size for model in get_hf_models(module)}
     others = {

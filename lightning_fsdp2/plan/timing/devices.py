@@ -1,4 +1,4 @@
-"""What a plan takes devices and the links between them for: the numbers of their data sheets."""
+"""Devices and the links between them as a plan sees them: the numbers of their data sheets."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,30 +11,33 @@ from lightning_fsdp2.plan.timing.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of accelerator, in machines as their makers build them."""
+    """A kind of accelerator, in the machines that its maker builds."""
 
     name: str
-    """As CUDA calls it; what is in :mod:`~lightning_fsdp2.callbacks.model_flops` has peaks."""
+    """Name of the device in CUDA. Peaks are known for the names in :mod:`~lightning_fsdp2.callbacks.model_flops`."""
 
     memory: int
-    """Bytes that a process can allocate on an empty one."""
+    """Bytes that a process can allocate on an empty device."""
 
     memory_bandwidth: float
-    """Bytes per second."""
+    """Bytes per second that the device's memory moves."""
 
     link_bandwidth: float
-    """Bytes per second that one sends to the others of its node, and receives at the same time."""
+    """Bytes per second that a device sends to the others of its node, and receives at the same time."""
 
     network_bandwidth: float
-    """The same to other nodes: one network adapter for each."""
+    """Bytes per second that a device sends to other nodes, and receives at the same time, by an adapter of its own."""
 
     rates: Rates
-    """What of these numbers is reached."""
+    """Rates that are reached in practice, compared with these numbers."""
 
     per_node: int = 8
 
     def get_peak_flops(self, dtype: torch.dtype) -> float:
-        """Dense floating-point operations per second; in float32 those of TensorFloat-32, if torch is set to use it."""
+        """Return the dense floating-point operations per second.
+
+        In float32 they are those of TensorFloat-32 if torch is set to use it.
+        """
         return get_peak_flops_of(self.name, dtype)
 
 
@@ -84,9 +87,9 @@ DEVICES = {
         rates=Rates(products=0.514, attention_forward=311 * _TERA, attention_backward=271 * _TERA),
     ),
 }
-"""The 80 GB A100, H100 (SXM), H200, B200 and MI300X, eight to a node, with one adapter of 200 (A100) or 400 Gbit/s for
-each. From the data sheets of DGX A100, H100, H200 and B200, and of AMD's MI300X platform; link bandwidths are those of
-one direction, half of what is printed there."""
+"""The 80 GB A100, H100 (SXM), H200, B200 and MI300X, eight to a node, each with one network adapter of 200 (A100) or
+400 Gbit/s. The numbers are from the data sheets of DGX A100, H100, H200 and B200, and of AMD's MI300X platform. Link
+bandwidths are for one direction, half of what is printed there."""
 
 
 def get_device(
@@ -99,17 +102,17 @@ def get_device(
     product_tflops: float | None = None,
     attention_tflops: float | None = None,
 ) -> Device:
-    """Return a device of the table, with what is special about it here.
+    """Return a device of :data:`DEVICES`, with the given numbers in place of its own.
 
     Args:
         name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or ``"mi300x"``.
-        memory: GiB, for another size of it.
-        memory_bandwidth: GB per second of its data sheet.
-        network_bandwidth: GB per second and device, in one direction.
-        per_node: Devices that the fast links join.
+        memory: GiB of memory that a process can allocate.
+        memory_bandwidth: Memory bandwidth of the data sheet, in GB per second.
+        network_bandwidth: Network bandwidth per device in one direction, in GB per second.
+        per_node: Number of devices that the fast links connect.
         product_tflops: TFLOP/s that matrix products in bfloat16 reach, for estimates.
-        attention_tflops: TFLOP/s that fused attention reaches forward in bfloat16 with 16,384 keys, a head size of 128
-            and no mask, for estimates. Other sizes, and backward, change in proportion.
+        attention_tflops: TFLOP/s that the forward of fused attention reaches in bfloat16 with 16,384 keys, a head size
+            of 128 and no mask, for estimates. The rates of other sizes and of backward change in proportion.
 
     Raises:
         ValueError: When the name is not known, or a number is not positive.

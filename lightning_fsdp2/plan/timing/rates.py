@@ -1,14 +1,15 @@
-"""What kernels and collectives reach of the numbers of a data sheet, each from a publication.
+"""Rates that kernels and collectives reach, compared with a data sheet. Each is from a publication.
 
-A data sheet gives bounds. What is here gives an estimate: for products the fastest that was measured for any shape, for
-attention what FlashAttention-2 reaches, the kernel that context parallel attention calls, by head size and length.
+A data sheet gives bounds; the rates here give estimates. The rate of products is the fastest that was measured for any
+shape. The rate of attention is that of FlashAttention-2, the kernel that context parallel attention calls, by head size
+and length.
 
 Sources:
     Products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16
         (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator).
     Attention: Shah et al., figures 5 and 6, FlashAttention-2 on an H100 (https://arxiv.org/abs/2407.08608); Dao, A100
         (https://arxiv.org/abs/2307.08691); https://github.com/Dao-AILab/flash-attention/issues/1589, B200.
-    Memory: copies and STREAM triads in device memory reach nine tenths.
+    Memory: Copies and STREAM triads in device memory reach nine tenths.
     Links: NVIDIA, 350 of the 450 GB/s of an H100's NVLink (https://github.com/NVIDIA/nccl/issues/986).
 """
 
@@ -29,12 +30,12 @@ _BACKWARD = {
 """TFLOP/s of FlashAttention-2 on an H100 by head size, for the lengths above, without a mask."""
 
 _CAUSAL_FORWARD = (191, 260, 298, 319, 333, 335)
-"""The same of the forward for a head size of 128 with a causal mask, whose masked half is not counted."""
+"""TFLOP/s of the forward for a head size of 128 with a causal mask. The masked half is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What is reached of a device's data sheet."""
+    """Rates that are reached on a device, some as shares of its data sheet."""
 
     products: float
     """Share of the peak that matrix products reach."""
@@ -43,16 +44,19 @@ class Rates:
     """Operations per second of fused attention in bfloat16: 16,384 keys, a head size of 128, no mask."""
 
     attention_backward: float
-    """The same of its backward."""
+    """Operations per second of the backward of fused attention, under the same conditions."""
 
     memory: float = 0.9
-    """Share of the memory's bandwidth."""
+    """Share of the memory bandwidth that is reached."""
 
     links: float = 350 / 450
-    """Share of the bandwidth of links and network adapters."""
+    """Share of the bandwidth of links and network adapters that is reached."""
 
     def get_attention(self, *, head_size: int, length: int, is_causal: bool, is_backward: bool) -> float:
-        """Return the operations per second of fused attention, as far from those of an H100 as a device's best is."""
+        """Return the operations per second of fused attention.
+
+        They are those of an H100, scaled by the ratio of the device's best rate to that of the H100.
+        """
         table = _BACKWARD if is_backward else _FORWARD
         row = table[next((size for size in table if size >= head_size), max(table))]
         place = max(bisect_right(_LENGTHS, length) - 1, 0)

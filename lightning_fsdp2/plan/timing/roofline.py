@@ -1,9 +1,9 @@
-"""How long a step takes at the least, at the rates of the data sheet, and how long by what kernels reach of them.
+"""Step times: a bound at the rates of the data sheet, and an estimate at the rates that kernels reach.
 
-The roofline model (https://doi.org/10.1145/1498765.1498785): an operation takes as long as its products at the peak
-rate, or as its reads and writes at the memory's, whichever is longer. A collective takes as long as a ring needs for
-its bytes over the slowest link of its group, latency left out. At the rates of the data sheet that is a bound, at those
-of :mod:`~lightning_fsdp2.plan.timing.rates` an estimate.
+This is the roofline model (https://doi.org/10.1145/1498765.1498785). An operation takes as long as its products at the
+peak rate, or as its reads and writes at the memory bandwidth, whichever is longer. A collective takes as long as a ring
+needs for its bytes over the slowest link of its group, without latency. At the rates of the data sheet this gives a
+bound. At those of :mod:`~lightning_fsdp2.plan.timing.rates` it gives an estimate.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operatio
 from lightning_fsdp2.plan.timing.devices import Device
 
 _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "broadcast": 1}
-"""How often the bytes of a collective go around a ring: an all-reduce is a reduce-scatter and an all-gather."""
+"""Number of rounds of a collective's bytes through a ring. An all-reduce is a reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +25,22 @@ class StepTime:
     """Seconds of a step on one rank."""
 
     compute: float
-    """Of all operations, one after the other."""
+    """Seconds of all operations, one after the other."""
 
     exposed: float
-    """Of collectives that the next operation waits for: those of tensor and context parallelism."""
+    """Seconds of collectives that the next operation waits for: those of tensor and context parallelism."""
 
     overlappable: float
-    """Of collectives that can run beside operations: gathering weights ahead, and reducing gradients behind."""
+    """Seconds of collectives that can run beside operations: gathering weights ahead, and reducing gradients later."""
 
     @property
     def shortest(self) -> float:
-        """If all that can overlap does."""
+        """Seconds if all overlaps that can."""
         return max(self.compute + self.exposed, self.overlappable)
 
     @property
     def longest(self) -> float:
-        """If nothing does."""
+        """Seconds if nothing overlaps."""
         return self.compute + self.exposed + self.overlappable
 
 
@@ -54,10 +54,10 @@ def get_step_time(
     """Add up the operations of a step.
 
     Args:
-        operations: Of one rank.
-        device: Of every rank.
-        overlapped_axes: Those of the mesh whose collectives run beside operations, as those of FSDP2's units do.
-        as_reached: Whether to take what kernels reach, not the data sheet.
+        operations: Operations of one rank.
+        device: Device of every rank.
+        overlapped_axes: Axes of the mesh whose collectives run beside operations, as those of FSDP2's units do.
+        as_reached: Whether to take the rates that kernels reach instead of the data sheet.
     """
     compute, exposed, overlappable = 0.0, 0.0, 0.0
     for operation in operations:
@@ -72,7 +72,7 @@ def get_step_time(
 
 
 def get_seconds(operation: Operation, device: Device, *, as_reached: bool = False) -> float:
-    """Return the seconds of one call, by the data sheet or by what kernels reach of it."""
+    """Return the seconds of one call, at the rates of the data sheet or at those that kernels reach."""
     if operation.collective is not None:
         seconds = _get_collective_seconds(operation.collective, device)
         return seconds / device.rates.links if as_reached else seconds
@@ -92,14 +92,14 @@ def _get_share(operation: Operation, device: Device) -> float:
         is_causal=attention.is_causal,
         is_backward=attention.is_backward,
     )
-    return reached / _get_peak(device, torch.bfloat16)  # what is published is for 16 bits
+    return reached / _get_peak(device, torch.bfloat16)  # the published rates are for 16 bits
 
 
 @cache
 def get_bandwidth(group: Group, device: Device) -> float:
-    """Bytes per second from one rank of ``group`` to the next.
+    """Return the bytes per second from one rank of ``group`` to the next.
 
-    Over several nodes a ring goes through as many network adapters at once as a node has ranks of the group.
+    Across nodes, a ring uses as many network adapters at once as a node has ranks of the group.
     """
     nodes = {rank // device.per_node for rank in group.ranks}
     if len(nodes) == 1:
