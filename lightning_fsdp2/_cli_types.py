@@ -1,4 +1,4 @@
-"""What jsonargparse, and so LightningCLI, must be told to read our configs from YAML and the command line."""
+"""Types that jsonargparse, and so LightningCLI, must know to read our configs from YAML and the command line."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Import paths that earlier versions documented: they lead to where things are now, with a warning."""
+"""Import paths that earlier versions documented. They lead to where things are now, with a warning."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 UNTIL = "2027-06-01"
-"""No release after this date has the old paths."""
+"""Date after which no release has the old paths."""
 
 MOVED = {
     "lightning_fsdp2.parallel.context_parallel": "lightning_fsdp2.parallel.context.apply",
@@ -24,7 +24,7 @@ MOVED = {
     "lightning_fsdp2.plan.recorder": "lightning_fsdp2.plan.simulation.recorder",
     "lightning_fsdp2.plan.simulate": "lightning_fsdp2.plan.simulation.step",
 }
-"""From each old path to the new one."""
+"""New path for each old one."""
 
 
 def keep_moved_paths() -> None:
@@ -34,7 +34,7 @@ def keep_moved_paths() -> None:
 
 
 class _MovedFinder(MetaPathFinder):
-    """Knows the old paths; Python asks it after all others."""
+    """Finder that knows the old paths; Python asks it after all others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -43,7 +43,7 @@ class _MovedFinder(MetaPathFinder):
 
 
 class _MovedLoader(Loader):
-    """Makes a module whose names are those of another one."""
+    """Loader that makes a module with the names of another one."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Tell a refusal of this package, which the user can put right, from an error that nobody expected: a bug."""
+"""Telling a refusal of this package, which the user can put right, from an error that nobody expected: a bug."""
 
 import dis
 import re
@@ -7,11 +7,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
-"""What this package raises where a run cannot be as it was asked for."""
+"""Errors that this package raises if a run is not possible as it was asked for."""
 
 _REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
 
-# what torch raises anew of an error in a process of a DataLoader: its text, which ends with a `raise` of this package
+# text of an error that torch raises again from a worker of a DataLoader, if it began with a `raise` of this package
 _WORKERS_REFUSAL = re.compile(
     r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
     r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',
@@ -20,9 +20,9 @@ _WORKERS_REFUSAL = re.compile(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether Lightning, its launchers' environments, or a ``raise`` of this package says what is wrong with a run.
+    """Return whether Lightning, its launchers' environments or this package raised ``error`` to refuse a run.
 
-    Any other error, be it of the same class, comes from code that did not expect it: a bug.
+    Any other error, even of the same class, comes from code that did not expect it: a bug.
     """
     traceback = error.__traceback__
     if isinstance(error, MisconfigurationException) or traceback is None or _WORKERS_REFUSAL.match(str(error)):
@@ -35,6 +35,6 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def get_message(error: BaseException) -> str:
-    """What ``error`` says, without the traceback of the worker process that it comes from."""
+    """Return what ``error`` says, without the traceback of the worker process that it comes from."""
     found = _WORKERS_REFUSAL.match(str(error))
     return found[1] if found else str(error)

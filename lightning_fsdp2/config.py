@@ -1,11 +1,11 @@
 """Flags of the distributed strategies: what a run should do, apart from its sizes.
 
-Sizes (``dp_size``, ``tp_size``, ...) go directly on the strategy or on ``create_device_mesh``; what a config holds are
-only the flags of one strategy. Making a config has no side effect: it is checked and spelled uniformly, nothing else.
-Whether a flag fits the model, the mesh and the machine is for the code to say that uses the flag.
+Sizes (``dp_size``, ``tp_size``, ...) go directly on the strategy or on ``create_device_mesh``; a config holds only the
+flags of one strategy. Making a config has no side effect: its values are checked and spelled uniformly, nothing else.
+The code that uses a flag checks whether it fits the model, the mesh and the machine.
 
-A wrong value is a ``ValueError``, a wrong type a ``TypeError``, and either message names the option, its value, the
-rule and the remedy. The docstring under a field is its help text on the command line.
+A wrong value is a ``ValueError``, a wrong type a ``TypeError``. Either message names the option, its value, the rule
+and the remedy. The docstring under a field is its help text on the command line.
 """
 
 import warnings
@@ -55,18 +55,18 @@ def dtype_from_str(name: str) -> torch.dtype:
 
 
 class _Flags:
-    """What the configs share."""
+    """Methods that the configs share."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name. The copy is shallow: policy objects and plans are the config's own."""
         return {flag.name: getattr(self, flag.name) for flag in fields(self)}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
-        """Set a field of the frozen dataclass, to be used while it is being made."""
+        """Set a field of the frozen dataclass; only for use while it is being made."""
         object.__setattr__(self, name, value)
 
     def _check_bools(self) -> None:
-        """A string such as ``"false"`` would count as true wherever the flag is read."""
+        """Refuse a flag that is no bool: a string such as ``"false"`` would count as true wherever the flag is read."""
         for flag in fields(self):  # type: ignore[arg-type]
             value = getattr(self, flag.name)
             if flag.type is bool and not isinstance(value, bool):
@@ -88,35 +88,35 @@ class FSDP2Config(_Flags):
     """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
 
     tp_plan: dict[str, str | ParallelStyle] | str | None = None
-    """Tensor parallel plan. None takes the one registered for the model's class or family, else ours for the family,
-    else the one that the Hugging Face model carries; "hf" takes the last. A dict maps module names, relative to that
-    model, to styles, and any other string is the import path of such a dict or of a function of the model that returns
-    one. In Python the function itself will do."""
+    """Tensor parallel plan. None takes the plan registered for the model's class or family, else ours for the family,
+    else the plan that the Hugging Face model carries; "hf" takes this last one. A dict maps module names, relative to
+    that model, to styles. Any other string is the import path of such a dict, or of a function that takes the model and
+    returns one. In Python, the function itself will do."""
 
     patch_is_packed_sequence: bool = False
-    """Whether transformers' test for packed sequences is replaced by a constant False during the run. It saves one
-    GPU-to-CPU sync per forward, with flash attention one per layer at batch size 1, and keeps shapes static for
-    torch.compile. Leave it off for packed sequences, whose documents attention would mix: batches with position_ids
-    that restart are refused. CausalLM needs it for batches with position_ids only."""
+    """Whether transformers' test for packed sequences is replaced by a constant False during the run. This saves one
+    GPU-to-CPU sync per forward (with flash attention, one per layer at batch size 1), and keeps shapes static for
+    torch.compile. Leave it off for packed sequences, since attention would mix their documents: batches with
+    position_ids that restart are refused. With CausalLM, only batches with position_ids need it."""
 
     mp_policy: MixedPrecisionPolicy | None = None
     """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of
-    32-true. A mapping of the policy's fields will do, its dtypes by name if you like. A policy that sets param_dtype
+    32-true. A mapping of the policy's fields will do, with dtypes by name if you like. A policy that sets param_dtype
     but no reduce_dtype reduces gradients in float32."""
 
     offload_policy: bool | CPUOffloadPolicy | None = None
     """Whether parameters, gradients and optimizer states live in CPU memory. True stands for CPUOffloadPolicy(), a
-    mapping such as {pin_memory: false} for one with these fields. The config then holds the policy, or None."""
+    mapping such as {pin_memory: false} for a policy with these fields. The config then holds the policy, or None."""
 
     autocast_dtype: torch.dtype | None = None
-    """If set, to bfloat16, forward runs inside torch.autocast, on whatever device type the model is. Together with
-    output_dtype=float32 in mp_policy the residual stream stays in float32 while matrix products do not; a param_dtype
-    of bfloat16 there gathers the weights in bfloat16, which autocast then need not cast."""
+    """Dtype of torch.autocast: if set (to bfloat16), forward runs inside it, on whatever device type the model is.
+    Together with output_dtype=float32 in mp_policy, the residual stream stays in float32 while matrix products do not.
+    With a param_dtype of bfloat16 there, the weights are gathered in bfloat16, and autocast need not cast them."""
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" also keeps what backward reads of the results of fused attention, of reductions over ranks and of every
-    second matrix product."""
+    "selective" does too, but keeps what backward reads of the results of fused attention, of reductions over ranks and
+    of every second matrix product."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
@@ -132,16 +132,16 @@ class FSDP2Config(_Flags):
     head gathered, and shards the layers over groups of that many ranks."""
 
     loss_parallel: bool = False
-    """Whether the logits stay sharded along the vocabulary, as a DTensor, and the loss is computed on the shards when
-    tensor parallel is used."""
+    """Whether, under tensor parallel, the logits stay sharded along the vocabulary, as a DTensor, and the loss is
+    computed on the shards."""
 
     context_parallel_method: ContextParallelMethod = "auto"
-    """How attention sees the whole sequence under context parallel: "allgather" collects keys and values, "ulysses"
-    exchanges heads for sequence, "auto" chooses by the model and the mesh."""
+    """Method by which attention sees the whole sequence under context parallel: "allgather" collects keys and values,
+    "ulysses" exchanges heads for sequence, "auto" chooses by the model and the mesh."""
 
     context_parallel_inputs: dict[str, int | None] = field(default_factory=dict)
-    """Further tensors that the model's forward is given under context parallel, by name, and the dim in which they have
-    a value per position: {span_ids: 1}. null leaves a tensor whole."""
+    """Further tensors that the model's forward takes under context parallel: each name with the dim in which the tensor
+    has a value per position, such as {span_ids: 1}. null leaves a tensor whole."""
 
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
@@ -149,27 +149,27 @@ class FSDP2Config(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     enable_async_tensor_parallel: bool = False
     """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products, on CUDA devices that
-    reach each other's memory (NVLink). It needs tp_size > 1, sequence_parallel and enable_compile, and turns these two
-    on with a warning where they are off."""
+    reach each other's memory (NVLink). It needs tp_size > 1, sequence_parallel and enable_compile, and turns the last
+    two on with a warning if they are off."""
 
     enable_compile: bool = False
     """Whether each transformer layer is compiled with torch.compile, and so is the loss of CausalLM and of
-    token_mean_loss, but for loss_parallel. Parameter names do not change."""
+    token_mean_loss, except with loss_parallel. Parameter names do not change."""
 
     enable_fsdp2_prefetch: bool = True
     """Whether the all-gathers of the next layers are issued explicitly, ahead of their use."""
 
     fsdp2_backward_prefetch_depth: int = 2
     """Number of layers whose parameters are gathered ahead in backward. 1 needs less memory and hides less of the
-    all-gather; 0 leaves it to FSDP."""
+    all-gather; 0 leaves prefetching to FSDP."""
 
     fsdp2_forward_prefetch_depth: int = 1
-    """Number of layers whose parameters are gathered ahead in forward. 0 leaves it to FSDP."""
+    """Number of layers whose parameters are gathered ahead in forward. 0 leaves prefetching to FSDP."""
 
     use_hf_tp_plan: InitVar[bool | None] = None
     """Refused: the earlier spelling of tp_plan="hf"."""
@@ -218,21 +218,21 @@ class MegatronFSDPConfig(_Flags):
     """Refused: it is a part of tensor parallelism, which Megatron-FSDP does not have here. Use FSDP2Config for that."""
 
     tp_plan: InitVar[dict[str, Any] | str | None] = None
-    """Refused: Megatron-FSDP takes no plan of yours. Use FSDP2Config for that."""
+    """Refused: Megatron-FSDP takes no tensor parallel plan. Use FSDP2Config for that."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
     """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers
     and torch's MultiheadAttention, whose forward reads its child's weights itself."""
 
     zero_dp_strategy: int = 3
-    """What data parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """Level of sharding over data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
     init_fsdp_with_meta_device: bool = False
-    """Whether the model arrives on the meta device and is given its weights shard by shard. A model that arrives there
-    without this flag is whole on every rank before it is sharded."""
+    """Whether the model arrives on the meta device and gets its weights shard by shard. Without this flag, a model that
+    arrives there is whole on every rank before it is sharded."""
 
     grad_reduce_in_fp32: bool = True
-    """Whether gradients are reduced in float32 whatever the dtype of the parameters is."""
+    """Whether gradients are reduced in float32, whatever the dtype of the parameters is."""
 
     preserve_fp32_weights: bool = True
     """Whether the optimizer updates float32 copies of the weights. Without them, updates that are small against a
@@ -245,17 +245,18 @@ class MegatronFSDPConfig(_Flags):
     """Whether parameters are gathered while forward and backward already run."""
 
     check_for_nan_in_grad: bool | None = None
-    """megatron-fsdp no longer reads this flag. True turns on report_nan_in_param_grad, which does what it did."""
+    """Flag that megatron-fsdp no longer reads. True turns on report_nan_in_param_grad, which does what this one did."""
 
     report_nan_in_param_grad: bool = False
-    """Whether a gradient that is not finite is an error, in the backward that computed it. It costs a sync for each."""
+    """Whether a gradient that is not finite is an error in the backward that computed it. The check costs one sync for
+    each gradient."""
 
     average_in_collective: bool = False
-    """Whether the collective averages gradients, in place of a scaling before a sum. Refused for as long as it fails in
+    """Whether the collective averages gradients, instead of a scaling before a sum. Refused for as long as it fails in
     megatron-fsdp."""
 
     disable_bucketing: bool = False
-    """Whether the parameters of a kind are communicated as a whole, not in buckets of a size."""
+    """Whether all parameters of a kind are communicated at once, not in buckets of a certain size."""
 
     calculate_per_token_loss: bool = False
     """Whether gradients are summed, for a loss that is itself divided by the number of tokens."""
@@ -267,14 +268,14 @@ class MegatronFSDPConfig(_Flags):
     """Whether communication buffers are registered with NCCL as user buffers."""
 
     fsdp_double_buffer: bool = False
-    """Whether communication uses two persistent buffers in place of freshly allocated ones."""
+    """Whether communication uses two persistent buffers instead of freshly allocated ones."""
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
     "selective" keeps the results of expensive operations and recomputes the rest."""
 
     autocast_dtype: torch.dtype | None = None
-    """If set, forward runs inside torch.autocast with this dtype. Trainer(precision="bf16-mixed") sets it."""
+    """Dtype of torch.autocast: if set, forward runs inside it. Trainer(precision="bf16-mixed") sets it."""
 
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
@@ -282,8 +283,8 @@ class MegatronFSDPConfig(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
         if tp_plan is not None:
@@ -322,15 +323,15 @@ class DDPConfig(_Flags):
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" also keeps what backward reads of the results of fused attention, of reductions over ranks and of every
-    second matrix product."""
+    "selective" does too, but keeps what backward reads of the results of fused attention, of reductions over ranks and
+    of every second matrix product."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
     "vision", "audio" and "multimodal"."""
 
     autocast_dtype: torch.dtype | None = None
-    """If set, forward runs inside torch.autocast with this dtype, on whatever device type the model is."""
+    """Dtype of torch.autocast: if set, forward runs inside it, on whatever device type the model is."""
 
     find_unused_parameters: bool = False
     """Whether each backward looks for parameters that took no part in forward."""
@@ -342,7 +343,7 @@ class DDPConfig(_Flags):
     """Whether gradients are views of the communication buckets, which saves a copy of them."""
 
     bucket_cap_mb: float | None = None
-    """Size of a communication bucket in MiB. None is torch's own default."""
+    """Size of a communication bucket in MiB. None takes torch's own default."""
 
     broadcast_buffers: bool = True
     """Whether rank 0's buffers are broadcast before each forward."""
@@ -353,8 +354,8 @@ class DDPConfig(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, where a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, in place of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
+    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self) -> None:
         self._check_bools()
@@ -366,12 +367,12 @@ class DDPConfig(_Flags):
 
 
 DistributedConfig: TypeAlias = FSDP2Config | MegatronFSDPConfig | DDPConfig
-"""Any of the three."""
+"""Config of any of the three strategies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Flags):
-    """How a strategy writes and reads checkpoints.
+    """Options for how a strategy writes and reads checkpoints.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -379,28 +380,29 @@ class CheckpointConfig(_Flags):
     """
 
     format: CheckpointFormat = "sharded"
-    """What is written: "sharded" a directory, to which each rank adds its own shards; "full" a single file with whole
-    tensors, as under strategies that do not shard, for which rank 0 needs host memory. Either is read."""
+    """Format that is written. "sharded" is a directory, to which each rank adds its own shards. "full" is a single file
+    with whole tensors, as under strategies that do not shard; rank 0 needs host memory for it. Either can be read."""
 
     async_save: bool = False
     """Whether training goes on while a checkpoint is being written, from copies in host memory."""
 
     verify: bool = True
-    """Whether a rank compares what it reads of a checkpoint with its checksums, so that a damaged one is an error."""
+    """Whether each rank compares what it reads of a checkpoint with the checksums, so that a damaged checkpoint is an
+    error."""
 
     save_at_end: bool = True
     """Whether a fit that comes to its end leaves the last.ckpt of a ModelCheckpoint with save_last at its last step.
-    Without it, last.ckpt stays where the callback's own intervals left it."""
+    Otherwise last.ckpt stays at the step where the callback's own intervals left it."""
 
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
 
     weights_only: bool | None = None
-    """Whether only tensors and plain values are loaded, as in torch.load. None tries that first."""
+    """Whether only tensors and plain values are loaded, as in torch.load. None tries this first."""
 
     frozen_parameters: bool = True
-    """Whether checkpoints hold parameters that are frozen and were read from a pretrained model. Without them, such as
-    those under LoRA, a checkpoint is as small as what is trained, and is loaded where that model is."""
+    """Whether checkpoints hold parameters that are frozen and were read from a pretrained model, such as those under
+    LoRA. Without them, a checkpoint is as small as what is trained, and is loaded where the pretrained model is."""
 
     def __post_init__(self) -> None:
         self._check_bools()
@@ -555,7 +557,7 @@ def _to_mp_policy(value: object) -> MixedPrecisionPolicy | None:
         name: _to_floating_dtype(f"mp_policy.{name}", getattr(value, name))
         for name in ("param_dtype", "reduce_dtype", "output_dtype")
     }
-    # here a reduce_dtype of None means param_dtype up to torch 2.14, and the gradients' dtype from 2.15 on
+    # to torch, a reduce_dtype of None means param_dtype up to 2.14, and the gradients' dtype from 2.15 on
     if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
         dtypes["reduce_dtype"] = torch.float32
     changes: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype is not getattr(value, name)}

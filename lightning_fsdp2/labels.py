@@ -8,7 +8,7 @@ IGNORE_INDEX = -100
 
 
 def shift_left(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Put the label of t + 1 where position t predicts it; the last position has none. [..., sequence].
+    """Move the label of t + 1 to position t, which predicts it; the last position has none. [..., sequence].
 
     Shifting the labels, not the logits, saves a copy of the largest tensor of the step.
     """

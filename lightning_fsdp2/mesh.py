@@ -1,4 +1,4 @@
-"""From sizes, which are intent, to a :class:`~torch.distributed.device_mesh.DeviceMesh`, which is fact.
+"""Sizes that a run asks for, and the :class:`~torch.distributed.device_mesh.DeviceMesh` that is built from them.
 
 An *axis* belongs to a mesh; a *dim* belongs to a tensor. All meshes of a run are views of one world mesh:
 
@@ -8,8 +8,8 @@ view             axes
 the mesh itself  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: what :func:`create_device_mesh` returns
 sharding         ``dp_replicate, dp_shard_cp, tensor_parallel``: what FSDP shards and replicates over
 loss             ``dp_cp, tensor_parallel``: what losses and gradients are averaged over
-data             ``data_parallel, context_parallel, tensor_parallel``: who reads which batch; the mesh that modules
-                 written for Lightning's ``ModelParallelStrategy`` expect
+data             ``data_parallel, context_parallel, tensor_parallel``: which rank reads which batch; the mesh that
+                 modules written for Lightning's ``ModelParallelStrategy`` expect
 model            ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
 ===============  ===================================================================================================
 
@@ -39,7 +39,7 @@ CONTEXT_PARALLEL = "context_parallel"
 TENSOR_PARALLEL = "tensor_parallel"
 CP_TP = "cp_tp"
 EXPERT_PARALLEL = "ep"
-"""Of a mesh made elsewhere: none of ours has it."""
+"""Axis of a mesh made elsewhere; none of ours has it."""
 
 _MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
@@ -56,7 +56,7 @@ class MeshSizes:
 
     @property
     def dp(self) -> int:
-        """All data parallel ranks: those that read different batches."""
+        """Number of data parallel ranks: those that read different batches."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -73,30 +73,30 @@ class MeshSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """The sizes that a run asks for, before it is known how many ranks there are."""
+    """The sizes that a run asks for, before the number of ranks is known."""
 
     dp_size: int | Literal["auto"] | None = "auto"
-    """All data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
+    """Number of data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
     ``world_size / (cp_size * tp_size)``."""
 
     dp_replicate_size: int | Literal["auto"] | None = 1
     """Number of replicas that the sharded model is copied to (HSDP). ``"auto"`` means one per node."""
 
     tp_size: int | None = 1
-    """Tensor parallel ranks."""
+    """Number of tensor parallel ranks."""
 
     cp_size: int | None = 1
-    """Context parallel ranks."""
+    """Number of context parallel ranks."""
 
     def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
         """Resolve ``"auto"`` and check that the sizes multiply to the world, without touching a process group.
 
         Args:
             world_size: Number of ranks.
-            num_nodes: What ``dp_replicate_size="auto"`` stands for.
+            num_nodes: Number of nodes, for which ``dp_replicate_size="auto"`` stands.
 
         Raises:
-            ValueError: When the sizes do not multiply to the world; the message holds the arithmetic.
+            ValueError: When the sizes do not multiply to the world; the message shows the arithmetic.
         """
         tp = _check_size("tp_size", self.tp_size)
         cp = _check_size("cp_size", self.cp_size)
@@ -148,14 +148,15 @@ def create_device_mesh(
 
     Args:
         config: The strategy's flags; they decide which sizes are allowed.
-        dp_size: See :class:`ParallelSizes`, as for the next three.
-        dp_replicate_size: ``"auto"`` reads the number of nodes that torchrun sets.
-        tp_size: Tensor parallel ranks, the innermost axis.
-        cp_size: Context parallel ranks.
+        dp_size: Number of data parallel ranks; see :class:`ParallelSizes` for this size and the next three.
+        dp_replicate_size: Number of replicas; ``"auto"`` reads the number of nodes that torchrun sets.
+        tp_size: Number of tensor parallel ranks, the innermost axis.
+        cp_size: Number of context parallel ranks.
         ep_size: Expert parallelism is not part of this release; anything but 1 is refused.
         pp_size: Pipeline parallelism is not part of this release; anything but 1 is refused.
-        device_type: Such as ``"cuda"`` or ``"cpu"``; by default the machine's accelerator, never the backend's name.
-        world_size: By default that of the process group, or of torchrun's environment.
+        device_type: Device type such as ``"cuda"`` or ``"cpu"``; by default that of the machine's accelerator. Never
+            the backend's name.
+        world_size: Number of ranks; by default that of the process group, or of torchrun's environment.
 
     Raises:
         ValueError: When a size is not allowed or the sizes do not multiply to the world.
@@ -174,7 +175,7 @@ def create_device_mesh(
 def build_device_mesh(
     sizes: MeshSizes, config: DistributedConfig | None = None, *, device_type: str | None = None
 ) -> DeviceMesh:
-    """Build the device mesh of sizes that are resolved; see :func:`create_device_mesh`.
+    """Build the device mesh of resolved sizes; see :func:`create_device_mesh`.
 
     Raises:
         ValueError: When a size is not allowed, or the process group has another number of ranks.
@@ -191,7 +192,7 @@ def build_device_mesh(
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
         if world_size == 1:
-            # one process of a plain script, which no launcher gave an address
+            # the one process of a plain script, to which no launcher gave an address
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
@@ -200,24 +201,24 @@ def build_device_mesh(
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]
     for view in views.values():
-        # DeviceMesh has no public way from one view to its siblings, and making one again would make groups again
+        # DeviceMesh has no public way from one view to its siblings, and making a view again would make groups again
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
 
 
 def get_default_backend(device: torch.device) -> str:
-    """The accelerator's own backend beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
+    """Return the accelerator's own backend, beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def check_bound_device(backend: str, device: torch.device) -> None:
-    """Refuse ``bind_device_id=True`` where there is nothing to bind to, or the process group is bound otherwise.
+    """Refuse ``bind_device_id=True`` if there is nothing to bind to, or the process group is bound otherwise.
 
     Args:
-        backend: Of the default process group.
-        device: This rank's.
+        backend: Backend of the default process group.
+        device: Device of this rank.
 
     Raises:
         ValueError: See above.
@@ -237,10 +238,10 @@ def check_bound_device(backend: str, device: torch.device) -> None:
 
 
 def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the axis called ``name`` (several names: the mesh of these axes) from any view of ``device_mesh``.
+    """Return the axis called ``name`` from any view of ``device_mesh``, or for several names the mesh of these axes.
 
     Raises:
-        ValueError: When there is no such axis; the message lists those there are.
+        ValueError: When there is no such axis; the message lists the existing ones.
     """
     names = (name,) if isinstance(name, str) else tuple(name)
     views = get_views(device_mesh)
@@ -253,7 +254,7 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
 
 
 def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """Return the axis called ``name``, or None where there is none or it has one rank."""
+    """Return the axis called ``name``, or None if there is none or it has one rank."""
     for view in get_views(device_mesh):
         if name in (view.mesh_dim_names or ()):
             mesh = view[name]
@@ -262,7 +263,7 @@ def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
-    """All views of the world that ``device_mesh`` belongs to; a mesh made elsewhere is its own only view."""
+    """Return all views of the world that ``device_mesh`` belongs to; a mesh made elsewhere is its own only view."""
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
 
 
@@ -275,7 +276,7 @@ def get_fsdp_mesh(
     """Return the 1-D (shard) or 2-D (replicate x shard) mesh to pass to ``fully_shard``.
 
     On a mesh of :func:`create_device_mesh` the default names mean: shard over ``dp_shard`` x cp, replicate over
-    ``dp_replicate``. On a mesh made elsewhere it is the axis ``dp_cp_mesh_name`` where the mesh has one, else
+    ``dp_replicate``. On a mesh made elsewhere it is the axis ``dp_cp_mesh_name`` if the mesh has one, else
     ``dp_mesh_name``, which may name two axes (replicate, shard).
 
     Raises:
@@ -301,16 +302,16 @@ def get_fsdp_mesh(
 
 @dataclass(frozen=True, kw_only=True)
 class AxisNames:
-    """What the axes of a mesh made elsewhere are called."""
+    """Names of the axes of a mesh made elsewhere."""
 
     dp: str | tuple[str, str] = DATA_PARALLEL
     """The axis to shard over, or two axes (replicate, shard)."""
 
     tp: str = TENSOR_PARALLEL
-    """A mesh without it has no tensor parallelism."""
+    """The tensor parallel axis. A mesh without it has no tensor parallelism."""
 
     dp_cp: str = DP_CP
-    """The axis that is sharded over in place of ``dp``, where the mesh has it."""
+    """The axis to shard over instead of ``dp``, if the mesh has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,13 +319,13 @@ class MeshAxes:
     """The parts of a mesh, by what is done over them."""
 
     fsdp: DeviceMesh
-    """1-D (shard) or 2-D (replicate x shard)."""
+    """Mesh to shard over: 1-D (shard) or 2-D (replicate x shard)."""
 
     tp: DeviceMesh | None
-    """1-D; None with one tensor parallel rank."""
+    """Tensor parallel mesh, 1-D; None with one tensor parallel rank."""
 
     cp: DeviceMesh | None
-    """1-D; None with one context parallel rank."""
+    """Context parallel mesh, 1-D; None with one context parallel rank."""
 
     @property
     def tp_size(self) -> int:
@@ -336,7 +337,7 @@ def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
     """Return the parts of ``device_mesh`` that a model is sharded over.
 
     Raises:
-        ValueError: When an axis does not exist, or the named ones leave out ranks.
+        ValueError: When an axis does not exist, or the named axes leave out ranks.
     """
     axes = MeshAxes(
         fsdp=get_fsdp_mesh(device_mesh, dp_mesh_name=names.dp, dp_cp_mesh_name=names.dp_cp),
@@ -364,7 +365,7 @@ def check_tp_size_of_megatron(tp_size: int) -> None:
     """Refuse tensor parallelism with Megatron-FSDP.
 
     Raises:
-        ValueError: When there is any.
+        ValueError: When ``tp_size`` is not 1.
     """
     if tp_size != 1:
         raise ValueError(
@@ -405,23 +406,23 @@ def _check_world_size(world_size: int) -> None:
 
 
 def destroy_process_group() -> None:
-    """End the process group, if there is one: a process that exits with it may be aborted by a thread of gloo."""
+    """End the process group, if there is one. A process that exits with one may be aborted by a thread of gloo."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_threads()
 
 
 def _wait_for_threads(seconds: float = 1.0) -> None:
-    """Wait until no thread of gloo runs, for as long as ``seconds``, on Linux.
+    """Wait until no thread of gloo runs, for at most ``seconds``. Threads are only found on Linux.
 
-    Such a thread lets a tensor go shortly after the collective is over, for which it needs Python; if Python is
+    Such a thread releases a tensor shortly after the collective is over, and needs Python for that. If Python is
     finalizing by then, it ends the thread, which aborts the process ("terminate called without an active exception").
     Groups outlive ``destroy_process_group`` in meshes and hooks, and have no way to join their threads.
     """
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # who waits for Python gets it now
+        time.sleep(0.01)  # a thread that waits for Python gets it now
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 
@@ -433,11 +434,11 @@ def _read(path: Path) -> str:
 
 
 def _get_own_index() -> int:
-    """Return which device is this rank's: the one that the script has chosen, or if that is 0 the local rank's."""
+    """Return the index of this rank's device: the one that the script has chosen or, if that is 0, the local rank's."""
     if not torch.accelerator.is_available():
         return 0
     chosen = torch.accelerator.current_device_index()
-    # a process that sees one device alone, as some launchers make it, calls it 0 whatever its local rank is
+    # a process that sees only one device, as under some launchers, calls it 0 whatever its local rank is
     return chosen or int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
 
 

@@ -75,23 +75,23 @@ def fsdp2_strategy_parallelize(
     fsdp2_forward_prefetch_depth: int = 1,
     materializes: bool = True,
 ) -> nn.Module:
-    """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
+    """Shard a model and give it its weights. The same code runs on one rank and on a thousand.
 
     Arguments that are not described here are the fields of :class:`~lightning_fsdp2.FSDP2Config` of the same name. A
     model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights is made equal on all
-    ranks first (rank 0's count).
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights first gets those of rank 0
+    on all ranks.
 
     * ``model``: a Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
       place.
     * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes named below.
-    * ``param_dtype``: compute dtype where ``mp_policy`` is None; gradients are then reduced in float32, and the output
-      is float32.
+    * ``param_dtype``: compute dtype if ``mp_policy`` is None; gradients are then reduced in float32, and the output is
+      float32.
     * ``cpu_offload``: short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
-    * ``tp_shard_plan``: the field ``tp_plan``, and also a function of the model that returns such a dict.
+    * ``tp_shard_plan``: the field ``tp_plan``; also a function that takes the model and returns such a dict.
     * ``dp_mesh_name``: the axis to shard over, or two axes (replicate, shard).
     * ``tp_mesh_name``: the tensor parallel axis; a mesh without it has no tensor parallelism.
-    * ``dp_cp_mesh_name``: the axis that is sharded over in place of ``dp_mesh_name``, where the mesh has it.
+    * ``dp_cp_mesh_name``: the axis to shard over instead of ``dp_mesh_name``, if the mesh has it.
     * ``materializes``: whether a model on the meta device gets its weights; False leaves its shards there, to be
       looked at.
 
@@ -155,17 +155,17 @@ def megatron_fsdp_strategy_parallelize(
     Arguments that are not described here are the fields of :class:`~lightning_fsdp2.MegatronFSDPConfig` of the same
     name.
 
-    * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is that of compute. Changed in place.
+    * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is the compute dtype. Changed in place.
     * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
       ranks.
-    * ``optimizer``: one of the model's parameters, without steps so far; its groups are kept.
+    * ``optimizer``: an optimizer of the model's parameters that has made no step yet; its groups are kept.
 
     Returns:
         The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When the package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
+        ValueError: When that package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
     """
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if megatron_fsdp_unit_modules is None else list(megatron_fsdp_unit_modules),
@@ -201,8 +201,8 @@ def ddp_strategy_parallelize(
 
     Arguments that are not described here are the fields of :class:`~lightning_fsdp2.DDPConfig` of the same name.
 
-    * ``model``: as for :func:`fsdp2_strategy_parallelize`, the meta device included. Changed in place.
-    * ``device_mesh``: its ranks get the same weights: those of rank 0 where there are any.
+    * ``model``: as for :func:`fsdp2_strategy_parallelize`; it may be on the meta device. Changed in place.
+    * ``device_mesh``: the mesh whose ranks get the same weights: those of rank 0 if the model has any.
     * ``materializes``: as for :func:`fsdp2_strategy_parallelize`.
 
     Returns:
@@ -230,10 +230,10 @@ def apply_fsdp_sharding_recursively(
     The last block of a list stays gathered after forward, since backward needs it first.
 
     Args:
-        module: Changed in place; not sharded itself.
-        mesh: 1-D (shard) or 2-D (replicate x shard).
-        mp_policy: None for the dtypes of the parameters themselves.
-        offload_policy: None keeps shards on the mesh's device.
+        module: Module that is changed in place, but not sharded itself.
+        mesh: Mesh to shard over: 1-D (shard) or 2-D (replicate x shard).
+        mp_policy: Dtypes of the units; None for the dtypes of the parameters themselves.
+        offload_policy: Policy of where shards live; None keeps them on the mesh's device.
     """
     apply_layer_sharding(
         find_structure(module), mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
@@ -241,12 +241,12 @@ def apply_fsdp_sharding_recursively(
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
-    """Gather all weights of ``model`` in the block, for log-probabilities, ``generate`` or reading parameters.
+    """Gather all weights of ``model`` inside the block, for log-probabilities, ``generate`` or reading parameters.
 
-    All ranks must enter it; writes to the parameters are lost. It holds the whole model at once on every rank.
+    All ranks must enter it. Writes to the parameters are lost. Every rank holds the whole model at once.
 
     Raises:
-        RuntimeError: In a backward behind the block that needs its weights.
+        RuntimeError: In a backward after the block that needs the weights gathered there.
     """
     return unshard_model(model)
 
@@ -254,24 +254,24 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the tensor parallel plan that transformers has for ``model``: patterns of module names and their styles.
 
-    The class's, the config's and the inner models' entries are merged, and an input embedding or a head that they
-    leave whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be given to
+    The entries of the class, the config and the inner models are merged. An input embedding or a head that they leave
+    whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be given to
     ``torch.distributed.tensor.parallel.parallelize_module`` or to :func:`fsdp2_strategy_parallelize`.
 
     Raises:
-        ValueError: When the model has no plan; it is an ``AssertionError`` too. When the plan names a style that is
-            unknown or refused.
+        ValueError: When the model has no plan (this error is an ``AssertionError`` too), or when the plan names a style
+            that is unknown or refused.
     """
     parts = find_parts(model)
     plan = get_plan(parts, "hf")
-    unmatched = match_plan(parts, plan).unmatched  # what other configurations of the family have
+    unmatched = match_plan(parts, plan).unmatched  # entries for other configurations of the family
     return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in plans of transformers.
 
-    Those that torch lacks are of :mod:`lightning_fsdp2.parallel.tensor.styles`.
+    Styles that torch lacks come from :mod:`lightning_fsdp2.parallel.tensor.styles`.
 
     Raises:
         ValueError: When the style is unknown or refused.

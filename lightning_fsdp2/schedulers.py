@@ -14,19 +14,20 @@ __all__ = ["WarmupCosine"]
 class WarmupCosine(LambdaLR):
     """Linear warm-up to the optimizer's learning rate, then half a cosine down to a part of it, where it stays.
 
-    The first step already has a learning rate above 0. A resumed run goes on at its step, on the curve of the
-    arguments of that run: ``total_steps`` may change. The cosine is that of `SGDR <https://arxiv.org/abs/1608.03983>`_.
+    The first step already has a learning rate above 0. A resumed run goes on at its step, on the curve of its own
+    arguments: ``total_steps`` may change. The cosine is that of `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
-        optimizer: Each of its groups has its own learning rate to warm up to.
-        warmup_steps: Optimizer steps until the full learning rate; 0 starts with it.
-        total_steps: Optimizer steps until the lowest learning rate, those of the warm-up included. None for those of
-            the run, which :class:`~lightning_fsdp2.CausalLM` asks the Trainer for; elsewhere call :meth:`fit_to_run`.
-        min_ratio: The lowest learning rate as a part of the full one.
+        optimizer: Optimizer whose groups warm up to their own learning rates.
+        warmup_steps: Number of optimizer steps until the full learning rate; 0 starts with it.
+        total_steps: Number of optimizer steps until the lowest learning rate, including the warm-up. None for the steps
+            of the run, which :class:`~lightning_fsdp2.CausalLM` asks the Trainer for; elsewhere call
+            :meth:`fit_to_run`.
+        min_ratio: Lowest learning rate as a part of the full one.
 
     Raises:
-        ValueError: When the steps or the ratio are out of their range; behind the warm-up, when the steps of the run
-            have not been told.
+        ValueError: When the steps or the ratio are out of range; after the warm-up, when the number of steps of the run
+            was never given.
     """
 
     def __init__(
@@ -39,18 +40,18 @@ class WarmupCosine(LambdaLR):
             )
         if not 0 <= min_ratio <= 1:
             raise ValueError(f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; use 0.1 for a tenth.")
-        # a partial's arguments are not part of `state_dict`, so that those of the running config hold
+        # a partial's arguments are not part of `state_dict`, so that those of the current config hold
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """End with a run of ``steps`` optimizer steps, or say that ``total_steps`` is another number.
+        """End the schedule with a run of ``steps`` optimizer steps, or warn that ``total_steps`` is another number.
 
         Args:
-            steps: ``trainer.estimated_stepping_batches``: infinite or below 0 where it is not known.
+            steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if it is not known.
 
         Raises:
-            ValueError: When ``total_steps`` was left out and the steps of the run are not known.
+            ValueError: When ``total_steps`` was left out and the number of steps of the run is not known.
         """
         arguments = cast(Any, self.lr_lambdas[0]).keywords
         warmup_steps, total_steps = arguments["warmup_steps"], arguments["total_steps"]
@@ -73,7 +74,7 @@ class WarmupCosine(LambdaLR):
 
 
 def _get_factor(step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
-    """What the learning rate of ``step``, counted from 0, is multiplied by."""
+    """Return the factor of the learning rate in ``step``, which is counted from 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if step == warmup_steps:

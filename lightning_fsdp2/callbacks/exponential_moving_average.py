@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, sharded as they are."""
+"""Exponential moving average of the weights, sharded like them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,20 +19,20 @@ _UPDATES = "updates"
 
 
 class ExponentialMovingAverage(Callback):
-    """Averages the trained weights over the steps; each rank the shards it holds, without communication.
+    """Moving average of the trained weights over the steps. Each rank averages its own shards, without communication.
 
-    Behind an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32, where ``decay`` is at
-    most ``(1 + n) / (10 + n)`` in the n-th update, so that the first weights are soon forgotten. Validation, test and
-    prediction of this Trainer, and ``HuggingFaceExport``, use the averages; training goes on with the weights, which
-    checkpoints hold too, beside the averages. The ``ckpt_path`` of ``validate``, ``test`` or ``predict`` is evaluated
-    with the averages that it holds. Buffers, and parameters that are frozen when training starts, are not averaged.
+    After an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update
+    ``decay`` is at most ``(1 + n) / (10 + n)``, so that the first weights are soon forgotten. Validation, test and
+    prediction of this Trainer, and ``HuggingFaceExport``, use the averages. Training goes on with the weights.
+    Checkpoints hold both. The ``ckpt_path`` of ``validate``, ``test`` or ``predict`` is evaluated with the averages
+    that it holds. Buffers, and parameters that are frozen when training starts, are not averaged.
 
     Args:
-        decay: Weight of the past, between 0 and 1.
+        decay: Weight of the old average, between 0 and 1.
         every_n_steps: Number of optimizer steps between updates.
 
     Raises:
-        ValueError: When one is out of range; when a checkpoint has averages of other parameters.
+        ValueError: When an argument is out of range, or a checkpoint has averages of other parameters.
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
@@ -43,13 +43,13 @@ class ExponentialMovingAverage(Callback):
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}
-        """By the names of the parameters; sharded like these, float32."""
-        self._module: LightningModule | None = None  # that they are of
+        """Averages by parameter name: float32, sharded like the parameters."""
+        self._module: LightningModule | None = None  # the one whose weights are averaged
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages, and what they held
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # kept: to find them is an operation for each
+        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages now, and their weights
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached: finding them is an operation per shard
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -87,7 +87,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # multiples, so that a resumed run averages at the same steps
+        # at multiples of `every_n_steps`, so that a resumed run averages at the same steps
         if trainer.global_step // self.every_n_steps == self._last_step // self.every_n_steps:
             return
         self._last_step = trainer.global_step
@@ -100,7 +100,7 @@ class ExponentialMovingAverage(Callback):
         torch._foreach_add_(averages, weights, alpha=1 - decay)
 
     def _pair(self, module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """The shards of this rank: the averages, and the weights that they are of."""
+        """Return this rank's shards: the averages, and the weights that belong to them."""
         parameters = dict(module.named_parameters())
         pairs = [(_to_local(average), _to_local(parameters[name])) for name, average in self.averages.items()]
         pairs = [(average, weight) for average, weight in pairs if weight.numel()]
@@ -110,7 +110,10 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def averaged(self, module: LightningModule) -> Iterator[None]:
-        """Have the module hold the averages inside the block; outside of forwards and backwards, on all ranks."""
+        """Let the module hold the averages inside the block.
+
+        All ranks must enter it, outside of forward and backward.
+        """
         self._put_in(module)
         try:
             yield
@@ -127,13 +130,13 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _take_out(self) -> None:
-        # not by name: behind an error the module may hold gathered weights
+        # not by name: after an error the module may hold gathered weights
         replaced, self._replaced = self._replaced, []
         for weight, own in replaced:
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # of the checkpoint that is evaluated
+        if self._loaded is not None:  # from the checkpoint that is evaluated
             self._take_loaded(pl_module)
         elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
             self._module = None  # its weights are no longer those that were averaged
@@ -157,7 +160,7 @@ class ExponentialMovingAverage(Callback):
 
 @contextmanager
 def use_averages(trainer: Trainer) -> Iterator[None]:
-    """Have the module hold its averages inside the block, where the Trainer makes some; all ranks must enter it."""
+    """Let the module hold its averages inside the block, if the Trainer makes any. All ranks must enter it."""
     averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
     with averages[0].averaged(trainer.lightning_module) if averages else nullcontext():
         yield

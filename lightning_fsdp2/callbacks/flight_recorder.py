@@ -1,4 +1,4 @@
-"""What every rank was communicating when a run hung."""
+"""Record of what every rank was communicating when a run hung."""
 
 import json
 import os
@@ -14,18 +14,21 @@ _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class FlightRecorder(Callback):
-    """Keeps, of a run that ends in a collective, the last collectives of every rank with the run's other files.
+    """Callback that keeps the last collectives of every rank, when a run ends in a collective.
 
-    torch records them in any case, 2,000 per rank; the launcher's environment says how many, ``TORCH_FR_BUFFER_SIZE``,
-    since it is read when the first group is made. NCCL's are written as ``nccl_rank_<r>`` by its watchdog, which
-    without this callback writes into the home directory of each node; ``torchfrtrace <dirpath> --prefix nccl_rank_``
-    says which rank was missing where (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
-    Gloo's, of host tensors, are written as ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends the fit: the last
-    entries are what the rank was at, with the lines of code.
+    They are written beside the run's other files. torch records them in any case, 2,000 per rank. For another number,
+    set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment: torch reads it when the first process group is made.
+
+    NCCL's watchdog writes its collectives as ``nccl_rank_<r>``; without this callback it writes into the home directory
+    of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` says which rank was missing where
+    (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). Gloo's collectives, of host tensors,
+    are written as ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends the fit. The last entries show what the rank was
+    doing, with the lines of code.
 
     Args:
-        dirpath: Of all nodes' files. None for what ``TORCH_FR_DUMP_TEMP_FILE`` names in the environment or, without
-            it, ``flight_records`` in the directory of the logger or the Trainer's ``default_root_dir``.
+        dirpath: Directory for the files of all nodes. None takes the one that ``TORCH_FR_DUMP_TEMP_FILE`` names in the
+            environment or, without it, ``flight_records`` in the directory of the logger or the Trainer's
+            ``default_root_dir``.
     """
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
@@ -34,7 +37,8 @@ class FlightRecorder(Callback):
         self._replaced: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        root = trainer.log_dir or trainer.default_root_dir  # `log_dir` asks rank 0, the environment is a node's own
+        # on all ranks, since `log_dir` asks rank 0; the environment may differ between nodes
+        root = trainer.log_dir or trainer.default_root_dir
         if self._folder is None:
             self._replaced = os.environ.get(_DESTINATION)
         if self.dirpath is None and self._replaced is not None:
@@ -51,7 +55,7 @@ class FlightRecorder(Callback):
             rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # not behind an exception, where the watchdog may be about to write
+        # not called after an exception, when the watchdog may be about to write
         self._folder = None
         if self._replaced is None:
             os.environ.pop(_DESTINATION, None)

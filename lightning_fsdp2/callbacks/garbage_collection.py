@@ -1,4 +1,4 @@
-"""Python's garbage collector at the same step on all ranks."""
+"""Garbage collection at the same step on all ranks."""
 
 import gc
 from typing import Any
@@ -7,17 +7,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class GarbageCollection(Callback):
-    """Collects garbage at the same step on all ranks, and at no other time of the training.
+    """Callback that collects garbage at the same step on all ranks, and at no other time during training.
 
-    The collector starts whenever enough objects were made: on each rank in another step, and all the others wait for
-    it in the next collective. The idea is torchtitan's (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
+    Python's collector starts whenever enough objects were made. That happens in a different step on each rank, and all
+    other ranks wait for it in the next collective. The idea is torchtitan's
+    (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
 
     Args:
         every_n_batches: Number of training batches between collections.
-        generation: The oldest generation that they collect, 0 to 2; 2 looks at all objects, which takes long.
+        generation: Oldest generation to collect, 0 to 2; 2 looks at all objects, which takes long.
 
     Raises:
-        ValueError: When one is out of range.
+        ValueError: When an argument is out of range.
     """
 
     def __init__(self, every_n_batches: int = 50, generation: int = 1) -> None:
@@ -34,7 +35,7 @@ class GarbageCollection(Callback):
         self._batches = 0
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.collect()  # what setting up has left
+        gc.collect()  # garbage of the setup
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,4 +1,4 @@
-"""The norm of the gradients before clipping."""
+"""Norm of the gradients before clipping."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,10 +12,11 @@ from lightning_fsdp2.parallel.data.gradients import get_total_norm
 
 
 class GradientNorm(Callback):
-    """Logs ``gradients/norm``, of all gradients together before clipping, on the Trainer's logging steps.
+    """Callback that logs ``gradients/norm``, the norm of all gradients before clipping, on the Trainer's logging steps.
 
-    Where the Trainer clips by norm, under a strategy of this package, it is the norm that clipping has computed; else
-    it is computed on logging steps. Under manual optimisation it is the one of the last ``self.clip_gradients``.
+    If the Trainer clips by norm, under a strategy of this package, this is the norm that clipping has computed.
+    Otherwise it is computed on logging steps. Under manual optimisation it is the norm of the last
+    ``self.clip_gradients``.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,9 @@ class GradientNorm(Callback):
             log_metrics(trainer, {"gradients/norm": float(norm)})
 
     def measure(self, optimizer: Optimizer) -> Tensor:
-        """The norm of the gradients that ``optimizer`` is about to use, once per batch; every rank must call it.
+        """Return the norm of the gradients that ``optimizer`` is about to use. Every rank must call it.
+
+        It is computed once per batch.
 
         Returns:
             [] float32, on the device.
@@ -54,24 +57,24 @@ class GradientNorm(Callback):
 
 
 def must_measure(trainer: Trainer) -> bool:
-    """Whether this is a logging step on which nobody else computes the norm, or tells it."""
+    """Return whether a callback must compute the norm itself: on logging steps, unless clipping reports it."""
     return trainer.lightning_module.automatic_optimization and is_logging_step(trainer) and not reports_norm(trainer)
 
 
 def reports_norm(trainer: Trainer) -> bool:
-    """Whether every step is clipped by norm, by a strategy that tells who observes it."""
+    """Return whether every step is clipped by norm, by a strategy that tells observers the norm."""
     clips = cast(Any, trainer).gradient_clip_val and cast(Any, trainer).gradient_clip_algorithm in (None, "norm")
     return bool(clips) and hasattr(trainer.precision_plugin, "norm_observers")
 
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Have ``observer`` called with the norm, a device tensor, whenever gradients are clipped by it."""
-    ignore_clipping(trainer, observer)  # of a run that ended with an error
+    """Call ``observer`` with the norm, a device tensor, whenever gradients are clipped by norm."""
+    ignore_clipping(trainer, observer)  # left from a run that ended with an error
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 
 
 def ignore_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """End what :func:`observe_clipping` began."""
+    """Undo :func:`observe_clipping`."""
     if observer in getattr(trainer.precision_plugin, "norm_observers", ()):
         cast(Any, trainer.precision_plugin).norm_observers.remove(observer)

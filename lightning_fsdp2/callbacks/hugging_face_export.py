@@ -1,4 +1,4 @@
-"""Exports the trained model in the format of Hugging Face."""
+"""Export of the trained model in the format of Hugging Face."""
 
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,35 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 
 
 class HuggingFaceExport(Callback):
-    """Writes the model at the end of ``fit`` with :func:`~lightning_fsdp2.export_hf`: all ranks, from their shards.
+    """Callback that writes the model at the end of ``fit``. All ranks write from their shards.
 
-    The weights are the averaged ones, where the Trainer has an ``ExponentialMovingAverage``.
+    It uses :func:`~lightning_fsdp2.export_hf`. The weights are the averages if the Trainer has an
+    ``ExponentialMovingAverage``.
 
     Nothing is written with ``fast_dev_run``, or when training ends with an error: export a checkpoint then. A job that
-    continues another (``ckpt_path``) needs ``overwrite=True``, or a directory of its own: the first one exported too.
+    continues another (``ckpt_path``) needs ``overwrite=True`` or a directory of its own, since the first job exported
+    too.
 
     Args:
-        dirpath: The directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
+        dirpath: Directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
             Trainer's ``default_root_dir``.
-        model: Path of the model in the LightningModule, such as ``"student"``, where it holds several.
-        tokenizer: Directory or hub id of a tokenizer to save with the model. None for the data module's ``tokenizer``,
-            if it is one of transformers, or that of the pretrained model.
-        dtype: Of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the trained ones', which are
-            float32 under ``precision="bf16-mixed"``.
-        max_shard_size: Of a file, in bytes or such as ``"5GB"``.
-        merge: Whether a LoRA adapter is added to the weights of its base. Without it a directory of peft is written.
+        model: Path of the model in the LightningModule, such as ``"student"``, if it holds several.
+        tokenizer: Directory or hub id of a tokenizer to save with the model. None for the data module's ``tokenizer``
+            if that is a transformers tokenizer, else the tokenizer of the pretrained model.
+        dtype: Dtype of the written weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the dtype of
+            the trained weights, which is float32 under ``precision="bf16-mixed"``.
+        max_shard_size: Largest size of a file, in bytes or such as ``"5GB"``.
+        merge: Whether a LoRA adapter is added to the weights of its base. Without it, a peft directory is written.
         overwrite: Whether to replace what is in the directory, once the model is written.
 
     Raises:
         ValueError: When ``dirpath`` is remote; before training, when it is or holds the working directory.
-        FileExistsError: Before training, when the directory has something in it, and not ``overwrite``.
-        TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is another
-            library's.
-        ValueError: Before training, when it holds several and ``model`` names none of them, or one with adapters other
-            than LoRA, or none to ``merge``, when ``dtype`` or ``max_shard_size`` is none, or the directory
-            ``tokenizer`` holds no tokenizer.
+        FileExistsError: Before training, when the directory is not empty and ``overwrite`` is False.
+        TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is from
+            another library.
+        ValueError: Before training, when the LightningModule holds several models and ``model`` names none of them,
+            when the model has adapters other than LoRA or none to ``merge``, when ``dtype`` or ``max_shard_size`` is
+            invalid, or when the directory ``tokenizer`` holds no tokenizer.
         OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be made.
     """
 
@@ -73,9 +75,9 @@ class HuggingFaceExport(Callback):
         self._options: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # nobody wants to learn of it when the training is over
+        # checked before training: nobody wants to learn of a problem when training is over
         if stage == "fit":
-            root = trainer.log_dir or trainer.default_root_dir  # `log_dir` is rank 0's on all ranks
+            root = trainer.log_dir or trainer.default_root_dir  # all ranks get rank 0's `log_dir`
             out = Path(self.dirpath or Path(root) / "huggingface").resolve()
             on_first_rank(lambda: check_free(out, self.overwrite))
             if not _is_dry_run(trainer):
@@ -105,7 +107,7 @@ def _is_dry_run(trainer: Trainer) -> bool:
 
 
 def _get_optional_tokenizer(trainer: Trainer) -> Any:
-    """The data module's, if transformers can save it."""
+    """Return the data module's tokenizer, if transformers can save it."""
     tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
     if tokenizer is None or isinstance(tokenizer, str | Path) or hasattr(tokenizer, "save_pretrained"):
         return tokenizer

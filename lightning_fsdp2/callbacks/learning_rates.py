@@ -1,4 +1,4 @@
-"""The learning rates that steps were taken with."""
+"""Learning rates that the steps were taken with."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
 
 
 class LearningRates(Callback):
-    """Logs ``learning_rate/group_<i>`` of every parameter group, on the Trainer's logging steps.
+    """Callback that logs ``learning_rate/group_<i>`` of every parameter group, on the Trainer's logging steps.
 
-    It is the one of the step itself; Lightning's ``LearningRateMonitor`` has the next step's, and none without a
-    schedule. Several optimizers are ``learning_rate/optimizer_<i>/group_<j>``.
+    It is the learning rate of the step itself. Lightning's ``LearningRateMonitor`` logs that of the next step, and
+    none without a schedule. With several optimizers the names are ``learning_rate/optimizer_<i>/group_<j>``.
     """
 
     def __init__(self) -> None:
         self._used: dict[int, list[float]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        # schedules go on before `on_train_batch_end`
+        # read here, since schedulers step before `on_train_batch_end`
         if is_logging_step(trainer):
             self._used[id(optimizer)] = [float(group["lr"]) for group in optimizer.param_groups]
 

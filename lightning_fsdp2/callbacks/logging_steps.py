@@ -1,4 +1,4 @@
-"""What callbacks share that measure: on which steps they may wait for the device, and where their numbers go."""
+"""Helpers of callbacks that measure: the steps on which they may wait for the device, and where their numbers go."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.compat.lightning import get_logged_step, is_accumulating, l
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Whether the step of the current batch is one that the Trainer logs, and this batch is its last micro-batch.
+    """Return whether the Trainer logs the step of the current batch, and this batch is its last micro-batch.
 
     Callbacks communicate and wait for the device on these steps only.
     """
@@ -18,16 +18,16 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def is_of_logging_step(trainer: Trainer) -> bool:
-    """Whether the step of the current batch is one that the Trainer logs: for all micro-batches of that step."""
+    """Return whether the Trainer logs the step of the current batch; true for all micro-batches of that step."""
     return logs_current_step(trainer)
 
 
 def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tensor:
-    """Gather a few numbers of every rank, in one collective and one wait for the device; all ranks must call it.
+    """Gather a few numbers of every rank, in one collective and one wait for the device. All ranks must call it.
 
     Args:
-        trainer: The one that trains.
-        numbers: This rank's; scalars, on the host or any device.
+        trainer: Trainer of the run.
+        numbers: This rank's numbers; scalars, on the host or any device.
 
     Returns:
         [ranks, numbers] float64, in host memory.
@@ -39,9 +39,9 @@ def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tenso
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Hand metrics of the current step to the loggers, and to callbacks that monitor one.
+    """Hand metrics of the current step to the loggers, and to callbacks that monitor a metric.
 
-    ``self.log`` would keep them as tensors, which Lightning then reads again behind every batch.
+    ``self.log`` would keep them as tensors, which Lightning then reads again after every batch.
     """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=get_logged_step(trainer))

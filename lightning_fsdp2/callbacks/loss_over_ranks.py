@@ -1,4 +1,4 @@
-"""The loss of a step over all ranks: its mean, and that of the rank with the highest."""
+"""Loss of a step over all ranks: its mean, and the loss of the rank where it is highest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +16,12 @@ from lightning_fsdp2.parallel.loss.token_mean import TokenMean
 
 
 class LossOverRanks(Callback):
-    """Logs ``loss/mean`` and ``loss/max`` over the ranks, on the Trainer's logging steps.
+    """Callback that logs ``loss/mean`` and ``loss/max`` over the ranks, on the Trainer's logging steps.
 
-    Of a module that trains with :func:`~lightning_fsdp2.token_mean_loss`, as ``CausalLM`` does: the loss per label
-    token, over all tokens of the step, and over those of the rank where it is highest. Of any other: what
-    ``training_step`` returned, averaged over the micro-batches of the step. A maximum far above the mean points at the
-    data of one rank.
+    For a module that trains with :func:`~lightning_fsdp2.token_mean_loss`, as ``CausalLM`` does, these are losses per
+    label token: over all tokens of the step, and over those of the rank with the highest loss. For any other module,
+    the loss of a rank is what ``training_step`` returned, averaged over the micro-batches of the step. A maximum far
+    above the mean points at the data of one rank.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LossOverRanks(Callback):
         mean = getattr(trainer.strategy, "token_mean", None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if mean is None and isinstance(loss, Tensor):
-            # the Trainer has divided each micro-batch's by their number
+            # the Trainer has divided the loss of each micro-batch by the number of micro-batches
             self._loss = loss if self._loss is None else self._loss + loss
         if is_logging_step(trainer):
             self._report(trainer, mean)

@@ -1,4 +1,4 @@
-"""Who holds the memory of a GPU."""
+"""Snapshots that show who holds the memory of a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ from lightning_fsdp2.compat.torch import dump_memory_snapshot, record_memory_his
 
 
 class MemorySnapshot(Callback):
-    """Writes the history of the GPU memory, for https://pytorch.org/memory_viz: when it runs out, and at a given step.
+    """Callback that writes the history of the GPU memory when memory runs out, and at a given step.
 
-    The stack of every allocation is recorded, which costs time on the host, so keep it for runs that look for memory.
+    https://pytorch.org/memory_viz shows the files. The stack of every allocation is recorded, which costs time on the
+    host. So use this only in runs that investigate memory.
 
     Args:
-        dirpath: Where to write ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in
+        dirpath: Directory for ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in
             the directory of the logger or, without one, the Trainer's ``default_root_dir``.
-        at_step: Number of optimizer steps behind which a snapshot is written. None writes one only when memory runs
+        at_step: Number of optimizer steps after which a snapshot is written. None writes one only when memory runs
             out.
 
     Raises:

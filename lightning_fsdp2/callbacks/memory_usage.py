@@ -1,4 +1,4 @@
-"""How much memory training takes."""
+"""Memory that training takes."""
 
 import resource
 import sys
@@ -13,17 +13,18 @@ _GIB = 2**30
 
 
 class MemoryUsage(Callback):
-    """Logs the memory of the rank that has taken the most, on the Trainer's logging steps, in GiB.
+    """Callback that logs memory use on the Trainer's logging steps: the highest value of all ranks for each metric.
 
-    On an accelerator ``memory/allocated_gib`` (of tensors) and ``memory/reserved_gib`` (taken from the device, as other
-    tools show it), each the peak since the last logging step, ``memory/reserved_share`` of the device's memory, and
-    since the start of the process ``memory/allocation_retries``, each of which waits for the device and throws cached
-    memory away, and ``memory/out_of_memory``. On a CPU ``memory/process_gib``, the peak of the process.
+    On an accelerator it logs ``memory/allocated_gib`` (of tensors) and ``memory/reserved_gib`` (taken from the device,
+    as other tools show it), both in GiB and peaks since the last logging step. ``memory/reserved_share`` is the share
+    of the device's memory that is reserved. ``memory/allocation_retries`` and ``memory/out_of_memory`` are counted
+    since the start of the process; each retry waits for the device and throws cached memory away. On a CPU it logs
+    ``memory/process_gib``, the peak of the process in GiB.
     """
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
-        """What was logged last, for progress bars."""
+        """Metrics that were logged last, for progress bars."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.latest = {}
@@ -42,7 +43,7 @@ class MemoryUsage(Callback):
 
 
 def _measure(device: torch.device) -> dict[str, float]:
-    """Read the counters of the host's allocator; nothing waits for the device."""
+    """Read the allocator's counters on the host, without waiting for the device."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"memory/process_gib": peak * (1 if sys.platform == "darwin" else 1024) / _GIB}

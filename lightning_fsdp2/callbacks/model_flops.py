@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs per token, and how many a device can do per second."""
+"""Floating-point operations that a model needs per token, and that a device can do per second."""
 
 import re
 from typing import Any
@@ -35,37 +35,39 @@ _PEAKS = {
     "4090": (165.2, 82.6, 82.6),
     "3090": (71, 35.6, 35.6),
 }
-"""By words of the name that CUDA gives a device, the first that fits: 10^12 operations per second, without sparsity, in
-bfloat16 or float16 with sums in float32, in TensorFloat-32, and in float32 outside of the tensor cores.
+"""Peaks of devices, by words of the name that CUDA gives a device; the first entry that fits counts.
 
-As public tables have them after NVIDIA's data sheets, most of which print the numbers with sparsity, twice these, and
-AMD's.
-Lightning's table has some of those, finds an L40S to be an L4, and has no tensor cores for GeForce.
+They are in 10^12 operations per second, without sparsity: in bfloat16 or float16 with sums in float32, in
+TensorFloat-32, and in float32 outside of the tensor cores.
+
+The numbers are from public tables based on the data sheets of NVIDIA and AMD. Most of NVIDIA's print the numbers with
+sparsity, which are twice these. Lightning's table has some of those, takes an L40S for an L4, and has no tensor cores
+for GeForce.
 """
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _OTHER_DEVICES = {"mig", "laptop", "ti", "super", "d"}
-"""Words of names that go on: slices and siblings, with other peaks."""
+"""Words in the names of slices and siblings of these devices, which have other peaks."""
 
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""The layer types of transformers with softmax attention, and where their configs say how far they look."""
+"""Layer types of transformers with softmax attention, and the config's option for how far they look."""
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the dense peak of a device, in floating-point operations per second.
 
     Raises:
-        ValueError: When it is not known.
+        ValueError: When the peak is not known.
     """
     return get_peak_flops_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, dtype)
 
 
 def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
-    """Return the same for the device that CUDA gives this name.
+    """Return the dense peak of the device to which CUDA gives this name; see :func:`get_peak_flops`.
 
     Raises:
-        ValueError: When it is not known.
+        ValueError: When the peak is not known.
     """
     words = set(re.split(r"[\s-]", name.lower()))
     peaks = next((peaks for part, peaks in _PEAKS.items() if words.issuperset(part.split())), None)
@@ -78,20 +80,23 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
 
 
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
-    """Return what one token costs in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
+    """Return the operations of one token in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
 
-    The formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have one size and it
-    reads 6 N + 12 L H Q T. N are the parameters that a token is multiplied with: no embeddings, but for one that is the
-    head, of experts those it is routed to, and of a frozen weight two thirds, since it gets no gradient. T is the
-    sequence length, or the window of a layer that has one; that attention is causal, or ends with a document, is not
-    subtracted. Neither is what activation checkpointing computes again added: this is utilisation by the model.
+    This is the formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have the same
+    size and it reads 6 N + 12 L H Q T.
+
+    N is the number of parameters that a token is multiplied with. Embeddings do not count, except one that is also the
+    head. Of the experts, those count that a token is routed to. A frozen weight counts two thirds, since it gets no
+    gradient. T is the sequence length, or the window of a layer that has one. Nothing is subtracted for attention that
+    is causal or ends with a document. Nothing is added for what activation checkpointing computes again: the result is
+    for the utilisation by the model.
 
     Args:
-        module: Holds one Hugging Face language model, sharded or not; numbers of parameters are those of the whole.
-        sequence_length: T, of the whole sequence under context parallelism.
+        module: Module that holds one Hugging Face language model; sharded parameters count in full.
+        sequence_length: T. Under context parallelism, the length of the whole sequence.
 
     Raises:
-        ValueError: When the model is of another kind, saying why nothing is known about it.
+        ValueError: When the model is of another kind; the message says why nothing is known about it.
     """
     models = get_hf_models(module)
     if len(models) != 1:
@@ -105,7 +110,7 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
 
 
 def _count_products(model: Any, config: Any) -> float:
-    """6 N, and 4 N of what is frozen."""
+    """Return 6 N, with 4 N for frozen parameters."""
     embedding, head = get_optional_embedding(model), get_optional_head(model)
     if embedding is None or head is None:
         raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
@@ -121,7 +126,7 @@ def _count_products(model: Any, config: Any) -> float:
 
 
 def _get_experts(config: Any) -> tuple[int, float]:
-    """How many experts a layer has, and the share of them that a token is routed to."""
+    """Return the number of experts of a layer, and the share of them that a token is routed to."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if number := getattr(config, name, None):
             return number, config.num_experts_per_tok / number
@@ -129,7 +134,7 @@ def _get_experts(config: Any) -> tuple[int, float]:
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
-    """T · H (d_key + d_value), added up over the layers."""
+    """Return T · H (d_key + d_value), added up over the layers."""
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     default = "sliding_attention" if slides else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers

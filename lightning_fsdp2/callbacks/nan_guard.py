@@ -1,4 +1,4 @@
-"""Stops a run whose numbers are lost before its weights are."""
+"""Guard that stops a run with NaN or infinite numbers before its weights are lost."""
 
 import math
 from typing import Any, cast
@@ -24,19 +24,19 @@ _REMEDY = (
 
 
 class NaNGuard(Callback):
-    """Stops all ranks before an optimizer step whose loss or gradients are NaN or infinite.
+    """Callback that stops all ranks before an optimizer step whose loss or gradients are NaN or infinite.
 
-    It reads what a step computes in any case and what is the same on every rank, so that all stop in the same step:
-    the norm that gradients are clipped by (``Trainer(gradient_clip_val=...)``) and, of modules that train with
-    :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked on the
-    Trainer's logging steps alone.
+    It reads only what a step computes in any case and what is the same on every rank, so that all ranks stop in the
+    same step: the norm that gradients are clipped by (``Trainer(gradient_clip_val=...)``) and, for modules that train
+    with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked only
+    on the Trainer's logging steps.
 
-    The host does not wait for the device: on an accelerator the run ends by a device-side assertion, which the next
-    call that waits raises, with the message on stderr; torchtitan guards its steps with the same
-    (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU it is raised at once.
+    The host does not wait for the device. On an accelerator the run ends with a device-side assertion: the next call
+    that waits raises it, with the message on stderr. torchtitan guards its steps in the same way
+    (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU the error is raised at once.
 
     Raises:
-        RuntimeError: On every rank, naming the step.
+        RuntimeError: On every rank; the message names the step.
     """
 
     def __init__(self) -> None:
@@ -68,5 +68,5 @@ class NaNGuard(Callback):
         self._check("norm of the gradients", norm)
 
     def _check(self, name: str, value: Tensor) -> None:
-        # one operation: a comparison with NaN is false, and neither number is ever minus infinity
+        # one operation is enough: a comparison with NaN is false, and neither number is ever minus infinity
         assert_async(value < math.inf, f"NaNGuard: the {name} of step {self._step} is not finite. {_REMEDY}")

@@ -7,26 +7,28 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-_BACKENDS = {"gloo", "nccl"}  # whose timeout torch 2.11 to 2.15 can change
+_BACKENDS = {"gloo", "nccl"}  # backends whose timeout torch 2.11 to 2.15 can change
 
 
 class ProcessGroupTimeout(Callback):
-    """Lets collectives of training steps fail after ``train``, all others after the strategy's ``timeout``.
+    """Callback that limits collectives of training steps to ``train``, and all others to the strategy's ``timeout``.
 
-    A run waits long now and then, and rightly so: for data that rank 0 prepares, compilation, the slowest disk. That is
-    what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes seconds, and if it
-    takes minutes a rank is lost. The idea is torchtitan's (https://github.com/pytorch/torchtitan, ``trainer.py``).
+    Now and then a run waits long for good reasons: for data that rank 0 prepares, for compilation, for the slowest
+    disk. That is what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes seconds;
+    if it takes minutes, a rank is lost. The idea is torchtitan's
+    (https://github.com/pytorch/torchtitan, ``trainer.py``).
 
-    The rule: ``train`` holds from the second optimizer step of a fit on. It does not in validation, while a checkpoint
-    is saved and between epochs; behind these the ranks wait for each other, under the long timeout, before the next
-    step has the short one. So ``train`` must be longer than the slowest step, waiting for its data included, and than
-    whatever else one rank does alone between two batches.
+    The rule: ``train`` holds from the second optimizer step of a fit on. It does not hold in validation, while a
+    checkpoint is saved, or between epochs. After these the ranks wait for each other under the long timeout, before the
+    next step has the short one. So ``train`` must be longer than the slowest step, including its wait for data, and
+    than whatever else one rank does alone between two batches.
 
     Args:
-        train: Shorter than the strategy's ``timeout``.
+        train: Timeout of the collectives of training steps, shorter than the strategy's ``timeout``.
 
     Raises:
-        ValueError: When it is not, under strategies of other packages, or on a backend whose timeout is fixed.
+        ValueError: When ``train`` is not shorter, under strategies of other packages, or on a backend whose timeout is
+            fixed.
     """
 
     def __init__(self, train: timedelta = timedelta(minutes=5)) -> None:
@@ -60,8 +62,8 @@ class ProcessGroupTimeout(Callback):
         strategy = cast(Any, trainer.strategy)
         if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
             return
-        # what a slower rank has still to do, on its device too, is under the long timeout; without this the others
-        # would wait for it in a step, under the short one
+        # wait under the long timeout for what slower ranks still have to do, on their devices too; otherwise the other
+        # ranks would wait for them in a step, under the short one
         if strategy.root_device.type != "cpu":
             torch.accelerator.synchronize(strategy.root_device)
         strategy.barrier("ProcessGroupTimeout")
@@ -70,7 +72,7 @@ class ProcessGroupTimeout(Callback):
     def _wait_long(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(Any, trainer.strategy).set_group_timeout(None)
 
-    # where a checkpoint is saved, the strategy itself does it
+    # when a checkpoint is saved, the strategy itself does this
     on_validation_start = on_train_epoch_end = on_train_end = _wait_long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""A progress bar that shows what a training costs."""
+"""A progress bar that shows what training costs."""
 
 from typing import Any, cast
 
@@ -18,11 +18,11 @@ _BAR_WIDTH = 6
 class TrainingProgressBar(RichProgressBar):
     """Lightning's ``RichProgressBar`` with tokens per second, MFU and memory beside the module's own metrics.
 
-    They are those of the callbacks ``Throughput`` and ``MemoryUsage``, where the Trainer has these. Numbers change
-    behind the Trainer's logging steps only, so that the bar never waits for the device in between.
+    These three come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. Numbers change only
+    after the Trainer's logging steps, so that the bar never waits for the device in between.
 
     Args:
-        refresh_rate: How often a second the bar is drawn; 0 draws none.
+        refresh_rate: Number of times per second that the bar is drawn; 0 draws none.
         leave: Whether the bar of an epoch stays on the screen.
     """
 
@@ -41,7 +41,8 @@ class TrainingProgressBar(RichProgressBar):
     @property
     @override
     def total_train_batches(self) -> int | float:
-        # Lightning takes the steps that are left for all batches, also where a step has several or a run goes on
+        # Lightning takes the steps that are left as the number of all batches, even if a step has several batches or
+        # the run was resumed
         trainer: Any = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
@@ -51,11 +52,11 @@ class TrainingProgressBar(RichProgressBar):
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
-        # Lightning writes "Epoch 0/-2" where `max_steps` ends the run
+        # Lightning writes "Epoch 0/-2" if `max_steps` ends the run
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # the first hook behind the logging of the step before, which has waited for the device
+        # the first hook after the logging of the step before, which has waited for the device
         if self._is_due:
             self._update_metrics(trainer, pl_module)
 

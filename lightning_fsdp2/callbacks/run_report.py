@@ -1,4 +1,4 @@
-"""Says at the end of training what came of it, in plain words."""
+"""Report at the end of training on what came of it, in plain words."""
 
 import os
 import shlex
@@ -18,18 +18,18 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Reports validation loss before and after, tokens per second, the checkpoint, how to resume, and a sample.
+    """Report of validation loss before and after training, speed, the checkpoint, how to resume, and a sample.
 
-    Tokens per second are those of the Trainer's ``Throughput``, and the sample is of the averaged weights where it has
-    an ``ExponentialMovingAverage``. The loss before training is that of the Trainer's sanity check: set
+    The speed is the tokens per second of the Trainer's ``Throughput``. The sample is of the averaged weights if the
+    Trainer has an ``ExponentialMovingAverage``. The loss before training is that of the Trainer's sanity check: set
     ``num_sanity_val_steps=-1`` for the whole validation set. The report is written once, to Lightning's own log.
 
     Args:
-        monitor: The logged validation loss.
-        prompt: What the model continues; None writes no sample. Gathers the whole model on every rank, and needs a data
-            module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
-        max_new_tokens: Length of the sample.
-        temperature: Of sampling; 0 takes the likeliest token each time.
+        monitor: Name of the logged validation loss.
+        prompt: Text that the model continues; None writes no sample. A sample gathers the whole model on every rank,
+            and needs a data module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
+        max_new_tokens: Largest number of tokens in the sample.
+        temperature: Temperature of sampling; 0 takes the likeliest token each time.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RunReport(Callback):
         rank_zero_info("\n".join(lines))
 
     def _write_sample(self, trainer: Any, pl_module: Any) -> str:
-        """All ranks generate the same text: each holds a part of the weights."""
+        """Generate a sample. All ranks generate the same text, since each holds a part of the weights."""
         tokenizer = trainer.datamodule.tokenizer
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
         was_training = pl_module.training
@@ -124,11 +124,11 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """How to go on from the last checkpoint: the command line of this run, or the call in somebody's own script.
+    """Return how to go on from the last checkpoint: the command line of this run, or the call in a user's own script.
 
     Args:
-        checkpoint: Its path.
-        options: The Trainer's limits to raise, and to what.
+        checkpoint: Path of the checkpoint.
+        options: Limits of the Trainer to raise, with their new values.
     """
     program = Path(sys.argv[0])
     if program.name != "lightning-fsdp2" and program.parts[-2:] != ("lightning_fsdp2", "__main__.py"):
@@ -145,14 +145,14 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
 
 
 def _get_launcher() -> list[str]:
-    # of several nodes, nothing here knows where they meet
+    # with several nodes, nothing here knows where they meet
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
     return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]
 
 
 def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
-    """Twice the limit that ended the run; empty if it was another one, such as a time or a metric."""
+    """Return twice the limit that ended the run; empty if it was another limit, such as a time or a metric."""
     max_epochs = trainer.max_epochs or -1
     if 0 < trainer.max_steps <= trainer.global_step:
         return {"max_steps": 2 * trainer.max_steps}

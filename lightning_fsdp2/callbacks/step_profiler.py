@@ -10,15 +10,15 @@ from lightning_fsdp2.compat.lightning import is_accumulating
 
 
 class StepProfiler(Callback):
-    """Writes what every operation of a few steps took, as traces for https://ui.perfetto.dev: one file per rank.
+    """Callback that writes what every operation of a few steps took: a trace for https://ui.perfetto.dev per rank.
 
     Args:
-        dirpath: Where to write ``step<n>-rank<r>.json.gz``. None for ``traces`` in the directory of the logger or,
+        dirpath: Directory for ``step<n>-rank<r>.json.gz``. None for ``traces`` in the directory of the logger or,
             without one, the Trainer's ``default_root_dir``.
         wait: Number of steps that are left out first, such as those in which the model is compiled.
-        warmup: Number of steps behind these in which the profiler runs, and whose trace is thrown away.
+        warmup: Number of steps after these in which the profiler runs, but whose trace is thrown away.
         active: Number of steps that are traced, each with all its micro-batches.
-        every_n_steps: Trace again after so many steps; 0 traces once.
+        every_n_steps: Number of steps after which to trace again; 0 traces once.
         with_stack: Whether to keep where in the Python code an operation was called, which slows down the traced steps.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tokens per second, the share of the devices' peak that they amount to, and how long steps wait for data."""
+"""Tokens per second, the share of the devices' peak that they amount to, and the time that steps wait for data."""
 
 import time
 from collections.abc import Mapping
@@ -15,23 +15,25 @@ from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, wa
 
 
 class Throughput(Callback):
-    """Logs, on the Trainer's logging steps, what the steps since the last one came to, without validation.
+    """Callback that logs the speed of training on the Trainer's logging steps: of the steps since the last such step.
 
-    ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
+    Validation does not count.
+
+    The metrics are ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
     ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
-    its data loader (not for the copy to the device: from pinned memory that takes the host no time, and else it waits
-    for the steps before); ``throughput/tflops_per_device`` and ``throughput/mfu``.
+    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``. The copy to the device is no part of
+    ``data_share``: from pinned memory it takes the host no time, and otherwise it waits for the steps before.
 
-    Tokens are the elements of ``batch["input_ids"]``, those of padding included, once for the ranks that read the same
-    batch (tensor and context parallel ones).
+    Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch (tensor and
+    context parallel ones) count it once.
 
     MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
-    Operations per token: :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. Where they or the peak are
-    not known, MFU is not logged, and the reason is said once.
+    For operations per token, see :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If they or the
+    peak are not known, MFU is not logged, and the reason is given once.
 
     Args:
         flops_per_token: Floating-point operations of one token, forward and backward. None derives them from the model.
-        peak_flops: Of a device, per second, without sparsity. None takes it from a table.
+        peak_flops: Peak of a device, in operations per second without sparsity. None takes it from a table.
     """
 
     def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None) -> None:
@@ -41,9 +43,9 @@ class Throughput(Callback):
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self.latest: dict[str, float] = {}
-        """What was logged last, for progress bars."""
+        """Metrics that were logged last, for progress bars."""
         self.average: float | None = None
-        """Tokens per second of the whole fit, set at its end; None where tokens are not counted."""
+        """Tokens per second of the whole fit, set at its end; None if tokens are not counted."""
         self._tokens = 0
         self._readers = 1
         self._fit_tokens = self._fit_seconds = 0.0
@@ -115,8 +117,11 @@ class Throughput(Callback):
             self.average = self._fit_tokens / self._fit_seconds
 
     def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
-        """Tokens of all ranks, seconds in which the slowest waited for data, and all seconds; counts from 0 again."""
-        counts = gather_numbers(trainer, (self._tokens, self._waited))  # behind it the device has done the steps
+        """Return the tokens of all ranks, the seconds that the slowest waited for data, and all seconds.
+
+        The counts start from 0 again.
+        """
+        counts = gather_numbers(trainer, (self._tokens, self._waited))  # after it the device has done the steps
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
         self._fit_tokens += tokens

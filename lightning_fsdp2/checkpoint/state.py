@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.stored_shards import convert_back, get_stored_layout, is_converted
-from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
+from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
 
@@ -156,7 +156,7 @@ def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
     if isinstance(value, DTensor):
-        value = value._local_tensor
+        value = get_shard(value)
     is_foreign = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter, FakeTensor)
     return type(value) if is_foreign else None
 

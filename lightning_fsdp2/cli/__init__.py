@@ -1,4 +1,4 @@
-"""The command line: LightningCLI for every model and data module, and what is done with checkpoints.
+"""The command line: LightningCLI for any model and data module, and commands on checkpoints.
 
 ::
 

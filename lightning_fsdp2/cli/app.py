@@ -1,4 +1,4 @@
-"""``lightning-fsdp2``: what it offers, how it carries it out."""
+"""``lightning-fsdp2``: its commands, and how they are carried out."""
 
 import sys
 from typing import Any, cast
@@ -14,6 +14,7 @@ from lightning_fsdp2.cli.commands import COMMANDS
 from lightning_fsdp2.cli.errors import has_refusal, wants_traceback
 from lightning_fsdp2.cli.parser import SUMMARIES, ArgumentParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
+from lightning_fsdp2.compat.argparse import get_option, get_subcommands, set_summaries
 from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
@@ -36,10 +37,10 @@ def main(args: ArgsType = None) -> None:
         args: Command line arguments without the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: With code 2 and one line on stderr if the configuration is wrong, or the checkpoint; with code 0 at
-            the end of a command.
+        SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong; with code 0 at
+            the end of a command on checkpoints.
     """
-    # the help of our configs stands under their fields; completion shows no help, and would read minutes of it
+    # the help of our configs is below their fields; completion shows no help, and reading it would take minutes
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
@@ -53,7 +54,7 @@ class FSDP2CLI(LightningCLI):
     shards the model, and would then update parameters that are no longer in it.
 
     Args:
-        args: As for :func:`main`.
+        args: Command line arguments; see :func:`main`.
         run: Whether to run a subcommand; False only makes ``model``, ``datamodule`` and ``trainer``.
     """
 
@@ -77,19 +78,18 @@ class FSDP2CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and those of a Trainer that trains nothing."""
+        """Return Lightning's subcommands, and those of a Trainer that trains nothing."""
         return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in WITHOUT_RUN}}
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Add our commands behind Lightning's."""
+        """Add our commands after Lightning's."""
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         if not add_subcommands:
             return
-        subcommands = cast(Any, self.parser)._subcommands_action
-        for action in subcommands._choices_actions:
-            action.help = SUMMARIES[action.dest]
+        subcommands = get_subcommands(self.parser)
+        set_summaries(subcommands, SUMMARIES)
         subcommands.add_subcommand("quickstart", ArgumentParser(description=_QUICKSTART), help=_QUICKSTART)
         for name, command in COMMANDS.items():
             summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
@@ -98,18 +98,18 @@ class FSDP2CLI(LightningCLI):
             subcommands.add_subcommand(name, parser, help=summary)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Say which strategies there are, and head the groups of options with words of one line."""
+        """Name the strategies in the help, and give the groups of options headings of one line."""
         super().add_core_arguments_to_parser(parser)
         for name in ("trainer", "model", "data"):
             cast(Any, parser).groups[name].title = f"Options of the {name}"
-        parser._option_string_actions["--trainer.strategy"].help = _STRATEGY_HELP
+        get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments; those of a command are carried out, and the process ends."""
+        """Parse the arguments. A command on checkpoints is carried out here, and ends the process."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in WITHOUT_RUN:
-            self.config[name].seed_everything = False  # nothing is drawn
+            self.config[name].seed_everything = False  # no random number is drawn
         if name not in COMMANDS:
             return
         try:
@@ -119,14 +119,14 @@ class FSDP2CLI(LightningCLI):
         parser.exit(0)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the model's arguments to the configuration, as with directories.
+        """Take the model's arguments from the configuration alone, as with checkpoint directories.
 
-        Lightning takes those in a single file, and fails where models name what
-        they save (``save_hyperparameters("config")``).
+        Lightning takes those that a single-file checkpoint holds, and fails if a model names what it saves
+        (``save_hyperparameters("config")``).
         """
 
     def before_instantiate_classes(self) -> None:
-        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could."""
+        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could refuse it."""
         strategy = self._get(self.config, "trainer.strategy")
         name = str(getattr(strategy, "class_path", strategy))
         is_ours = name.startswith("lightning_fsdp2.") or name in STRATEGIES
@@ -137,19 +137,19 @@ class FSDP2CLI(LightningCLI):
                 self._parser(self.subcommand).error(f"trainer.{error}", error)
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer; a wrong option they find ends like one that the parser finds."""
+        """Make model, data and trainer. If they refuse an option, end as if the parser had refused it."""
         try:
             if self.subcommand in WITHOUT_RUN:
                 self._instantiate_without_run()
             else:
                 super().instantiate_classes()
-        except (*REFUSALS, RuntimeError) as error:  # Lightning's, of variables of SLURM that it does not support
+        except (*REFUSALS, RuntimeError) as error:  # RuntimeError: Lightning's, for unsupported SLURM variables
             if not has_refusal(error):  # a bug keeps its traceback
                 raise
             self._parser(self.subcommand).error(str(error), error)
 
     def _instantiate_without_run(self) -> None:
-        """Make no weights, and nothing that reads, writes or wants the machines of the run."""
+        """Make model, data and trainer without weights, and without what reads, writes or needs the run's machines."""
         subcommand = cast(str, self.subcommand)
         config = self.config[subcommand]
         set_world(config, subcommand)
@@ -159,13 +159,13 @@ class FSDP2CLI(LightningCLI):
         cast(CLITrainer, self.trainer).about_run = about_run
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer; without a run it needs no launcher's environment."""
+        """Make the Trainer. Without a run it needs no launcher's environment."""
         if self.subcommand in WITHOUT_RUN:
             kwargs["plugins"] = [LightningEnvironment()]
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Train or evaluate; what is refused on the way ends in one line, too, and a bug with its traceback."""
+        """Train or evaluate. A refusal on the way also ends with one line, and a bug with its traceback."""
         try:
             super()._run_subcommand(subcommand)
         except REFUSALS as error:

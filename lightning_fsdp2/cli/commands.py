@@ -1,4 +1,4 @@
-"""What ``lightning-fsdp2`` does with checkpoints; arguments and help are those of the functions here."""
+"""Commands of ``lightning-fsdp2`` on checkpoints. Their arguments and their help are those of the functions here."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
 def consolidate(
     path: str, output: str, with_optimizers: bool = True, verify: bool = True, trust_checkpoint: bool = False
 ) -> None:
-    """Write a checkpoint directory as the single file that any strategy resumes from.
+    """Write a checkpoint directory as a single file that any strategy resumes from.
 
     Args:
-        path: The directory.
-        output: The file to write; one of that name is replaced once the new one is complete.
+        path: The checkpoint directory.
+        output: The file to write; an existing one is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
         verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
@@ -55,14 +55,14 @@ def export(
     Args:
         path: A checkpoint directory or a single file.
         output: The directory to write.
-        model: Path of the model in the LightningModule, where it holds several.
-        tokenizer: Directory or hub id of a tokenizer to save with the model; null for the one of the run.
-        dtype: Of the weights; null keeps that of the checkpoint.
-        max_shard_size: Of a file, in bytes or such as 5GB.
+        model: Path of the model in the LightningModule, if it holds several.
+        tokenizer: Directory or hub id of a tokenizer to save with the model; null for the tokenizer of the run.
+        dtype: Dtype of the weights; null keeps that of the checkpoint.
+        max_shard_size: Largest size of a file, in bytes or such as 5GB.
         merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
-        pretrained: Directory of the model that training began with, if it has moved since and the checkpoint leaves
-            frozen weights to it.
-        overwrite: Whether to replace a directory that has something in it, once the new one is complete.
+        pretrained: Directory of the model that training began with. Needed if it has moved since, and the checkpoint
+            leaves frozen weights to it.
+        overwrite: Whether to replace a directory that is not empty, once the new one is complete.
         verify: Whether what is read is compared with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """

@@ -1,4 +1,4 @@
-"""What the command line makes of errors: one line for what a user can put right, the traceback for a bug."""
+"""Errors on the command line: one line for what a user can put right, the traceback for a bug."""
 
 import os
 import re
@@ -17,26 +17,30 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# what surrounds the reason where the class is one that is called later, such as an optimizer's
+# text around the reason if the class is only called later, such as an optimizer's
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )
 
 
 def wants_traceback() -> bool:
-    """Whether jsonargparse's own variable asks for the whole story."""
+    """Return whether jsonargparse's own environment variable asks for the traceback."""
     return os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
 
 
 def is_first_of_node() -> bool:
-    """Whether this process speaks for its node; launchers number those of a node, alone there is one."""
+    """Return whether this process speaks for its node.
+
+    Launchers number the processes of a node; without a launcher there is only one.
+    """
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
 
 
 def has_refusal(error: BaseException) -> bool:
-    """Whether what ``error`` was raised from, jsonargparse's own causes aside, is for a user to put right.
+    """Return whether a user can put right what ``error`` was raised from, jsonargparse's own errors aside.
 
-    jsonargparse turns whatever an ``__init__`` raises into a ValueError; a user's own class may raise a plain one.
+    jsonargparse turns whatever an ``__init__`` raises into a ValueError. A user's own class may raise a plain
+    ValueError.
     """
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -45,9 +49,9 @@ def has_refusal(error: BaseException) -> bool:
 
 
 def summarize(message: str) -> str:
-    """Return, of a jsonargparse message, the innermost option and what is wrong with it.
+    """Return the innermost option in a message of jsonargparse, and what is wrong with it.
 
-    jsonargparse tries every member of a union type and indents what each of them said, so the deepest lines are about
+    jsonargparse tries every member of a union type and indents what each of them said. So the deepest lines are about
     the member that came closest to the given value.
     """
     if "Does not validate against" not in message:
@@ -70,7 +74,7 @@ def summarize(message: str) -> str:
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
     if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
         reasons = [f"{path!r} is no class path" for path in paths]
-    # where one kind of value was right and its content wrong, what other kinds there are does not help
+    # if the kind of value was right and only its content wrong, a list of the other kinds does not help
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))
     if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:

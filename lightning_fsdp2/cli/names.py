@@ -1,4 +1,4 @@
-"""What users may write in short on the command line and in YAML, and what they may have meant by a misspelt word."""
+"""Short spellings on the command line and in YAML, and what a user may have meant by a misspelt word."""
 
 import dataclasses
 import importlib
@@ -24,12 +24,12 @@ _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Write out the short name of a strategy in ``--trainer.strategy NAME``, and say of a class path that it is one.
+    """Write out the short name of a strategy in ``--trainer.strategy NAME``, and mark a class path there as one.
 
-    Options of commands may be written with hyphens, as ``--world-size``.
-
-    Lightning takes a strategy without options for a name, whatever it looks like
+    Lightning takes a strategy without options for a name, even if it looks like a class path
     (https://github.com/Lightning-AI/pytorch-lightning/issues/19682).
+
+    Options of commands may be written with hyphens, such as ``--world-size``.
     """
     expanded: list[str] = []
     for argument in args:
@@ -53,10 +53,10 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def expand_yaml(content: str, commands: Iterable[str]) -> str:
-    """Write out the short name of a strategy in YAML: of a whole config, or of one with a section per command.
+    """Write out the short name of a strategy in YAML: in a whole config, or in one with a section per command.
 
     Raises:
-        ValueError: When it is no YAML, or has a key twice, with the line.
+        ValueError: When ``content`` is not YAML, or has a key twice; the message names the line.
     """
     try:
         config = get_loader("yaml")(content)
@@ -79,16 +79,16 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
 
 
 def get_hint(message: str, options: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for what a parser's error calls unknown, or nothing where nothing is near.
+    """Return ``; did you mean ...?`` for the word that a parser's error calls unknown, or "" if nothing is near.
 
     Args:
-        message: The parser's, whole.
+        message: Whole message of the parser.
         options: Names of the options that the command has.
     """
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
-        return ""  # of a class that cannot be looked into; the message alone says what is wrong
+        return ""  # the class cannot be looked into; the message alone says what is wrong
     nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
     return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
 
@@ -124,7 +124,7 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """The unknown word in ``message``, and what could stand there, by what it resembles."""
+    """Return the unknown word in ``message``, and the known words that it may resemble, each with what to suggest."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -151,7 +151,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """The arguments of a class, and the fields of the configs among them."""
+    """Return the arguments of a class, and the fields of the configs among them."""
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Names of modules beside that which ``name`` would be."""
+    """Return the names of the modules beside the one that ``name`` would be."""
     parent = name.rpartition(".")[0]
     if not parent:
         return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]

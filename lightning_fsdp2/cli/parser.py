@@ -1,4 +1,4 @@
-"""How the command line is parsed, and what a person sees who asks for help or made a mistake."""
+"""Parser of the command line, and what it prints for a person who asks for help or made a mistake."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_fsdp2.cli.errors import is_first_of_node, summarize, wants_traceback
 from lightning_fsdp2.cli.names import expand_arguments, expand_yaml, get_hint
 from lightning_fsdp2.cli.unique_keys import refuse_repeated_keys
+from lightning_fsdp2.compat.argparse import list_names
 
 SUMMARIES = {
     "fit": "Train a model, validating it on the way.",
@@ -30,7 +31,7 @@ _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain ma
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Leaves out the lists of all subclasses, which ``--OPTION.help`` gives, and markup."""
+    """Formatter that leaves out markup, and the lists of all subclasses, which ``--OPTION.help`` gives."""
 
     def _get_help_string(self, action: Action) -> str:
         text = super()._get_help_string(action)
@@ -38,7 +39,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Knows short names, and ends with one line where jsonargparse writes a screenful of what it tried."""
+    """Parser that knows short names, and ends with one line where jsonargparse writes a screenful of what it tried."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_repeated_keys()
@@ -60,7 +61,7 @@ class ArgumentParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if self.exit_on_error and not wants_traceback():
             if not is_first_of_node():
-                self.exit(2)  # the same error on every rank is said once
+                self.exit(2)  # an error that all ranks have is printed once
             message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
             self.exit(2, f"error: {summarize(message)}{hint}\n")
@@ -68,9 +69,9 @@ class ArgumentParser(LightningArgumentParser):
 
     def _list_options(self) -> set[str]:
         commands = self._subcommands_action.choices.values() if self._subcommands_action else []
-        return {action.dest for parser in (self, *commands) for action in parser._actions}
+        return list_names((self, *commands))
 
 
 def _get_gpu_arguments() -> list[str]:
-    """The quickstart asks for two CPU processes; where there are GPUs, it uses them."""
+    """Return arguments that make the quickstart use the GPUs, if there are any, and not its two CPU processes."""
     return ["--trainer.accelerator=gpu", "--trainer.devices=auto"] if torch.cuda.is_available() else []

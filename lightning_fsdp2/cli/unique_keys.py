@@ -1,4 +1,4 @@
-"""YAML in which a key of a mapping that is given twice is an error: PyYAML would silently keep the last one."""
+"""YAML in which a key that a mapping has twice is an error: PyYAML would silently keep the last one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,14 +8,17 @@ from jsonargparse import get_loader, set_loader
 
 
 class RepeatedKeyError(yaml.constructor.ConstructorError):
-    """A key that a mapping has twice, with the place of the second one."""
+    """Error for a key that a mapping has twice, with the place of the second one."""
 
     def __str__(self) -> str:
         return f"line {self.problem_mark.line + 1}: {self.problem}."
 
 
 def refuse_repeated_keys() -> None:
-    """Let jsonargparse refuse repeated keys in all YAML that it reads, files within files too; once is enough."""
+    """Let jsonargparse refuse repeated keys in all YAML that it reads, including files within files.
+
+    One call is enough.
+    """
     if not isinstance(load := get_loader("yaml"), _Loader):
         set_loader("yaml", _Loader(load), exceptions=(yaml.YAMLError,))
 
@@ -30,11 +33,11 @@ class _Loader:
 
 
 def check_keys(content: str) -> None:
-    """Refuse YAML with a repeated key. Anchors may be used often, and what ``<<`` merges may be given again.
+    """Refuse YAML with a repeated key. Anchors may be used often, and keys that ``<<`` merges may be given again.
 
     Raises:
-        RepeatedKeyError: With the line of the first and the second.
-        yaml.YAMLError: When it is no YAML.
+        RepeatedKeyError: When a key is repeated; the error names the lines of the first and the second.
+        yaml.YAMLError: When ``content`` is not YAML.
     """
     for node in _walk(yaml.compose(content, Loader=yaml.SafeLoader), set()):
         lines: dict[tuple[str, str], int] = {}

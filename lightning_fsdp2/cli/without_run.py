@@ -35,20 +35,20 @@ _CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_f
 
 @dataclass(frozen=True)
 class AboutRun:
-    """What a config says of a run."""
+    """Description of a run, as its config gives it."""
 
     config: str
-    """Text of its trainer, model and data."""
+    """Text of the config's trainer, model and data."""
 
     extras: list[str]
-    """Class paths of its callbacks and plugins."""
+    """Class paths of the config's callbacks and plugins."""
 
 
 class CLITrainer(Trainer):
-    """Lightning's, which can also say what it would train."""
+    """Lightning's Trainer, which can also say what it would train."""
 
     about_run: AboutRun
-    """What the config says and this trainer does not, where it is made to describe or to plan."""
+    """The config's description of the run, set if this trainer is made to describe or to plan and lacks parts of it."""
 
     def describe(
         self,
@@ -60,10 +60,10 @@ class CLITrainer(Trainer):
         """Print how the model is sharded.
 
         Args:
-            model: On the meta device.
+            model: Model on the meta device.
             datamodule: Not used.
             world_size: Number of ranks, also more than this machine has. None for trainer.devices x num_nodes.
-            format: Of the output: tables to read, or JSON with every parameter.
+            format: Format of the output: tables to read, or JSON with every parameter.
         """
         # by now the command line has put a number in place of None
         description = describe(self, model, world_size=cast(int, world_size))
@@ -96,26 +96,28 @@ class CLITrainer(Trainer):
         """Print what a step of the run takes on devices that need not be there.
 
         Args:
-            model: On the meta device.
-            datamodule: One of lightning_fsdp2 is asked for the shapes of its batches; of others the first is read.
+            model: Model on the meta device.
+            datamodule: Data of the run. A data module of lightning_fsdp2 is asked for the shapes of its batches; of
+                any other the first batch is read.
             world_size: Number of devices. None for trainer.devices x num_nodes.
-            device: a100, h100, h200, b200 or mi300x.
-            memory: GiB of a device, if it has another size than the one of that name.
-            memory_bandwidth: GB per second of a device, if it has other memory than the one of that name.
-            network_bandwidth: GB per second and device to other nodes, in one direction.
-            devices_per_node: How many devices the fast links join. None for trainer.devices, if the config is for so
-                many devices as world_size says, or else for 8.
-            product_tflops: TFLOP/s that matrix products in bfloat16 reach, for the estimate; None: what is published.
+            device: Kind of the devices: a100, h100, h200, b200 or mi300x.
+            memory: Memory of a device in GiB, if it differs from the usual one of this kind.
+            memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from the usual one.
+            network_bandwidth: Bandwidth to other nodes in GB per second and device, in one direction.
+            devices_per_node: Number of devices that the fast links join. None for trainer.devices if the config is for
+                as many devices as world_size says, else for 8.
+            product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for what is
+                published.
             attention_tflops: TFLOP/s that attention reaches forward in bfloat16 with 16,384 keys, heads of 128 and no
-                mask, for the estimate; None: what is published.
-            ranks: Which ranks to plan. None for the first and the last, or the first if all hold as much.
-            suggest: Whether to plan what would help if it does not fit.
-            search: YAML file to write the layout of the shortest steps to, for fit to take as a second --config.
-            search_seconds: After which no other layout is begun.
-            cache_dir: Folder that keeps what a search has simulated, for the next one; null keeps nothing.
+                mask, for the estimate; None for what is published.
+            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold as much.
+            suggest: Whether to plan what would help if the run does not fit.
+            search: YAML file to write the layout with the shortest steps to, for fit to take as a second --config.
+            search_seconds: Seconds after which no other layout is begun.
+            cache_dir: Folder that keeps what a search has simulated, for the next search; null keeps nothing.
             json: File to write all numbers to; - for the output, in place of the tables.
             plot: File to draw memory and traffic in, .png or .svg.
-            processes: How many plans are computed at once; None for as many as there are CPUs.
+            processes: Number of plans that are computed at once; None for as many as there are CPUs.
         """
         target = get_device(
             device,
@@ -153,7 +155,7 @@ class CLITrainer(Trainer):
 
 
 def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
-    """Print the best layouts, and write the first; return its plan, if any fits."""
+    """Print the best layouts, write the first to ``path`` and return its plan, or return None if none fits."""
     result = search_run(trainer, model, **options)
     write_search(result, output)
     if result.plan is not None:
@@ -170,10 +172,10 @@ def _check_file(option: str, path: str | None) -> None:
 
 
 def set_world(config: Namespace, subcommand: str) -> None:
-    """Take from the trainer's devices and nodes what the command line does not say.
+    """Fill in what the command line leaves out of the world, from the trainer's devices and nodes.
 
     Raises:
-        ValueError: When it asks for all devices, and this machine has none of the kind.
+        ValueError: When the trainer asks for all devices, and this machine has none of the kind.
     """
     devices, nodes = _count_devices(config.trainer), int(config.trainer.num_nodes)
     if config.world_size is None and devices < 1:
@@ -188,14 +190,18 @@ def set_world(config: Namespace, subcommand: str) -> None:
 
 
 def leave_run_out(config: Namespace, subcommand: str) -> AboutRun:
-    """Keep weights, what reads or writes, and the machines of the run out of what is made of ``config``."""
+    """Take weights, everything that reads or writes, and the machines of the run out of ``config``.
+
+    Returns:
+        The config's description of the run.
+    """
     if subcommand == "describe":
         config.data = None
     elif config.data is not None:
         _leave_unread(config.data)
     arguments = config.model.get("init_args")
     if config.model.get("class_path") == "lightning_fsdp2.CausalLM" and arguments.pretrained is not None:
-        arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json says all
+        arguments.config, arguments.pretrained = arguments.pretrained, None  # its config.json is enough
     trainer = config.trainer
     extras = [*_list(trainer.callbacks), *_list(trainer.plugins)]
     about = AboutRun(str((trainer, config.model, config.data)), [_get_class_name(extra) for extra in extras])
@@ -212,7 +218,7 @@ def _get_class_name(extra: Any) -> str:
 
 
 def _count_devices(trainer: Namespace) -> int:
-    """Of a node; 0 where the config asks for all, and there is none."""
+    """Return the number of devices of a node; 0 if the config asks for all and there are none."""
     devices: Any = trainer.devices
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -224,7 +230,7 @@ def _count_devices(trainer: Namespace) -> int:
 
 
 def _leave_unread(data: Namespace) -> None:
-    """Let a data module of this package be made where its files are not; its batches have the same shapes."""
+    """Let a data module of this package be made without its files; its batches have the same shapes."""
     if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
         elsewhere = {name: None for name in _SOURCES if name in data.init_args}
         data.init_args.update(Namespace(**elsewhere, dataset="unread"))
@@ -232,7 +238,7 @@ def _leave_unread(data: Namespace) -> None:
 
 @contextmanager
 def without_infos() -> Iterator[None]:
-    """Keep what Lightning says of the machine out of what is read or piped on."""
+    """Silence what Lightning says about the machine inside the block, since the output is to be read or piped on."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -2,19 +2,24 @@
 
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.ledger import get_ledger
@@ -24,6 +29,19 @@ DDPForwardRedirection = _DDPForwardRedirection
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 """Lightning's launcher for ``python script.py``."""
+
+
+load_from_state = _load_state
+"""The function that builds a module or data module from a checkpoint, with its hyperparameters."""
+
+migrate_checkpoint = _pl_migrate_checkpoint
+"""The function that brings a checkpoint of an earlier Lightning up to date."""
+
+call_module_hook = call._call_lightning_module_hook
+"""The function by which the Trainer calls a hook of its module."""
+
+configure_model = call._call_configure_model
+"""The function by which the Trainer calls ``configure_model``."""
 
 
 def logs_graph(logger: Logger) -> bool:
@@ -385,3 +403,31 @@ def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callabl
         second()
 
     return call
+
+
+def let_steps_run_alone(trainer: Trainer, batches: int) -> None:
+    """Prepare the loop of a fit whose steps are called one by one, without data loaders.
+
+    Args:
+        trainer: Of a fit.
+        batches: Number of batches of an epoch.
+    """
+    loop = cast(Any, trainer).fit_loop
+    # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
+    loop._combined_loader = SimpleNamespace(iterables=())
+    loop.max_batches = batches
+    loop.max_epochs = 1
+
+
+def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
+    """Do what the training loop does before a step, and return the arguments of the step."""
+    loop = cast(Any, trainer).fit_loop.epoch_loop
+    loop.batch_progress.increment_ready()
+    cast(Any, trainer)._logger_connector.on_batch_start(batch)
+    call_module_hook(trainer, "on_train_batch_start", batch, index)
+    return loop._build_kwargs(OrderedDict(), batch, index)
+
+
+def log_batch(trainer: Trainer) -> None:
+    """Take over what was logged in a batch that is over."""
+    cast(Any, trainer)._logger_connector.on_batch_end()

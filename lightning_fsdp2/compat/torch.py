@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, _api, _dtensor_spec, placement_types
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 StridedShard: Any = placement_types._StridedShard
@@ -43,6 +44,82 @@ tree_leaves: Any = _pytree.tree_leaves
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
 """The map over all leaves of nested containers, with the keys that lead to each."""
+
+
+TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode
+"""The base of modes that see each operation below autograd. Only its module's name is private (torch 2.11 to 2.15)."""
+
+is_traceable_wrapper_subclass_type: Any = _python_dispatch.is_traceable_wrapper_subclass_type
+"""The test of a class for tensor subclasses that consist of other tensors."""
+
+BatchNormBase: Any = _NormBase
+"""The base class of torch's norms with running statistics."""
+
+flex_attention_operation: Any = torch._higher_order_ops.flex_attention
+"""The operation that compiled ``flex_attention`` becomes."""
+
+
+def get_operation(function: Any) -> Any:
+    """Return the operation that calls of a function made by ``torch.library.custom_op`` become."""
+    return function._opoverload
+
+
+def get_schema(operation: Any) -> Any:
+    """Return the schema of an operation: its name, its arguments and what it writes to."""
+    return operation._schema
+
+
+def get_forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the forward hooks of ``module``."""
+    return list(module._forward_hooks.values())
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook of the user's sees the gradient of ``parameter``."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_module_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def get_shard(tensor: DTensor) -> Tensor:
+    """Return this rank's tensor of ``tensor``, itself and no view that autograd knows, as ``to_local`` returns."""
+    return tensor._local_tensor
+
+
+def split_evenly(tensor: Tensor, ranks: int) -> list[Tensor]:
+    """Split ``tensor`` along dim 0 into the shards that a DTensor on ``ranks`` ranks has."""
+    return placement_types.Shard(0)._split_tensor(tensor, ranks, with_padding=False)[0]
+
+
+def get_storage_id(tensor: Tensor) -> int:
+    """Return a number for the storage of ``tensor`` that no other living storage has; meta tensors have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def make_wrapper_subclass(cls: type[Tensor], like: Tensor) -> Any:
+    """Make a tensor without memory of the subclass ``cls``, which looks like another one."""
+    return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` once the backward that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) -> None:
+    """Let DDP check now, and not in the next forward, whether all gradients were reduced.
+
+    Args:
+        wrapper: After a backward that synchronised.
+        reduces_all: Whether the wrapper has a static graph and has not reduced the gradients of its first backward.
+    """
+    reducer: Any = wrapper.reducer
+    if reduces_all:
+        reducer._delay_all_reduce()
+    reducer._rebuild_buckets()
 
 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:

@@ -1,9 +1,12 @@
 """Everything of transformers that this package uses and that transformers does not promise to keep."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -54,3 +57,86 @@ class _AssumeAgain(AbstractContextManager[None]):
 
 def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
     return answer
+
+
+def get_attention(config: Any) -> Any:
+    """Return the name of the attention that modules of ``config`` call."""
+    return config._attn_implementation
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Make modules of ``config`` call the attention of this name; the public setter would check the model for it."""
+    config._attn_implementation_internal = name
+
+
+def forget_attention(name: str) -> None:
+    """Undo the registration of an attention and of its masks, for which there is no public function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface._global_mapping.pop(name)
+    AttentionMaskInterface._global_mapping.pop(name)
+
+
+def uses_attention_functions(model: Any) -> bool:
+    """Return whether the layers of ``model`` call the attention functions of transformers."""
+    return bool(model._supports_attention_backend)
+
+
+def is_stateful(model: Any) -> bool:
+    """Return whether layers of ``model`` have a state that runs through the sequence."""
+    return bool(model._is_stateful)
+
+
+def get_optional_own_loss(model: Any) -> Callable[..., Any] | None:
+    """Return the loss function that was set on ``model`` itself; None for that of its class."""
+    return vars(model).get("_loss_function")
+
+
+def set_own_loss(model: Any, loss: Callable[..., Any] | None) -> None:
+    """Undo the last ``model.loss_function = ...``: let ``model`` have this loss function, or that of its class."""
+    vars(model).pop("_loss_function", None)
+    if loss is not None:
+        model.loss_function = loss
+
+
+def get_initializer(model: Any) -> Callable[[nn.Module], None]:
+    """Return the function that initialises what a module in ``model`` holds itself."""
+    initialize: Callable[[nn.Module], None] = model._init_weights
+    return initialize
+
+
+def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
+    """Build a model without weights of its own; the public ``from_config`` is of the auto classes alone."""
+    return model_class._from_config(config, **options)
+
+
+def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of tensors that the authors of ``model`` keep apart from ``dtype``, by patterns of names."""
+    exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return exceptions
+
+
+def get_keys_left_out_on_save(model: Any) -> Iterable[str]:
+    """Return the names of tensors that ``save_pretrained`` does not store."""
+    return model._keys_to_ignore_on_save or ()
+
+
+def set_weight_conversions(model: Any, conversions: list[Any]) -> None:
+    """Tell ``revert_weight_conversion`` which conversions the weights of ``model`` have gone through."""
+    model._weight_conversions = conversions
+
+
+def drop_harmless_keys(model: Any, info: Any) -> None:
+    """Drop missing and unexpected keys from ``info`` that the authors of a family know to be harmless."""
+    model._adjust_missing_and_unexpected_keys(info)
+
+
+def load_tensors(model: Any, tensors: dict[str, Tensor], config: Any) -> Any:
+    """Convert ``tensors`` and put them into ``model``; return transformers' ``LoadStateDictInfo``."""
+    info, _ = type(model)._load_pretrained_model(model, tensors, None, config)
+    return info
+
+
+def finish_loading(model: Any, config: Any, info: Any) -> None:
+    """Initialise what :func:`load_tensors` has not filled, tie weights, and report."""
+    type(model)._finalize_model_loading(model, config, info)

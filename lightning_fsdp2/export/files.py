@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_fsdp2.compat.torch import TorchDispatchMode, get_storage_id, tree_leaves
+from lightning_fsdp2.compat.transformers import get_dtype_exceptions, get_keys_left_out_on_save
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +63,7 @@ def build_layout(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    left_out = {*tied, *(skeleton._keys_to_ignore_on_save or ())}
+    left_out = {*tied, *(get_keys_left_out_on_save(skeleton))}
     dtypes = _get_dtypes(skeleton, specs, dtype)
     # new tensors, so that no two share their storage
     kept = {
@@ -103,7 +104,7 @@ def _get_dtypes(
 ) -> dict[str, torch.dtype]:
     if dtype is None:
         return {name: spec.dtype for name, spec in specs.items()}
-    exceptions: dict[str, torch.dtype] = skeleton._get_dtype_plan(dtype)
+    exceptions = get_dtype_exceptions(skeleton, dtype)
 
     def choose(name: str, spec: Tensor) -> torch.dtype:
         if not spec.is_floating_point():
@@ -151,5 +152,4 @@ def _get_tensors(values: Any) -> list[Tensor]:
 
 
 def _get_storage_id(tensor: Tensor) -> int:
-    # meta tensors have no address
-    return tensor.untyped_storage()._cdata
+    return get_storage_id(tensor)

@@ -1,4 +1,4 @@
-"""Loggers, and what every logger is told of a run."""
+"""Loggers, and what every logger is told about a run."""
 
 from lightning_fsdp2.loggers.wandb import WandbLogger
 

@@ -1,4 +1,4 @@
-"""What a run is: what it would take to say how two runs differ, and to start one again."""
+"""Description of a run: what it takes to say how two runs differ, and to start one again."""
 
 import dataclasses
 import platform
@@ -24,7 +24,7 @@ _SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
 _MOST_ITEMS = 200
-"""Of a list or dict that is written out: some data modules hold their data."""
+"""Largest length of a list or dict that is written out: some data modules hold their data."""
 
 _GIT_TIMEOUT_SECONDS = 10
 
@@ -33,13 +33,13 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
     """Describe a run in plain values, for ``log_hyperparams``; no rank waits for another.
 
     Args:
-        trainer: Of one of this package's strategies, set up.
-        module: What it trains, sharded.
+        trainer: Trainer with a strategy of this package, after its setup.
+        module: Module that it trains, sharded.
 
     Returns:
         The strategy with mesh and flags, devices, dtypes in effect, numbers of parameters (over all ranks and on this
         one), model, data, versions and, in a git repository, its revision. Options that are named like secrets, and
-        what is secret in a URL, are left out.
+        the secret parts of URLs, are left out.
     """
     strategy: Any = trainer.strategy
     mesh = strategy.full_device_mesh
@@ -69,12 +69,12 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
 
 
 def hide_secrets(text: str) -> str:
-    """Leave out what is secret in URLs."""
+    """Remove the secret parts of URLs."""
     return _SECRET_IN_URL.sub("", text)
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option of this name may hold what nobody else should read."""
+    """Return whether an option of this name may hold what nobody else should read."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -119,7 +119,7 @@ def _describe_data(trainer: Any) -> dict[str, Any]:
 
 
 def get_versions() -> dict[str, Any]:
-    """Of Python, and of the packages that decide what a step computes and how ranks communicate."""
+    """Return the versions of Python, and of the packages that decide what a step computes and how ranks communicate."""
     import lightning_fsdp2
 
     return {
@@ -138,7 +138,7 @@ def _get_device_name(device: torch.device) -> str:
 
 
 def _get_optional_revision() -> dict[str, Any] | None:
-    """The commit of the working directory's repository, and whether tracked files differ from it."""
+    """Return the commit of the working directory's repository, and whether tracked files differ from it."""
     commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
     return None if commit is None or changes is None else {"commit": commit, "is_dirty": bool(changes)}
 
@@ -153,7 +153,7 @@ def _run_git(*arguments: str) -> str | None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Numbers, strings, short lists and dicts; of what is none of them, its name."""
+    """Convert a value to numbers, strings, short lists and dicts; anything else becomes its name."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per job, which goes on where the job goes on, and never ends a training."""
+"""Weights & Biases: one run per job, which is resumed with the job, and never ends a training."""
 
 import os
 import secrets
@@ -23,43 +23,44 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 
 _FLUSH_SECONDS = 1.0
-"""How often W&B's service writes to the disk, which it does not do when the job is killed. Its own choice is 15."""
+"""Interval at which W&B's service writes to the disk. It does not write when the job is killed; its default is 15."""
 
 _ROWS_BEHIND_A_SAVE = 10
-"""Room for what a step logs once its checkpoint is saved, the metrics of ``self.log`` for one; gaps do no harm."""
+"""Room for what a step logs after its checkpoint is saved, such as the metrics of ``self.log``; gaps do no harm."""
 
 CheckpointLogging = Literal["reference", "upload"]
 
 
 class MissingKeyError(ValueError):
-    """W&B has no API key for a run that is to be online."""
+    """Error for an online run if W&B has no API key."""
 
 
 class WandbLogger(loggers.WandbLogger):
     """Lightning's ``WandbLogger`` for jobs on many ranks, which are killed and resumed.
 
-    Under the strategies of this package a job that resumes (``ckpt_path``) goes on with the run that its checkpoint
-    names, and one without a checkpoint is a new run. Rank 0 has the run; on the others, and until the checkpoint has
-    been read, ``experiment`` is a stand-in that takes every call.
+    Under the strategies of this package, a job that resumes (``ckpt_path``) goes on with the run that its checkpoint
+    names. A job without a checkpoint starts a new run. Rank 0 has the run. On the other ranks, and until the checkpoint
+    has been read, ``experiment`` is a stand-in that takes every call.
 
-    W&B never ends a training. Where a run cannot be started online, it is recorded offline; what fails later is said
-    once, and training goes on without. An online run without an API key is an error before the first step.
-    ``WANDB_MODE=disabled`` switches W&B off; ``WANDB_MODE=offline`` is ``offline=True``.
+    W&B never ends a training. If a run cannot be started online, it is recorded offline. If something fails later, this
+    is reported once, and training goes on without it. An online run without an API key is an error before the first
+    step. ``WANDB_MODE=disabled`` switches W&B off; ``WANDB_MODE=offline`` is ``offline=True``.
 
     Args:
-        project: None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
-        name: Of the run, as the website shows it. None lets W&B draw one.
-        save_dir: Where W&B makes its directory ``wandb``.
+        project: Name of the project. None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
+        name: Name of the run, as the website shows it. None lets W&B draw one.
+        save_dir: Directory in which W&B makes its directory ``wandb``.
         entity: A user or a team. None for the account's own.
-        group: Of runs that belong together.
-        job_type: Such as ``"pretrain"``.
+        group: Name of a group of runs that belong together.
+        job_type: Kind of job, such as ``"pretrain"``.
         tags: Words to find the run by.
-        notes: What the run is about.
-        id: Of the run. None goes on with the run of the checkpoint, or draws one.
-        offline: Record to ``save_dir`` only; ``wandb sync`` uploads it.
-        checkpoints: What to do with those that ``ModelCheckpoint`` saves, once they are complete: ``"reference"`` logs
-            an artifact that says where they are, ``"upload"`` one that holds them, in the background, None none.
-        prefix: Of the names of metrics.
+        notes: Text about the run.
+        id: Id of the run. None goes on with the run of the checkpoint, or draws a new id.
+        offline: Whether to record to ``save_dir`` only; ``wandb sync`` uploads the run.
+        checkpoints: What to do with the checkpoints of ``ModelCheckpoint``, once they are complete: ``"reference"``
+            logs an artifact that says where they are, ``"upload"`` logs one that holds them, in the background, and
+            None logs nothing.
+        prefix: Prefix of the names of metrics.
 
     Raises:
         ValueError: When ``checkpoints`` is unknown.
@@ -88,7 +89,7 @@ class WandbLogger(loggers.WandbLogger):
             )
         details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
-        self._wandb_init.pop("anonymous", None)  # which W&B has given up
+        self._wandb_init.pop("anonymous", None)  # an option that W&B has given up
         self.offline = offline
         self.checkpoints = checkpoints
         self._is_id_given = id is not None
@@ -105,7 +106,7 @@ class WandbLogger(loggers.WandbLogger):
     @property
     @override
     def experiment(self) -> "Run":
-        """W&B's run; a stand-in on ranks other than 0."""
+        """W&B's run; a stand-in on ranks other than 0, and while the run is held."""
         if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
             return _StandIn()
         if self._experiment is None:
@@ -113,11 +114,11 @@ class WandbLogger(loggers.WandbLogger):
         return self._experiment
 
     def get_optional_problem(self) -> str | None:
-        """Why W&B would ask for an API key, which nobody answers in a job; None where it has one or needs none."""
+        """Return why W&B would ask for an API key, which nobody answers in a job; None if it has one or needs none."""
         import wandb
 
         try:
-            from requests.utils import get_netrc_auth  # as W&B itself
+            from requests.utils import get_netrc_auth  # as W&B itself does
 
             settings = wandb.setup().settings
             if self._experiment is not None or wandb.run is not None or self._get_mode() in ("offline", "disabled"):
@@ -133,11 +134,13 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
-        """Put off the start of the run until :meth:`release`: the Trainer asks for it before it reads the checkpoint.
+        """Put off the start of the run until :meth:`release`.
+
+        The Trainer asks for the run before it reads the checkpoint.
 
         Args:
-            when_complete: Calls a function once the checkpoint just saved is complete.
-            others: The other loggers, in words.
+            when_complete: Function that calls its argument once the checkpoint just saved is complete.
+            others: The other loggers in words, for a warning.
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
@@ -149,7 +152,7 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of which a checkpoint holds :meth:`get_state`, unless an ``id`` was given."""
+        """Go on with the run whose :meth:`get_state` a checkpoint holds, unless an ``id`` was given."""
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:
@@ -162,7 +165,7 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the run: its id, and the number of the row to go on with."""
+        """Return what a checkpoint holds of the run: its id, and the number of the row to go on with."""
         return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
@@ -178,7 +181,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if wandb.run is not None:
-            return super().experiment  # Lightning says that it takes the one there is
+            return super().experiment  # Lightning says that it takes the existing run
         try:
             return self._init(self._get_mode())
         except Exception as error:
@@ -188,25 +191,25 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # W&B would write somewhere else
-        # else a job that is killed may lose rows that are older than its checkpoint
+            os.makedirs(self.save_dir, exist_ok=True)  # else W&B would write somewhere else
+        # otherwise a job that is killed may lose rows that are older than its checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
         run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
-        if run.step < self._first_row:  # offline, nobody tells it where the run has stopped
+        if run.step < self._first_row:  # offline, nobody tells W&B where the run has stopped
             run.log({}, step=self._first_row)
         run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
         return run
 
     def _start_without(self, error: Exception) -> Any:
-        """Record the run offline where it does not start online, or else not at all."""
+        """Record the run offline if it does not start online, or not at all if that fails too."""
         import wandb
 
         try:
-            wandb.teardown()  # the service goes on trying, and would not take the id again
+            wandb.teardown()  # else the service goes on trying, and would not take the id again
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -235,7 +238,7 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # of those that keep the newest by its number, every one would be the best
+        # if the newest checkpoints are kept by step or epoch, every one would be the best
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)
@@ -253,7 +256,7 @@ class WandbLogger(loggers.WandbLogger):
         if self.checkpoints == "reference":
             self._log_artifact(_add_references, path, aliases, metadata)
             return
-        # it reads all files, for their checksums
+        # in the background, since it reads all files for their checksums
         self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self._uploads.append(self._uploader.submit(self._log_artifact, _add_files, path, aliases, metadata))
 
@@ -284,7 +287,7 @@ class WandbLogger(loggers.WandbLogger):
 
         others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
         self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
-        if isinstance(error, ConnectionError):  # its service is gone, which it would miss once more at exit
+        if isinstance(error, ConnectionError):  # the service is gone, and W&B would fail on that again at exit
             with suppress(Exception):
                 wandb.teardown()
         return wandb.init(id=self._id, mode="disabled")
@@ -296,7 +299,7 @@ class WandbLogger(loggers.WandbLogger):
 
 
 class _StandIn:
-    """Takes every call and does nothing."""
+    """Stand-in for a run, which takes every call and does nothing."""
 
     def __getattr__(self, name: str) -> "_StandIn":
         if name.startswith("__"):
@@ -314,7 +317,7 @@ class _StandIn:
 
 
 def _add_references(artifact: "Artifact", path: str) -> None:
-    """Add the files of a checkpoint by where they are; none but the small one that holds all checksums is read."""
+    """Add references to the files of a checkpoint. Only the small file that holds all checksums is read."""
     found = get_path(path)
     if not is_local(found):
         artifact.add_reference(path, checksum=False)
@@ -327,6 +330,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # W&B would copy all of it first, twice: it may change, and it may be wanted again
+    # otherwise W&B would first copy everything twice: in case it changes, and in case it is wanted again
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

@@ -16,15 +16,15 @@ from lightning_fsdp2.recipes.ddp import prepare_for_ddp
 
 
 class DDPManager:
-    """Replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on a mesh made elsewhere.
+    """Manager that replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on a mesh made elsewhere.
 
     Args:
-        config: The flags.
-        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with data parallel ranks alone, or any mesh with
-            one axis.
+        config: Flags of DDP.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh` with data parallel ranks only, or any mesh
+            with one axis.
 
     Raises:
-        ValueError: When the mesh has other axes than data parallel ones.
+        ValueError: When the mesh has ranks that are not data parallel.
 
     Example::
 
@@ -52,11 +52,11 @@ class DDPManager:
         return self.replicate(model, broadcast_buffers=self.config.broadcast_buffers)
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
-        """Do all of it but the wrapping, which only training needs.
+        """Do everything that :meth:`parallelize` does except the wrapping, which only training needs.
 
         Args:
-            model: As for :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
-            materializes: As there.
+            model: See :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
+            materializes: See :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
 
         Raises:
             ValueError: When the model is sharded.
@@ -64,14 +64,14 @@ class DDPManager:
         prepare_for_ddp(model, self.device_mesh, self.config, materializes=materializes)
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
-        """Wrap a model that :meth:`prepare` was called with; gradients in bfloat16 are reduced in float32.
+        """Wrap a model that :meth:`prepare` was called with. Gradients in bfloat16 are reduced in float32.
 
         Args:
-            model: With the same weights on all ranks.
+            model: Model with the same weights on all ranks.
             broadcast_buffers: Whether the wrapper gives all ranks rank 0's buffers before each forward.
 
         Raises:
-            RuntimeError: When no parameter of it requires a gradient (torch).
+            RuntimeError: When no parameter of the model requires a gradient (raised by torch).
         """
         parameters = list(model.parameters())
         device, group = parameters[0].device, self._data_mesh.get_group()
@@ -92,6 +92,6 @@ class DDPManager:
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any] | None:
-        """What averages a bucket of gradients of ``parameters``; None for DDP's own way."""
+        """Return the hook that averages a bucket of gradients of ``parameters``; None for DDP's own way."""
         is_bfloat16 = any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad)
         return reduce_in_float32 if is_bfloat16 else None

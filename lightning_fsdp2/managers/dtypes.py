@@ -1,4 +1,4 @@
-"""The dtypes that a manager trains in, in effect."""
+"""Dtypes that a manager trains in, in effect."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 
 
 def get_dtypes(manager: Any, module: nn.Module) -> dict[str, torch.dtype]:
-    """What the weights are held, gathered and multiplied in, and what gradients are reduced in."""
+    """Return the dtypes that weights are held, gathered and multiplied in, and that gradients are reduced in."""
     config, weights = manager.config, next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     gathered, reduction = weights, torch.float32
     if isinstance(manager, FSDP2Manager):

@@ -11,13 +11,13 @@ from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_
 
 
 class FSDP2Manager:
-    """Parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on a mesh made elsewhere.
+    """Manager that parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on a mesh made elsewhere.
 
     Args:
-        config: The flags.
-        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
+        config: Flags of FSDP2.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
-        moe_mesh: The mesh of expert parallelism, which is not part of this release: None, or one whose axis ``"ep"``
+        moe_mesh: Mesh of expert parallelism, which is not part of this release: None, or a mesh whose axis ``"ep"``
             has one rank. Experts are sharded over ``device_mesh``, as all parameters are.
 
     Raises:
@@ -44,21 +44,21 @@ class FSDP2Manager:
         """Shard ``model`` in place and return it; see :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
 
         Args:
-            model: As there.
-            materializes: As there.
+            model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
+            materializes: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
 
         Raises:
-            ValueError: When the model cannot be sharded so, or is sharded already.
+            ValueError: When the model cannot be sharded as the config says, or is sharded already.
         """
         return parallelize_with_fsdp2(model, self.device_mesh, self.config, materializes=materializes)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Compile the layers of a model that was sharded without it, if the config asks for compilation.
+        """Compile the layers of a model that was sharded without compilation, if the config asks for it.
 
-        :meth:`parallelize` has done it already for what it returned; a compiled model is left as it is.
+        :meth:`parallelize` has already compiled what it returned. A compiled model is left as it is.
 
         Raises:
-            ValueError: When there are no layers, or asynchronous tensor parallelism is not possible.
+            ValueError: When the model has no layers, or asynchronous tensor parallelism is not possible.
         """
         structure = find_structure(model)
         if not self.config.enable_compile or is_compiled(structure):

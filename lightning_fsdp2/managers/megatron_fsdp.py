@@ -11,11 +11,11 @@ from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 
 class MegatronFSDPManager:
-    """Shards models as a :class:`~lightning_fsdp2.MegatronFSDPConfig` says, on a mesh made elsewhere.
+    """Manager that shards models as a :class:`~lightning_fsdp2.MegatronFSDPConfig` says, on a mesh made elsewhere.
 
     Args:
-        config: The flags.
-        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`.
+        config: Flags of Megatron-FSDP.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
 
     Example::
 

@@ -7,8 +7,6 @@ from typing import Any, TypeVar, cast
 import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.directory import METADATA_FILE
@@ -16,6 +14,7 @@ from lightning_fsdp2.checkpoint.files.storage import load_pickled
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, put_back_frozen
 from lightning_fsdp2.checkpoint.whole import read_descriptions
+from lightning_fsdp2.compat.lightning import load_from_state, migrate_checkpoint
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, restore_generation_configs
 from lightning_fsdp2.weights.materialize import is_meta, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
@@ -75,7 +74,7 @@ def load_from_checkpoint(
     checkpoint = _read(path, with_weights=is_module, verify=verify, trust=is_trusted)
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if not is_module:
-        return cast(T, _load_state(cls, checkpoint, **kwargs))
+        return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
     if left_out:  # the files hold the rest
@@ -83,7 +82,7 @@ def load_from_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
+            module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
         if is_meta(module):  # nothing was copied to the meta device
             strict = module.strict_loading if strict is None else strict
             if not strict:  # weights that the checkpoint lacks are those that training began with
@@ -112,4 +111,4 @@ def _read(path: str | Path, *, with_weights: bool, verify: bool, trust: bool) ->
     else:
         checkpoint = read_whole_checkpoint(path, with_optimizers=False, verify=verify, trust=trust)
     checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
-    return _pl_migrate_checkpoint(checkpoint, str(path))
+    return migrate_checkpoint(checkpoint, str(path))

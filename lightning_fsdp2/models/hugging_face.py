@@ -1,11 +1,13 @@
 """Hugging Face models for LightningModules: built without weights, which are read as shards once there is a mesh."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fsdp2.compat.transformers import build_from_config
 from lightning_fsdp2.modules.structure import get_float32_buffers
 from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
 
@@ -97,7 +99,7 @@ def build_model(
     """Build a model of ``config`` in training mode, without weights if ``on_meta``, otherwise with new ones."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
-    build = getattr(model_class, "from_config", None) or model_class._from_config
+    build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)
     with torch.device("meta" if on_meta else torch.get_default_device()):
         return build(config, **options).train()
 

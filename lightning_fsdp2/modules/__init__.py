@@ -1,1 +1,1 @@
-"""What every pass stands on: the structure of a model, and methods wrapped in place."""
+"""Basis of every pass: the structure of a model, and methods wrapped in place."""

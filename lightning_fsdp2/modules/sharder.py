@@ -1,4 +1,4 @@
-"""Who shards a module, where FSDP2 does not: what passes ask of it without knowing its kind.
+"""Interface of sharders other than FSDP2: what passes ask of a sharder without knowing its kind.
 
 FSDP2 keeps its state on each of its units, so its modules have no sharder.
 """
@@ -13,43 +13,43 @@ _ATTRIBUTE = "_lightning_fsdp2_sharder"
 
 
 class Sharder(Protocol):
-    """What holds the shards of a wrapped module."""
+    """Holder of the shards of a wrapped module."""
 
     name: str
-    """What users call it, for errors."""
+    """Name that users know, for error messages."""
 
     def check_can_unshard(self) -> None:
-        """Refuse to keep all weights gathered for the duration of a block, where that is not possible.
+        """Refuse to keep all weights gathered for the duration of a block, if that is not possible.
 
         Raises:
-            ValueError: The message says what to do instead.
+            ValueError: When it is not possible; the message says what to do instead.
         """
         ...
 
     def defer_sync(self) -> AbstractContextManager[None]:
-        """Run micro-batches that no optimizer step follows inside the block, without reducing their gradients."""
+        """Run the block without reducing gradients, for micro-batches that no optimizer step follows."""
         ...
 
     def get_checkpointed_module(self) -> nn.Module:
-        """Return the module whose names and parameters checkpoints have, ready to be read and written."""
+        """Return the module whose names and parameters checkpoints use, ready to be read and written."""
         ...
 
 
 def set_sharder(module: nn.Module, sharder: Sharder) -> None:
-    """Note on ``module`` who shards it."""
+    """Note on ``module`` that ``sharder`` shards it."""
     module.__dict__[_ATTRIBUTE] = sharder
 
 
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
-    """Return who shards ``module`` as a whole; None where it is not sharded, or FSDP2 does it."""
+    """Return the sharder of ``module`` as a whole; None if it is not sharded, or FSDP2 shards it."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model of which a part is sharded already.
+    """Refuse a model if a part of it is sharded already.
 
     Raises:
-        ValueError: Naming who shards it, or the modules that ``fully_shard`` was applied to.
+        ValueError: When it is; the message names the sharder, or the modules that ``fully_shard`` was applied to.
     """
     sharder = next(filter(None, map(get_optional_sharder, model.modules())), None)
     if sharder is not None:

@@ -1,4 +1,4 @@
-"""The parts of a model, found by its structure wherever it hangs: under any attribute, wrapper, subclass or prefix.
+"""Parts of a model, found by its structure: under any attribute, wrapper, subclass or prefix.
 
 A recipe finds them once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change
 parameters, methods and classes, but leave the modules where they are.
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_fsdp2.compat.transformers import get_dtype_exceptions
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelParts:
@@ -26,10 +28,10 @@ class ModelParts:
     """The input embedding that a Hugging Face model declares."""
 
     head: nn.Module | None
-    """The output head that it declares."""
+    """The output head that a Hugging Face model declares."""
 
     final_norm: nn.Module | None
-    """The norm that stands beside the last list of blocks."""
+    """The norm beside the last list of blocks."""
 
     layer_lists: list[list[nn.Module]]
     """See :func:`get_layer_lists`."""
@@ -38,12 +40,12 @@ class ModelParts:
     """The model itself and those in it, such as its base model and its towers, in registration order."""
 
     towers: frozenset[nn.Module]
-    """Modules of models in it that have another config: of one that sees, or hears."""
+    """Modules of inner models of another type, such as those that see or hear."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelStructure:
-    """A module and what passes look for in it."""
+    """A module, and the parts that passes look for in it."""
 
     root: nn.Module
 
@@ -51,10 +53,10 @@ class ModelStructure:
     """The outermost Hugging Face models; see :func:`get_hf_models`."""
 
     hf_models: list[nn.Module]
-    """All Hugging Face models, those inside of others included."""
+    """All Hugging Face models, including those inside of others."""
 
     layer_lists: list[list[nn.Module]]
-    """See :func:`get_layer_lists`; also of what is in no Hugging Face model."""
+    """See :func:`get_layer_lists`; includes layers that are in no Hugging Face model."""
 
     layers: list[nn.Module]
     """All layers of all lists."""
@@ -91,18 +93,18 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def is_hf_model(module: nn.Module) -> bool:
-    """Whether ``module`` is a Hugging Face ``PreTrainedModel``; transformers is not imported to find out."""
+    """Return whether ``module`` is a Hugging Face ``PreTrainedModel``; transformers is not imported to find out."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Find the buffers that the authors of a Hugging Face model keep in float32 where its weights have ``dtype``.
+    """Find the buffers that the authors of a Hugging Face model keep in float32 when its weights have ``dtype``.
 
     Yields:
-        The module that holds one, its name there, and the buffer.
+        The module that holds the buffer, the buffer's name there, and the buffer.
     """
-    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    patterns = [pattern.replace("*", ".*") for pattern in get_dtype_exceptions(model, dtype)]
     for path, buffer in model.named_buffers():
         if buffer.is_floating_point() and any(re.search(pattern, path) for pattern in patterns):
             owner, _, name = path.rpartition(".")
@@ -110,13 +112,13 @@ def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Mod
 
 
 def is_lightning_module(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``LightningModule``; lightning is not imported to find out."""
+    """Return whether ``module`` is a ``LightningModule``; lightning is not imported to find out."""
     lightning = sys.modules.get("lightning.pytorch.core.module")
     return lightning is not None and isinstance(module, lightning.LightningModule)
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Whether ``module`` is a torchmetrics ``Metric``; torchmetrics is not imported to find out."""
+    """Return whether ``module`` is a torchmetrics ``Metric``; torchmetrics is not imported to find out."""
     torchmetrics = sys.modules.get("torchmetrics.metric")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
@@ -134,26 +136,26 @@ def find_peft_models(root: nn.Module) -> list[Any]:
 
 
 def get_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module was made of, also after ``fully_shard`` has put one of its own before it."""
+    """Return the class that a module was made from, also after ``fully_shard`` has put its own class in front."""
     bases = type(module).__bases__
     return bases[1] if bases[0] is FSDPModule else type(module)
 
 
 def get_class_name(module: nn.Module) -> str:
-    """Return the name of the class that a module was made of."""
+    """Return the name of the class that a module was made from."""
     return get_class(module).__name__
 
 
 def get_entrances(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the methods in which a module computes with what it holds itself."""
+    """Return the names of the methods in which a module computes with the parameters that it holds itself."""
     if not is_lightning_module(module):
         return ("forward",)
     names = ("training_step", "validation_step", "test_step", "predict_step", "forward")
-    return tuple(name for name in names if callable(getattr(module, name)))  # a step that is None is none
+    return tuple(name for name in names if callable(getattr(module, name)))  # some steps may be None
 
 
 def get_modules(root: nn.Module) -> list[nn.Module]:
-    """Return ``root`` and all modules in it, but for metrics and what they hold, in registration order.
+    """Return ``root`` and all modules in it, except metrics and what they hold, in registration order.
 
     A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
     it finds its state of a module by the module's hash, and a metric's hash changes with what it has counted.
@@ -171,7 +173,7 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_metrics(root: nn.Module) -> Iterator[None]:
-    """Take the metrics out of ``root`` for a block that shards what it finds; see :func:`get_modules`."""
+    """Take the metrics out of ``root`` inside the block, which shards what it finds; see :func:`get_modules`."""
     children = {module: dict(module._modules) for module in get_modules(root)}
     for module, held in children.items():
         for name, child in held.items():
@@ -182,13 +184,14 @@ def without_metrics(root: nn.Module) -> Iterator[None]:
     finally:
         for module, held in children.items():
             module._modules.clear()
-            module._modules.update(held)  # in the order of before
+            module._modules.update(held)  # in the original order
 
 
 def get_hf_models(root: nn.Module) -> list[nn.Module]:
     """Return the outermost Hugging Face models in ``root``, which may be ``root`` itself, in registration order.
 
-    One that is part of another is not outermost, even if it hangs elsewhere too (``self.backbone = self.lm.model``).
+    A model that is part of another is not outermost, even if it is also registered elsewhere
+    (``self.backbone = self.lm.model``).
     """
     models = find_hf_models(root)
     inner = {module for model in models for module in model.modules() if module is not model}
@@ -196,7 +199,7 @@ def get_hf_models(root: nn.Module) -> list[nn.Module]:
 
 
 def find_hf_models(root: nn.Module) -> list[nn.Module]:
-    """Return all Hugging Face models in ``root``, those inside of others included, in registration order."""
+    """Return all Hugging Face models in ``root``, including those inside of others, in registration order."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return []
@@ -206,10 +209,11 @@ def find_hf_models(root: nn.Module) -> list[nn.Module]:
 def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     """Return the lists of blocks in ``root`` that are sharded, compiled and checkpointed layer by layer.
 
-    A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters, at any depth, but not inside a block of
-    another list: the experts of a mixture are part of their block. Containers inside a container are lists of their
-    own, as are whole Hugging Face models inside a ``ModuleList``; modules without a forward only hold others. A
-    ``Sequential`` of equal, composite modules counts as a list too. A block that is registered twice is returned once.
+    A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters. It may be at any depth, but not inside a
+    block of another list: the experts of a mixture are part of their block. Containers inside a container are lists of
+    their own. Whole Hugging Face models inside a ``ModuleList`` are no blocks but have lists of their own. Modules
+    without a forward only hold others. A ``Sequential`` of composite modules of one class counts as a list too. A block
+    that is registered twice is returned once.
     """
     with_models = _find_ancestors(root, find_hf_models(root))
     passed = set(get_modules(root))
@@ -233,7 +237,7 @@ def get_called_children(module: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called, so that its weights can be gathered for it."""
+    """Return whether ``module`` can be called, so that its weights can be gathered for the call."""
     if isinstance(module, torch.jit.ScriptModule):
         return hasattr(module, "forward")  # in C++; its class has a descriptor that cannot be read
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -258,7 +262,7 @@ def get_optional_head(model: Any) -> nn.Module | None:
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map every parameter to the modules that hold it directly, with its attribute name: two or more where tied."""
+    """Map every parameter to the modules that hold it directly, with its name there: two or more if it is tied."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -313,7 +317,13 @@ def _find_ancestors(root: nn.Module, modules: list[nn.Module]) -> set[nn.Module]
 def _iterate_layer_lists(
     module: nn.Module, modules: set[nn.Module], with_models: set[nn.Module]
 ) -> Iterator[list[nn.Module]]:
-    """Yield the lists below ``module``, of ``modules``, which are no metrics; ``with_models`` hold whole models."""
+    """Yield the lists below ``module``.
+
+    Args:
+        module: Module whose children are searched.
+        modules: All modules except metrics.
+        with_models: Modules that are or hold Hugging Face models.
+    """
     for child in module.children():
         if not any(child.children()):
             continue
@@ -337,7 +347,10 @@ def _iterate_container(
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Whether peft has put ``module`` in place of another, which it keeps with its adapters in dicts by their names."""
+    """Return whether peft has put ``module`` in place of another module.
+
+    ``module`` keeps the other one, and its adapters in dicts by their names.
+    """
     return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from lightning_fsdp2.compat.torch import tree_map_only
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.simulation.blocks import Summary

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.models import CausalLM

@@ -1,6 +1,6 @@
 """The collectives of tensor and sequence parallelism as differentiable functions of plain local tensors.
 
-Each is its neighbour's backward, and which one is right follows from what the ranks hold:
+Each is the backward of a counterpart. Which function is right follows from what the ranks hold:
 
 ===================  ====================================  ==================  =====================
 function             what goes in, what comes out          forward             backward
@@ -17,11 +17,11 @@ sum_over_ranks       summands -> equal, used differently   all-reduce          a
 :data:`KINDS` says the same to :mod:`~lightning_fsdp2.parallel.tensor.verification`.
 
 *Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
-that each rank computes another part of the result, so that its gradient is a summand. The first two are *f* and *g*
-of Megatron-LM (https://arxiv.org/abs/1909.08053), ``gather`` and ``reduce_scatter`` those of its sequence parallelism
-(https://arxiv.org/abs/2205.05198). They trace under ``torch.compile``.
+that each rank computes another part of the result, so that its gradient is a summand. The first two functions are *f*
+and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather`` and ``reduce_scatter`` are those of its sequence
+parallelism (https://arxiv.org/abs/2205.05198). All of them can be traced by ``torch.compile``.
 
-Shards are those of :func:`torch.chunk`: where the size is not divisible the last ranks hold less, or nothing.
+Shards are those of :func:`torch.chunk`: if the size is not divisible, the last ranks hold less, or nothing.
 """
 
 from enum import Enum
@@ -41,12 +41,12 @@ def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_last_to_ranks(tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-    """As :func:`copy_to_ranks` for the last ``features`` of the last dim alone."""
+    """Apply :func:`copy_to_ranks` to the last ``features`` of the last dim alone."""
     return _CopyLast.apply(tensor, features, group)
 
 
 def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """As :func:`copy_to_ranks` for several small tensors, with one all-reduce in float32 for all of them."""
+    """Apply :func:`copy_to_ranks` to several small tensors, with one all-reduce in float32 for all of them."""
     return list(_Copy.apply(group, *tensors))
 
 
@@ -56,7 +56,7 @@ def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks, of which each rank goes on to compute something else."""
+    """Return the sum over the ranks, which each rank goes on to use differently."""
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
@@ -66,12 +66,12 @@ def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """As :func:`gather`, for shards of one size and where each rank computes another part of what follows."""
+    """Concatenate shards of equal size along ``dim``, for each rank to compute another part of what follows."""
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 
 def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return what :func:`gather` and :func:`gather_for_ranks` would, with one all-gather and one memory."""
+    """Return the results of :func:`gather` and :func:`gather_for_ranks`, with one all-gather and in the same memory."""
     size = tensor.size(dim) * group.size()
     complete = gather(tensor, dim, size, group)
     return complete, _Twin.apply(tensor, complete, dim % tensor.ndim, group)
@@ -187,7 +187,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class Kind(Enum):
-    """What the ranks hold of a value, in the words of the table above."""
+    """Kind of value that the ranks hold, in the words of the table above."""
 
     EQUAL = "equal"
     OWN = "shards or summands, or what a rank computed with them"
@@ -204,21 +204,21 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _ReduceScatter: (Kind.OWN, Kind.OWN),
     _Twin: (Kind.EITHER, Kind.OWN),  # it reads the gathered tensor too
 }
-"""What goes into and what comes out of the autograd functions."""
+"""Kinds of what goes into and of what comes out of each autograd function."""
 
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     start, length = get_shard_range(tensor.size(dim), group.rank(), group.size())
-    # always a copy: torch 2.11 compiles a function that returns a part of its input with a gradient of zero for it
+    # always a copy: torch 2.11 gives an input a gradient of zero if a compiled function returns a part of it
     return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards that may be of unequal size; only the last ones are short, so that the padding comes last."""
+    """All-gather shards that may be of unequal size. Only the last ones are short, so that the padding comes last."""
     chunk = -(-size // group.size())
     missing = chunk - tensor.size(dim)
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    # nothing else refers to the padding, so that this is no view to anybody: FSDP2 warns of units that return one
+    # detached, since FSDP2 warns of units that return a view; nothing else refers to the padding
     return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

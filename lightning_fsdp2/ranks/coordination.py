@@ -1,4 +1,4 @@
-"""What ranks do together around files: they meet, one acts, or all do, and every rank learns of a failure."""
+"""Coordination of ranks around files: they meet, one or all of them act, and every rank learns of a failure."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ _groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
-    """This process's number; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A CPU group of all ranks for one purpose: one per process, however many Trainers it sees.
+    """Return the process's CPU group of all ranks for one purpose: only one, however many Trainers the process sees.
 
     Args:
-        purpose: What communicates on the group cannot be mixed up with what has another purpose.
-        timeout: Of its collectives, and of the ranks' coming together to make it.
+        purpose: Name of the purpose. Communication for one purpose cannot be mixed up with that for another.
+        timeout: Timeout of the group's collectives, and of the ranks' meeting to make it.
     """
     key = (dist.group.WORLD, purpose)
     if key not in _groups:
@@ -38,12 +38,13 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     """Wait until every rank has come to the same place, or explain which did not.
 
-    ``monitored_barrier`` keeps its timeout on rank 0 only, and takes ranks that are at different places for one.
+    ``monitored_barrier`` would not do: it keeps its timeout on rank 0 only, and does not notice that ranks are at
+    different places.
 
     Args:
         purpose: What this rank is about to do, as in "rank 0 wants to ...".
-        timeout: How long to wait.
-        remedy: What to do instead.
+        timeout: Longest time to wait.
+        remedy: What to do instead, for the error message.
 
     Raises:
         RuntimeError: When some rank did not come, or came to do something else.
@@ -53,7 +54,7 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
-    # a collective that is given up does not tell who is missing
+    # a collective that times out does not tell which ranks are missing
     store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
     store.set(keys[dist.get_rank()], "")
     try:
@@ -75,8 +76,8 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank.
 
     Args:
-        action: What it returns is pickled.
-        group: Of all ranks; a CPU group spares the accelerator.
+        action: Function to run; its result is pickled.
+        group: Process group of all ranks; a CPU group spares the accelerator.
     """
     result: Any = None
     failure: Exception | None = None
@@ -92,11 +93,11 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on every rank and return its result; where it fails on any, raise an error on all.
+    """Run ``action`` on every rank and return its result; if it fails on any, raise an error on all.
 
     Args:
-        action: Must not communicate, since it may fail on some ranks only.
-        group: Of all ranks.
+        action: Function to run. It must not communicate, since it may fail on some ranks only.
+        group: Process group of all ranks.
     """
     groups = [cast(dist.ProcessGroup, group or dist.group.WORLD)] if dist.is_initialized() else []
     with fail_together(groups):

@@ -1,4 +1,4 @@
-"""Errors that are raised on every rank: whoever goes on alone waits for the others in the next collective."""
+"""Errors that are raised on every rank: a rank that goes on alone waits for the others in the next collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,10 +15,11 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
     """Raise the error of one rank on all of them, at the end of the block; every rank must enter it.
 
     Args:
-        groups: Along which an error, passed on by one after the other, reaches all ranks. None for one process.
+        groups: Process groups that pass an error on, one after the other, until all ranks have it. Empty for one
+            process.
 
     Raises:
-        Exception: The one of the block, or that of the first other rank that has one.
+        Exception: The error of the block, or that of the first other rank that has one.
     """
     failure: Exception | None = None
     try:
@@ -34,21 +35,21 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
 
 
 def list_names(names: Collection[str], most: int = 20) -> str:
-    """Return names for an error, in order, of which there may be thousands."""
+    """Return names for an error message, in order; all beyond ``most`` are only counted, as there may be thousands."""
     more = len(names) - most
     return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
-    """Write ranks as in ``0-7 (node-a), 8-15 (node-b)``.
+    """Return ranks as text, such as ``0-7 (node-a), 8-15 (node-b)``.
 
     Args:
-        ranks: Ascending.
-        hosts: Of all ranks, or as many as are known; "" for one that is not.
+        ranks: Ranks in ascending order.
+        hosts: Hosts of all ranks, or of as many as are known; "" for a host that is not known.
     """
     parts = []
     for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):
-        # what is one run of numbers keeps its distance to the place in the list
+        # within a run of consecutive numbers, the distance between number and index stays the same
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(of_host), key=lambda pair: pair[1] - pair[0])]
         numbers = _list([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], "")
         parts.append(f"{numbers} ({host})" if host else numbers)
@@ -56,7 +57,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
 
 def make_portable(error: Exception | None) -> Exception | None:
-    """Return an exception that can be sent: some cannot be pickled, and some only until somebody unpickles them."""
+    """Return an exception that can be sent: some cannot be pickled, and some can, but not unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

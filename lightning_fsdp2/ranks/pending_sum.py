@@ -1,13 +1,18 @@
-"""A sum over the tensor parallel ranks that is not computed before it is known what it is for."""
+"""Sum over the tensor parallel ranks that is computed only once it is known what it is for."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, reduce_scatter_tensor
+from lightning_fsdp2.compat.torch import (
+    all_gather_tensor,
+    all_reduce_tensor,
+    make_wrapper_subclass,
+    reduce_scatter_tensor,
+    tree_map_only,
+)
 from lightning_fsdp2.ranks.collectives import split
 
 _FREE = {
@@ -15,19 +20,19 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 has one for its backward, and looks for a base first
+    Tensor.register_hook,  # FSDP2 registers one for its backward, and looks for a base first
     torch.is_floating_point,
 }
-"""Functions that do not read the tensor that they are given."""
+"""Functions that do not read the values of the tensor that they are given."""
 
 
 class Summands:
     """The ranks' summands of an embedding, until they are added up or the forward is over.
 
     Args:
-        tensor: That of this rank.
-        group: The ranks.
-        is_watched: Whether a hook of the user's may read the sum on this rank alone.
+        tensor: Summand of this rank.
+        group: Process group of the tensor parallel ranks.
+        is_watched: Whether a user's hook may read the sum on this rank alone.
     """
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> None:
@@ -43,7 +48,7 @@ class Summands:
         return self._sum is not None
 
     def add(self) -> Tensor:
-        """Return the whole sum, without gradients; it is computed once, and changes in place stay."""
+        """Return the whole sum, without gradients. It is computed once, and changes in place stay."""
         if self._sum is None:
             if self.is_watched:
                 raise RuntimeError(
@@ -56,16 +61,16 @@ class Summands:
         return self._sum
 
     def scatter(self, dim: int) -> Tensor:
-        """Return this rank's part of the sum along ``dim``, without gradients; it is computed once.
+        """Return this rank's part of the sum along ``dim``, without gradients. It is computed once.
 
-        A checkpoint around the first layer's call asks again in backward.
+        Activation checkpointing around the first layer's call asks for it again in backward.
         """
         if dim not in self._parts:
             self._parts[dim] = reduce_scatter_tensor(self._get_tensor(), dim, self.group)
         return self._parts[dim].detach()
 
     def end(self) -> None:
-        """Let the summands go: from here on, ranks may do different things, and a collective would wait forever."""
+        """Drop the summands: from here on, ranks may do different things, and a collective would wait forever."""
         self._tensor = None
 
     def _get_tensor(self) -> Tensor:
@@ -81,9 +86,10 @@ class Summands:
 class PendingSum(Tensor):
     """The sum of :class:`Summands`, as the input embedding of a sequence parallel model returns it.
 
-    Between embedding and first layer most models ask such a tensor for its shape, dtype and device alone, and the layer
-    then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Whatever else reads it, a sum
-    with learned positions, a scale, the embeddings of an image, gets the whole sum, by one all-reduce.
+    Between the embedding and the first layer, most models ask such a tensor only for its shape, dtype and device. The
+    layer then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Anything else that reads
+    the tensor (learned positions that are added, a scale, the embeddings of an image) gets the whole sum, by one
+    all-reduce.
 
     Autograd knows it as a tensor of the whole shape, whose gradient is equal on all ranks.
     """
@@ -96,26 +102,24 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor; by that type jsonargparse would list every class of tensors within each of them
+    # `like` is a Tensor; with that annotation jsonargparse would list every class of tensors within each of them
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
-        pending = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        pending = make_wrapper_subclass(cls, like)
         pending.summands = summands
         return pending
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_whole(self) -> Tensor:
-        """Return the sum, a plain tensor; it is computed once."""
+        """Return the sum as a plain tensor. It is computed once."""
         if self._whole is None:
-            # who reads it first may want no gradients, and the next one some
+            # the first reader may want no gradients, and a later one may
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
 
     def get_part(self, dim: int) -> Tensor:
-        """Return this rank's part of the sum along ``dim``, whose size the ranks divide."""
+        """Return this rank's part of the sum along ``dim``, whose size is divisible by the number of ranks."""
         if self.summands.is_added:
             return split(self.get_whole(), dim, self.summands.group)
         return _Part.apply(self, dim)
@@ -129,9 +133,9 @@ class PendingSum(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # autograd saves it: the input of a checkpoint
+        if func is torch.ops.aten.detach.default:  # autograd saves the input of a checkpoint
             return PendingSum(args[0].summands, args[0])
-        # what comes by without __torch_function__ has its gradient from autograd, which is above
+        # calls that come without __torch_function__ have their gradients from autograd, which is above
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what :func:`get_random_state` returned; a state of another device type is left out."""
+    """Restore the states that :func:`get_random_state` returned; a state of another device type is left out."""
     set_torch_random_state(state, device)
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, _unpack(keys), position, has_gauss, cached))
@@ -37,14 +37,14 @@ def get_torch_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back the states of torch; one of another device type is left out."""
+    """Restore the states of torch; a state of another device type is left out."""
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of ``group`` the random state of its first one; processes start with different ones."""
+    """Give all ranks of ``group`` the random state of its first rank; processes start with different ones."""
     if group.size() > 1:
         states = [get_random_state(device)]
         dist.broadcast_object_list(states, group=group, group_src=0)
@@ -52,7 +52,7 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _pack(words: Any) -> torch.Tensor:
-    # one object per state: checkpoints hold those of all ranks; torch cannot pickle its own uint32
+    # one object per state, since checkpoints hold the states of all ranks; int32, since torch cannot pickle its uint32
     return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
 
 

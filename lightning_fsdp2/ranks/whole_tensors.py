@@ -1,9 +1,9 @@
-"""DTensors whose shards are whole rows, but not as many on each rank as torch would give it.
+"""DTensors whose shards are whole rows, but not as many on each rank as torch would put there.
 
 Megatron-FSDP cuts a buffer of many parameters into equal parts, so that small parameters lie on one rank as a whole and
-larger ones break at some row. Their DTensors say ``Shard(0)`` all the same, and ``full_tensor``, ``redistribute`` and
-checkpoints would take rows for others. What they are is told by the axis of their mesh, which has a name of its own: so
-all ranks agree, and states and gradients made from a parameter are recognised too.
+larger ones break at some row. Their DTensors still say ``Shard(0)``, so that ``full_tensor``, ``redistribute`` and
+checkpoints would take some rows for others. Such DTensors are recognised by the axis of their mesh, which has a name of
+its own. So all ranks agree, and states and gradients made from a parameter are recognised too.
 """
 
 from typing import Any, TypeGuard
@@ -14,30 +14,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_fsdp2.compat.torch import split_evenly
+
 UNEVEN_SHARD = "uneven_shard"
-"""Name of the axis."""
+"""Name of the mesh axis of uneven shards."""
 
 _EVEN_SHARD = "even_shard"
 
 
 def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` may have uneven shards, or is whole on ranks that could; the same on all of them."""
+    """Return whether ``tensor`` may have uneven shards, or is whole on a mesh of such shards. All ranks agree."""
     return isinstance(tensor, DTensor) and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The tensor that a DTensor stands for, even or not; a plain one as it is. Every rank of its mesh must call it."""
+    """Return the whole tensor of a DTensor, even or not; a plain tensor as it is.
+
+    Every rank of the mesh must call it.
+    """
     if is_uneven(tensor):
         return _gather(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def to_even(tensor: DTensor) -> DTensor:
-    """The same tensor in the shards that torch would make; every rank must call it."""
+    """Return the same tensor in the shards that torch would make. Every rank must call it."""
     mesh = get_even_mesh(tensor)
-    shards, _ = Shard(0)._split_tensor(_gather(tensor), mesh.size(), with_padding=False)
+    shards = split_evenly(_gather(tensor), mesh.size())
     return DTensor.from_local(
-        shards[mesh.get_local_rank()].clone(),  # of its own memory, which torch can copy in the background
+        shards[mesh.get_local_rank()].clone(),  # in its own memory, which torch can copy in the background
         mesh,
         [Shard(0)],
         run_check=False,
@@ -47,14 +52,14 @@ def to_even(tensor: DTensor) -> DTensor:
 
 
 def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
-    """This rank's rows of ``tensor``, whole or in even shards, as ``like`` has them; every rank must call it."""
+    """Return ``tensor``, whole or in even shards, in uneven shards like those of ``like``. Every rank must call it."""
     sharded: DTensor = torch.empty_like(like)  # type: ignore[assignment]
     copy_rows_(sharded, tensor)
     return sharded
 
 
 def copy_rows_(target: Tensor, tensor: Tensor) -> None:
-    """Copy this rank's rows of ``tensor``, whole or in shards of any kind, into ``target``; on every rank."""
+    """Copy this rank's rows of ``tensor``, whole or in shards of any kind, to ``target``. Every rank must call it."""
     rows = gather(tensor)
     if is_uneven(target) and _is_sharded(target):
         counts = _get_counts(target)
@@ -63,7 +68,7 @@ def copy_rows_(target: Tensor, tensor: Tensor) -> None:
 
 
 def get_even_mesh(tensor: DTensor) -> DeviceMesh:
-    """The ranks that hold the shards of an uneven tensor."""
+    """Return a mesh of the ranks that hold the shards of an uneven tensor."""
     return DeviceMesh.from_group(_get_group(tensor), tensor.device_mesh.device_type, mesh_dim_names=(_EVEN_SHARD,))
 
 
@@ -83,7 +88,7 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def _get_counts(tensor: DTensor) -> list[int]:
-    """The number of rows on each rank."""
+    """Return the number of rows on each rank."""
     group = _get_group(tensor)
     own = torch.tensor([tensor.to_local().size(0)], device=tensor.device)
     counts = own.new_empty(group.size())

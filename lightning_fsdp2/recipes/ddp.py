@@ -20,10 +20,10 @@ def prepare_for_ddp(
     """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
 
     Args:
-        model: As for :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`, the meta device included. Changed
+        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`; it may be on the meta device. Changed
             in place.
-        device_mesh: Its ranks get the same weights: those of rank 0 where there are any.
-        config: The flags.
+        device_mesh: Mesh whose ranks get the same weights: those of rank 0 if the model has any.
+        config: Flags of DDP.
         materializes: Whether a model on the meta device gets its weights.
 
     Returns:

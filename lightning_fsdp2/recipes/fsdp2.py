@@ -40,17 +40,17 @@ def parallelize_with_fsdp2(
     names: AxisNames = _DEFAULT_NAMES,
     materializes: bool = True,
 ) -> nn.Module:
-    """Shard a model and give it its weights; on one rank the same code runs as on a thousand.
+    """Shard a model and give it its weights. The same code runs on one rank and on a thousand.
 
     A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights is made equal on all
-    ranks first (rank 0's count).
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights first gets those of rank 0
+    on all ranks.
 
     Args:
         model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
             place.
-        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
-        config: The flags.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
+        config: Flags of FSDP2.
         names: Names of the mesh's axes.
         materializes: Whether a model on the meta device gets its weights; False leaves its shards there, to be looked
             at.
@@ -133,7 +133,7 @@ def resolve_mp_policy(
 ) -> MixedPrecisionPolicy:
     """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
 
-    ``reduce_dtype=None`` means ``param_dtype`` up to torch 2.14 and the gradient's dtype from 2.15 on.
+    To torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14 and the gradient's dtype from 2.15 on.
 
     Raises:
         ValueError: For compute in float16 or float64.
@@ -149,16 +149,19 @@ def resolve_mp_policy(
 
 
 def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return where shards live between uses; None on a CPU, where they are in host memory and nothing could pin it."""
+    """Return the policy of where shards live between uses.
+
+    It is None on a CPU, where shards are in host memory anyway and nothing could pin it.
+    """
     # a bool became a policy when the config was made
     return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)
 
 
 def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> CollectiveFusion | None:
-    """Return what overlaps collectives of compiled layers with their matrix products, where the config asks for it.
+    """Return the fusion that overlaps collectives of compiled layers with matrix products, if the config asks for it.
 
     Raises:
-        ValueError: When there is nothing to overlap, or nothing to do it with.
+        ValueError: When there are no collectives to overlap, or the devices cannot overlap them.
     """
     if not config.enable_async_tensor_parallel:
         return None

@@ -1,4 +1,4 @@
-"""What users name by its import path: classes, tensor parallel plans, units."""
+"""Imports of what users name by path: classes, tensor parallel plans, units."""
 
 import importlib
 import logging
@@ -27,7 +27,7 @@ def import_class_from_path(name: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
-    """Import those of ``class_paths`` that can be imported, in order; the others are skipped with a warning."""
+    """Import all ``class_paths`` that can be imported, in order; skip the others with a warning."""
     classes = []
     for path in class_paths:
         try:
@@ -38,10 +38,10 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
 
 
 def import_plan(plan: PlanOption) -> PlanOption:
-    """Replace an import path by what it names.
+    """Replace an import path by the plan that it names.
 
     Raises:
-        TypeError: When it names neither a mapping nor a function.
+        TypeError: When the path names neither a mapping nor a function.
         ValueError: When there is nothing of that name.
     """
     if not isinstance(plan, str) or plan == "hf":
@@ -59,7 +59,7 @@ def import_plan(plan: PlanOption) -> PlanOption:
 
 
 def import_unit_classes(paths: Sequence[str]) -> list[type[nn.Module]]:
-    """Import the classes of modules that Megatron-FSDP gathers as one.
+    """Import the classes of modules that Megatron-FSDP gathers as one unit.
 
     Raises:
         TypeError: When a path names something else.

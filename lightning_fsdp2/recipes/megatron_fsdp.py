@@ -34,18 +34,19 @@ def parallelize_with_megatron_fsdp(
     """Shard a model with NVIDIA's Megatron-FSDP.
 
     Args:
-        model: As for :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is that of compute.
+        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is the compute dtype.
             Changed in place.
-        device_mesh: From :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel ranks.
-        config: The flags.
-        optimizer: Of the model's parameters, without steps so far; its groups are kept.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
+            ranks.
+        config: Flags of Megatron-FSDP.
+        optimizer: Optimizer of the model's parameters that has made no step yet; its groups are kept.
 
     Returns:
         The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When the package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
+        ValueError: When that package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
     """
     check_not_sharded(model)
     check_peft(model)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP by the names of when the package was called nvFSDP."""
+"""Megatron-FSDP under the names from when the package was called nvFSDP."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_fsdp2.parallel.tensor.plans import PlanOption
 from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP
-"""The earlier name."""
+"""Earlier name of ``HAVE_MEGATRON_FSDP``."""
 
 _ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -42,19 +42,19 @@ def nvfsdp_strategy_parallelize(
     cp_mesh_name: str = CONTEXT_PARALLEL,
     tp_mesh_name: str = TENSOR_PARALLEL,
 ) -> tuple[Any, Optimizer | None]:
-    """Shard a model with Megatron-FSDP, by the names of when the package was called nvFSDP.
+    """Shard a model with Megatron-FSDP, under the names from when the package was called nvFSDP.
 
     Arguments that are not described here are those of
     :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
 
-    * ``nvfsdp_unit_modules``: there ``megatron_fsdp_unit_modules``.
-    * ``tp_shard_plan``: refused: there is no tensor parallelism.
-    * ``data_parallel_sharding_strategy``: there ``zero_dp_strategy``: ``"no_shard"``, ``"optim"``, ``"optim_grads"``
-      or ``"optim_grads_params"``.
-    * ``init_nvfsdp_with_meta_device``: there ``init_fsdp_with_meta_device``.
-    * ``check_for_nan_in_grad``: there ``report_nan_in_param_grad``.
-    * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: there ``keep_fp8_transpose_cache``.
-    * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: only the axes' names in a mesh of
+    * ``nvfsdp_unit_modules``: called ``megatron_fsdp_unit_modules`` there.
+    * ``tp_shard_plan``: refused, since there is no tensor parallelism.
+    * ``data_parallel_sharding_strategy``: called ``zero_dp_strategy`` there. One of ``"no_shard"``, ``"optim"``,
+      ``"optim_grads"`` and ``"optim_grads_params"``.
+    * ``init_nvfsdp_with_meta_device``: called ``init_fsdp_with_meta_device`` there.
+    * ``check_for_nan_in_grad``: called ``report_nan_in_param_grad`` there.
+    * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: called ``keep_fp8_transpose_cache`` there.
+    * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: only the names that these axes have in a mesh of
       :func:`~lightning_fsdp2.create_device_mesh`.
 
     Returns:
@@ -62,7 +62,7 @@ def nvfsdp_strategy_parallelize(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: As there, and for a plan, another axis or another word.
+        ValueError: For the same reasons as there, and for a plan, another axis name or an unknown sharding strategy.
     """
     if tp_shard_plan is not None:
         raise ValueError(

@@ -104,7 +104,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         return StepRegion(
             timeout,
             holds_units=lambda module: self.driver.holds_parameters(module),
-            behind=self._finish_outside_call,
+            after_forward=self._finish_outside_call,
             alternative="",
         )
 

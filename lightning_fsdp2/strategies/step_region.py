@@ -34,7 +34,7 @@ class StepRegion:
     Args:
         timeout: How long to wait for the other ranks.
         holds_units: Function that says whether the forward of a module is a collective.
-        behind: Function that is called with the root module after such a forward.
+        after_forward: Function that is called with the root module after such a forward.
         alternative: The alternative to a call on all ranks, if there is one, for the error.
     """
 
@@ -43,12 +43,12 @@ class StepRegion:
         timeout: timedelta,
         *,
         holds_units: Callable[[nn.Module], bool] | None = None,
-        behind: Callable[[nn.Module], None] = reshard,
+        after_forward: Callable[[nn.Module], None] = reshard,
         alternative: str = _ALTERNATIVE,
     ) -> None:
         self._timeout = timeout
         self._holds_units = holds_units or _holds_units
-        self._behind = behind
+        self._after_forward = after_forward
         self._remedy = f"{_REMEDY}{alternative}."
         self._depth = 0
 
@@ -91,7 +91,7 @@ class StepRegion:
             self._depth -= 1
             if self._depth == 0 and not is_unsharded_by_user(module):
                 # parameters that stay gathered would hide the sharded ones and their gradients from later hooks
-                self._behind(root)
+                self._after_forward(root)
 
         return exit_hook
 

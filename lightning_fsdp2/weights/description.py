@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from lightning_fsdp2.compat.transformers import build_from_config, set_weight_conversions
 from lightning_fsdp2.modules.structure import find_peft_models, get_class_name, get_hf_models, is_hf_model
 from lightning_fsdp2.weights.adapters import INSTALL, without_adapters
 
@@ -78,15 +79,13 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
         return config_class.from_dict(copy.deepcopy(description["config"]))
 
     with torch.device("meta"):
-        skeleton = model_class._from_config(build_config())
+        skeleton = build_from_config(model_class, build_config())
     skeleton.config = build_config()  # without the fields that building the model has added
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
-        # `revert_weight_conversion` of transformers looks for them here
-        skeleton._weight_conversions = [
-            transform for transform in get_model_conversion_mapping(skeleton) if _identify(transform) in used
-        ]
+        conversions = get_model_conversion_mapping(skeleton)
+        set_weight_conversions(skeleton, [transform for transform in conversions if _identify(transform) in used])
     return skeleton
 
 

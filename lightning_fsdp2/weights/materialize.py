@@ -8,15 +8,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fsdp2.compat.torch import TorchDispatchMode
+from lightning_fsdp2.compat.transformers import get_initializer
 from lightning_fsdp2.modules.structure import find_hf_models
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
@@ -147,7 +148,7 @@ def _initialize(
     if module in hf_models:
         from transformers.initialization import guard_torch_init_functions
 
-        init, guard = cast(Any, module)._init_weights, guard_torch_init_functions()
+        init, guard = get_initializer(module), guard_torch_init_functions()
     with guard:
         for child in module.children():
             _initialize(child, fresh, hf_models, init)

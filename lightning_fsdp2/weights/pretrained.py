@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.compat.transformers import drop_harmless_keys, finish_loading
 from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
 from lightning_fsdp2.ranks.failures import fail_together, list_names
 from lightning_fsdp2.weights.adapters import without_adapters
@@ -271,7 +272,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         _check_loaded(model, info, source)
         _check_ties(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
-        type(model)._finalize_model_loading(model, config, info)
+        finish_loading(model, config, info)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
     setattr(model, _LOADED_ATTRIBUTE, _Loaded(PretrainedFiles(source.folder), _get_loaded(model, info)))
@@ -338,7 +339,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:
     """Refuse what transformers only warns of: a model that would train from weights other than those in the files."""
     info = copy.copy(info)
-    model._adjust_missing_and_unexpected_keys(info)  # drops keys that the authors of a model family know to be harmless
+    drop_harmless_keys(model, info)
     missing = {
         name
         for name in info.missing_keys

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_fsdp2.compat.torch import StridedShard
+from lightning_fsdp2.compat.transformers import load_tensors
 
 Slot = tuple[nn.Module, str]
 
@@ -51,7 +52,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
     hook = register_module_parameter_registration_hook(cast(Any, keeper))  # it may return a parameter
     try:
         with _reading_one_after_the_other() if keeper.originals else nullcontext():
-            info, _ = type(model)._load_pretrained_model(model, to_read, None, config)
+            info = load_tensors(model, to_read, config)
     finally:
         hook.remove()
         keeper.restore()

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fsdp2.compat.torch import all_to_all_tensor
 from lightning_fsdp2.compat.torch_simulation import with_values
+from lightning_fsdp2.compat.transformers import forget_attention, get_attention, set_attention
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.parallel.context.attention_blocks import (
     Block,
@@ -145,31 +146,28 @@ def install_attention(config: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] += 1
-    original = config._attn_implementation
+    original = get_attention(config)
     if isinstance(original, _AttentionName):
         return  # several models share one config object
     name = _AttentionName(original)
     AttentionInterface.register(name, _Attention(original))
     AttentionMaskInterface.register(name, _Mask(original))
     _configs[name] += 1
-    config._attn_implementation_internal = name
+    set_attention(config, name)
 
 
 def uninstall_attention(config: Any) -> None:
     """Undo one :func:`install_attention`. The last undo leaves transformers as it was."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     _uses[id(config)] -= 1
     if _uses[id(config)]:
         return
     del _uses[id(config)]
-    name = config._attn_implementation
-    config._attn_implementation_internal = name.original
+    name = get_attention(config)
+    set_attention(config, name.original)
     _configs[name] -= 1
     if not _configs[name]:
         del _configs[name]
-        AttentionInterface._global_mapping.pop(name)
-        AttentionMaskInterface._global_mapping.pop(name)
+        forget_attention(name)
 
 
 class _AttentionName(str):

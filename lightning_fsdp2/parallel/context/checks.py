@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fsdp2.compat.transformers import is_stateful, uses_attention_functions
 from lightning_fsdp2.modules.structure import ModelParts, get_class_name
 from lightning_fsdp2.parallel.context.attention import Method
 
@@ -54,14 +55,14 @@ def _get_optional_reason(model: Any, head: nn.Module | None) -> str | None:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder and a decoder, whose sequences differ"
-    if not model._supports_attention_backend:
+    if not uses_attention_functions(model):
         return "it has attention of its own, not transformers' attention functions (`_supports_attention_backend`)"
     if not getattr(config, "is_causal", True):
         return "its attention is not causal (`config.is_causal`)"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
         return f"it has layers of the type {' and '.join(other)}, which are neither full nor sliding-window attention"
-    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
+    if is_stateful(model) or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
         return "it has layers with a state that runs through the sequence"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no position_ids"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fsdp2.compat.torch import all_reduce_tensor
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.compat.torch import all_reduce_tensor, is_module_compiled
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, get_optional_own_loss, set_own_loss
 from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.context.attention import (
@@ -139,7 +139,7 @@ class ShardedForward:
     def _get_layer_lists(self) -> list[list[nn.Module]]:
         lists = get_layer_lists(self.model)
         # calls inside of compiled code cannot be observed
-        return [] if any(layer._compiled_call_impl is not None for layers in lists for layer in layers) else lists
+        return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
         """Refuse arguments that have no meaning for a part of a sequence, and drop those about packed documents."""
@@ -321,7 +321,7 @@ class _ShardedLoss:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Find out inside the block whether the model's loss function takes the labels that are already shifted."""
-        own = self.model.__dict__.get("_loss_function")
+        own = get_optional_own_loss(self.model)
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters
 
@@ -333,9 +333,7 @@ class _ShardedLoss:
         try:
             yield
         finally:
-            del self.model.__dict__["_loss_function"]
-            if own is not None:
-                self.model.loss_function = own
+            set_own_loss(self.model, own)
 
     def finish(self, output: Any) -> Any:
         """Replace the loss in the model's output by the mean of all ranks' losses.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fsdp2.compat.torch import finish_static_graph
 from lightning_fsdp2.ranks.failures import list_names
 
 
@@ -83,13 +84,9 @@ class Replica:
         """
         if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
             return
-        reducer = cast(Any, self.wrapper.reducer)
-        if self._is_learning:
-            self._is_learning = False
-            if is_manual:
-                # for a static graph, torch reduces the first gradients only after a backward through the wrapper
-                reducer._delay_all_reduce()
-        reducer._rebuild_buckets()
+        # for a static graph, torch reduces the first gradients only after a backward through the wrapper
+        finish_static_graph(self.wrapper, reduces_all=self._is_learning and is_manual)
+        self._is_learning = False
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:

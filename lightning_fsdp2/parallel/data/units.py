@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_fsdp2.compat.torch import has_gradient_hooks
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
@@ -278,11 +279,7 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
 
 def _check_no_hooks(model: nn.Module) -> None:
     names = get_parameter_names(model)
-    hooked = [
-        names[parameter]
-        for parameter in get_parameter_owners(model)
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
+    hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop: it makes new"

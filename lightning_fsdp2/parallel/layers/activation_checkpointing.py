@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp2.compat.torch import (
     can_compile_checkpointed_collectives,
     compile_layers_of_many_kinds,
     get_stance,
+    tree_map_only,
 )
 from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord

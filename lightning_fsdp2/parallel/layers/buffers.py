@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fsdp2.compat.torch import BatchNormBase
 from lightning_fsdp2.modules.structure import get_class_name
 
 _SMALL = 2**16
@@ -67,7 +67,7 @@ class LayerBuffers:
         buffers = {slot: _Buffer(tensor, tensor._version, None) for slot, tensor in self._list()}
         yield
         for (module, name), buffer in buffers.items():
-            if buffer.is_changed(module._buffers.get(name)) and not isinstance(module, _NormBase):
+            if buffer.is_changed(module._buffers.get(name)) and not isinstance(module, BatchNormBase):
                 raise ValueError(
                     f"activation_checkpointing with enable_compile=True: the forward of {get_class_name(self.layer)}"
                     f" changes its buffer {name!r}, and compiled code may compute the layer again with its new value."

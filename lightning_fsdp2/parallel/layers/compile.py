@@ -13,6 +13,7 @@ from lightning_fsdp2.compat.torch import (
     can_compile_checkpointed_collectives,
     compile_layers_of_many_kinds,
     get_graph_breaks,
+    is_module_compiled,
 )
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name
 from lightning_fsdp2.modules.wrapping import wrap_method
@@ -74,7 +75,7 @@ def apply_compile(
     compile_losses(model, backend)
     report = _Report()
     for layer in layers:
-        if layer._compiled_call_impl is None:
+        if not is_module_compiled(layer):
             if type(layer).forward.__module__.startswith("torch.nn."):
                 wrap_method(layer, _call)  # dynamo skips the code of torch's own modules, unless other code calls it
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
@@ -84,7 +85,7 @@ def apply_compile(
 def is_compiled(structure: ModelStructure) -> bool:
     """Return whether all layers of a model were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
     layers = structure.layers
-    return bool(layers) and all(layer._compiled_call_impl is not None for layer in layers)
+    return bool(layers) and all(is_module_compiled(layer) for layer in layers)
 
 
 def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

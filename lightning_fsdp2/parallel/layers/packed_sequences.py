@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import assert_async
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, get_attention, is_stateful
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.context.attention import is_running_sharded
@@ -58,10 +58,11 @@ def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
     if other:
         return f"it has layers of the type {' and '.join(other)}, which run through all of a sequence"
-    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
+    if is_stateful(model) or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
         return "it has layers with a state that runs through all of a sequence"
-    if "flash" in config._attn_implementation and batch_size > 1:
-        return f"its {config._attn_implementation} separates documents at batch_size=1 only, not {batch_size}"
+    attention = get_attention(config)
+    if "flash" in attention and batch_size > 1:
+        return f"its {attention} separates documents at batch_size=1 only, not {batch_size}"
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lightning_fsdp2.compat.torch import get_saved_tensors_hooks
+from lightning_fsdp2.compat.torch import flex_attention_operation, get_operation, get_saved_tensors_hooks
 from lightning_fsdp2.parallel.context.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -32,11 +32,11 @@ _ATTENTION_AND_COLLECTIVES = {
     _ATEN._scaled_dot_product_fused_attention_overrideable.default,
     _ATEN._flash_attention_forward.default,
     _ATEN._efficient_attention_forward.default,
-    segment_attention._opoverload,
+    get_operation(segment_attention),
     _COLLECTIVES.all_reduce.default,
     _COLLECTIVES.all_to_all_single.default,
     _COLLECTIVES.reduce_scatter_tensor.default,
-    torch._higher_order_ops.flex_attention,
+    flex_attention_operation,
 }
 
 _FLASH_ATTENTION = "flash_attn"

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.compat.torch import get_forward_hooks
 from lightning_fsdp2.modules.structure import (
     get_class_name,
     get_hf_models,
@@ -105,7 +106,7 @@ def compute_chunked_token_losses(
             the head has a forward hook, which would see losses, or if parts of the head are gathered by themselves.
     """
     hf_model, head = _get_model_and_head(model)
-    if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in head._forward_hooks.values()):
+    if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in get_forward_hooks(head)):
         raise _make_error(hf_model, "a forward hook on its head would be given losses for logits")
     if any(isinstance(module, FSDPModule) for module in head.modules() if module is not head):
         raise _make_error(hf_model, "parts of its head, of another dtype, are units of FSDP2 of their own")

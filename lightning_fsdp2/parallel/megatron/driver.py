@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from lightning_fsdp2.compat.megatron import (
+    abandon_backward,
+    list_without_gradient,
+    take_hooks_off,
+    take_over_exchange,
+)
+from lightning_fsdp2.compat.torch import call_at_end_of_backward, get_shard, is_in_backward, tree_leaves
 from lightning_fsdp2.modules.sharder import get_optional_sharder, set_sharder
 from lightning_fsdp2.parallel.data.gradients import extend_zero_grad
 from lightning_fsdp2.ranks.failures import list_names
@@ -53,7 +59,7 @@ class Driver:
         self._unused: set[str] | None = None
         self._has_warned = False
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
-        self._take_hooks_off()
+        take_hooks_off(wrapper)
         self._put_hooks_on()
         # 0.5.1 calls the module without its hooks, and would miss those for parameters that the module holds itself
         wrapper.__dict__["forward"] = wrapper.module.__call__
@@ -120,10 +126,7 @@ class Driver:
         The package would look every parameter up by name several times a step, and would have to know all of them.
         """
         wrapper = self.wrapper
-        wrapper._replace_param_with_raw_if_needed()  # the first call marks parameters that modules share
-        wrapper._replace_param_with_distributed_if_needed()
-        wrapper.__dict__["_replace_param_with_raw_if_needed"] = self.install_raw_parameters
-        wrapper.__dict__["_replace_param_with_distributed_if_needed"] = self.install_distributed_parameters
+        take_over_exchange(wrapper, self.install_raw_parameters, self.install_distributed_parameters)
         raw = {distributed: wrapper.raw_param[name] for name, distributed in self._parameters.items()}
         return [
             _Slot(module._parameters, name, raw[parameter], parameter)
@@ -134,7 +137,7 @@ class Driver:
 
     def _get_versions(self) -> list[tuple[int, int]]:
         """Return autograd's counts of writes to the parameters and to their shards."""
-        return [(parameter._version, parameter._local_tensor._version) for parameter in self._parameters.values()]
+        return [(parameter._version, get_shard(parameter)._version) for parameter in self._parameters.values()]
 
     # ------------------------------------------------------------------ optimizers
 
@@ -177,12 +180,6 @@ class Driver:
         finally:
             self.wrapper.model_auto_sync = before
 
-    def _take_hooks_off(self) -> None:
-        self.wrapper._root_pre_backward_hook_handle.remove()
-        for name, handle in self.wrapper.backward_pre_hooks.items():
-            if name.endswith("_root_pre_backward"):
-                handle.remove()
-
     def _put_hooks_on(self) -> None:
         """Register hooks that notice each forward, and a backward outside of :meth:`surround_backward`.
 
@@ -205,7 +202,7 @@ class Driver:
             self.install_distributed_parameters()
 
     def _enter_forward(self, module: nn.Module, args: Any) -> None:
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        if self._in_backward and not is_in_backward():
             self._abandon_backward()  # the backward ended with an exception
             self.clear_gradients()
         self.install_raw_parameters()
@@ -213,7 +210,7 @@ class Driver:
     def _reach_output(self, gradients: Any) -> None:
         if not self._in_backward:
             self._begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave_engine)
+            call_at_end_of_backward(self._leave_engine)
 
     def _reach_leaf(self, gradient: Tensor) -> None:
         self._has_reached_a_leaf = True
@@ -258,22 +255,12 @@ class Driver:
 
     def _abandon_backward(self) -> None:
         """Put the package back into its state between two backwards."""
-        wrapper, self._in_backward = self.wrapper, False
-        wrapper._root_pre_backward_hook_issued = False
-        wrapper._params_require_handle_grad = set()
-        for module in wrapper.module.modules():
-            module._training_state = type(module._training_state).IDLE
-        wrapper.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
-        wrapper.grad_reduce_pipeline.reset()
-        wrapper.synchronize_param_gather()
+        self._in_backward = False
+        abandon_backward(self.wrapper)
 
     def _note_unused(self) -> None:
         names = self._buffer.param_to_name
-        unused = {
-            names[parameter].removeprefix("module.")
-            for parameter in self.wrapper._params_require_handle_grad
-            if parameter.grad is None and not parameter.grad_added_to_main_grad
-        }
+        unused = {names[parameter].removeprefix("module.") for parameter in list_without_gradient(self.wrapper)}
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2.compat.torch import all_reduce_tensor, is_in_backward
+from lightning_fsdp2.compat.torch import all_reduce_tensor, get_forward_hooks, is_in_backward
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.tensor.verification import LayerVerification
@@ -266,7 +266,7 @@ class EmbeddingScope(Scope):
         # a user's torch.compile around the model would have to trace the subclass
         if not running or torch.compiler.is_compiling():
             return super().leave_whole(tensor)
-        is_watched, mode = any(map(_is_foreign, self.embedding._forward_hooks.values())), torch.is_grad_enabled()
+        is_watched, mode = any(map(_is_foreign, get_forward_hooks(self.embedding))), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
         # a hook may read the result on one rank alone, and that must not start a collective

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
+from lightning_fsdp2.compat.torch import TorchDispatchMode, get_schema, is_traceable_wrapper_subclass_type, tree_leaves
 from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes
 from lightning_fsdp2.mesh import (
     CONTEXT_PARALLEL,
@@ -364,7 +363,7 @@ class _OperationKind:
     """Properties that all calls of one torch operation have in common."""
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        schema = get_schema(func)
         self.name: str = schema.name
         namespace, self._short_name = self.name.split("::")
         is_collective = namespace in ("c10d", "_c10d_functional") and self._short_name not in _NOT_COLLECTIVES

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_fsdp2.compat.lightning import set_device_mesh
 from lightning_fsdp2.compat.torch_simulation import simulate_world
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
@@ -177,7 +178,7 @@ def describe_sharded(
 
 def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
     module.trainer = trainer
-    module._device_mesh = get_mesh(mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
+    set_device_mesh(module, get_mesh(mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL)))
     precision = trainer.strategy.precision_plugin
     with torch.device("meta"), precision.tensor_init_context():
         module.configure_model()

@@ -6,27 +6,31 @@ shapes and dtypes and take no memory.
 """
 
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fsdp2.compat.torch import is_in_backward
+from lightning_fsdp2.compat.lightning import (
+    begin_batch,
+    call_module_hook,
+    configure_model,
+    let_steps_run_alone,
+    log_batch,
+)
+from lightning_fsdp2.compat.torch import is_in_backward, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.managers.dtypes import get_dtypes
@@ -112,7 +116,7 @@ def simulate(
             _choose_foreach(trainer.optimizers)
             module.log = partial(_log_with_values, module.log)  # type: ignore[method-assign]
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
-                call._call_lightning_module_hook(trainer, hook)
+                call_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
             for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP rebuilds its buckets in the second
                 _run_step(trainer, fake_batch, micro_batches=1)
@@ -171,8 +175,8 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMo
     replace_manager(trainer.strategy, mode)
     trainer.strategy.enter_mesh(mesh)
     with torch.device("meta"):
-        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
-        call._call_configure_model(trainer)
+        call_module_hook(trainer, "setup", stage=trainer.state.fn)
+        configure_model(trainer)
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise ValueError(
@@ -183,14 +187,11 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMo
 
 def _connect(trainer: Any, module: Any) -> None:
     """Do what ``Trainer.fit`` does first."""
-    trainer.strategy.connect(module)
     module.trainer = trainer
+    trainer.strategy.connect(module)
     trainer.state.fn = TrainerFn.FITTING
     trainer.state.stage = RunningStage.TRAINING
-    # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
-    trainer.fit_loop._combined_loader = SimpleNamespace(iterables=())
-    trainer.fit_loop.max_batches = _BATCHES
-    trainer.fit_loop.max_epochs = 1
+    let_steps_run_alone(trainer, _BATCHES)
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
@@ -213,18 +214,15 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
             recorder.begin("forward")
             recorder.times = accumulated - 2 if micro_batch == 1 < micro_batches - 1 else 1
         index = loop.batch_progress.current.ready
-        loop.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
-        call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, index)
-        kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+        kwargs = begin_batch(trainer, batch, index)
         outputs: Any
         if trainer.lightning_module.automatic_optimization:
             outputs = loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
         else:
             outputs = loop.manual_optimization.run(kwargs)
-        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
+        call_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
         with with_values():  # the logged tensors have values
-            trainer._logger_connector.on_batch_end()
+            log_batch(trainer)
     trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
 
 

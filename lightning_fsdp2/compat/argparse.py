@@ -1,0 +1,29 @@
+"""Private names of argparse and jsonargparse, which have no public way to look at a parser's options again.
+
+Tried with Python 3.10 to 3.13 and jsonargparse 4.53.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def get_subcommands(parser: argparse.ArgumentParser) -> Any:
+    """Return the action that holds the subcommands of ``parser``."""
+    return parser._subcommands_action  # type: ignore[attr-defined]
+
+
+def set_summaries(subcommands: Any, summaries: Mapping[str, str]) -> None:
+    """Set the line of help of each subcommand that there is."""
+    for action in subcommands._choices_actions:
+        action.help = summaries[action.dest]
+
+
+def get_option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
+    """Return the option that is written ``name``, such as ``--trainer.strategy``."""
+    return parser._option_string_actions[name]
+
+
+def list_names(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
+    """Return the names under which the options of ``parsers`` are stored."""
+    return {action.dest for parser in parsers for action in parser._actions}

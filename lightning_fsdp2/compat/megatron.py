@@ -1,0 +1,51 @@
+"""Private names of megatron-fsdp, by which its wrapper is driven step by step. Tried with 0.5.1, 0.6.0 and 0.6.1.
+
+There is no public way to begin and end a backward, or to say when the model's parameters are exchanged.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def take_over_exchange(wrapper: Any, install_raw: Callable[[], None], install_distributed: Callable[[], None]) -> None:
+    """Have ``wrapper`` call these functions where it would exchange the parameters that its model holds.
+
+    Args:
+        wrapper: ``megatron_fsdp.MegatronFSDP``.
+        install_raw: Lets the model hold the parameters that it computes with.
+        install_distributed: Lets it hold those that optimizers see.
+    """
+    wrapper._replace_param_with_raw_if_needed()  # at its first time it marks those that modules share
+    wrapper._replace_param_with_distributed_if_needed()
+    vars(wrapper)["_replace_param_with_raw_if_needed"] = install_raw
+    vars(wrapper)["_replace_param_with_distributed_if_needed"] = install_distributed
+
+
+def take_hooks_off(wrapper: Any) -> None:
+    """Take off the hooks by which ``wrapper`` would find the beginning of a backward."""
+    wrapper._root_pre_backward_hook_handle.remove()
+    for name, handle in wrapper.backward_pre_hooks.items():
+        if name.endswith("_root_pre_backward"):
+            handle.remove()
+
+
+def abandon_backward(wrapper: Any) -> None:
+    """Put ``wrapper`` back to where it is between two backwards."""
+    wrapper._root_pre_backward_hook_issued = False
+    wrapper._params_require_handle_grad = set()
+    for module in wrapper.module.modules():
+        module._training_state = type(module._training_state).IDLE
+    wrapper.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+    wrapper.grad_reduce_pipeline.reset()
+    wrapper.synchronize_param_gather()
+
+
+def list_without_gradient(wrapper: Any) -> list[Tensor]:
+    """Return the trained parameters that the backward which ends now gave no gradient."""
+    return [
+        parameter
+        for parameter in wrapper._params_require_handle_grad
+        if parameter.grad is None and not parameter.grad_added_to_main_grad
+    ]
