@@ -18,7 +18,7 @@ from lightning_fsdp2.models import CausalLM, load_from_checkpoint
 from lightning_fsdp2.parallel.data.gradients import clip_grad_norm_, defer_grad_sync
 from lightning_fsdp2.parallel.loss.token_mean import apply_token_mean_, token_mean_loss
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
-from lightning_fsdp2.strategies.names import register_strategies
+from lightning_fsdp2.strategies.registry import register_strategies
 
 __version__ = "0.1.0"
 

@@ -54,7 +54,7 @@ from lightning_fsdp2.checkpoint.files.storage import (
 )
 from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
 from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, get_stored_layout, is_converted
-from lightning_fsdp2.ranks.coordination import all_gather, on_every_rank, on_first_rank
+from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
 """Version of the format that is written: 1 had no checksums, 2 had one per whole file. Higher ones are not read."""
@@ -151,7 +151,7 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     Raises:
         Exception: On every rank, when any rank could not write. What stood at ``path`` before is still there.
     """
-    sizes = all_gather(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
+    sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
     drafts: list[Draft | StoreDraft] = []  # on rank 0
 
     def start() -> AnyPath:
@@ -162,7 +162,7 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     try:
         writer = CheckpointWriter(on_first_rank(start, group))
         call_dcp(lambda: save(snapshot.tensors, storage_writer=writer, process_group=group), path)
-        sizes_by_file = {name: size for sizes in all_gather(writer.sizes, group) for name, size in sizes.items()}
+        sizes_by_file = {name: size for sizes in gather_objects(writer.sizes, group) for name, size in sizes.items()}
         on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
     except BaseException:
         for draft in drafts:
@@ -357,7 +357,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
                 digests[f"{parameter}.{key}"] = compute_checksum(value)
-    first, *others = all_gather(digests, group)
+    first, *others = gather_objects(digests, group)
     different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
     if different:
         raise ValueError(

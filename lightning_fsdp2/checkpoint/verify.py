@@ -10,7 +10,7 @@ from lightning_fsdp2.checkpoint.files.chunks import CHECKSUM, raise_damaged, rea
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader
 from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, resolve_checkpoint
-from lightning_fsdp2.ranks.coordination import all_gather, get_rank, on_every_rank
+from lightning_fsdp2.ranks.coordination import gather_objects, get_rank, on_every_rank
 
 _BLOCK_SIZE = 1 << 20
 
@@ -54,7 +54,7 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
         ValueError: On every rank, with the names of what is damaged.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    damaged = all_gather(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
+    damaged = gather_objects(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
     raise_damaged(path, sorted({name for names in damaged for name in names}))
 
 

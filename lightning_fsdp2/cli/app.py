@@ -15,8 +15,8 @@ from lightning_fsdp2.cli.errors import has_refusal, wants_traceback
 from lightning_fsdp2.cli.parser import SUMMARIES, ArgumentParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
 from lightning_fsdp2.compat.argparse import get_option, get_subcommands, set_summaries
-from lightning_fsdp2.strategies.names import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
+from lightning_fsdp2.strategies.registry import STRATEGIES
 
 __all__ = ["FSDP2CLI", "main"]
 

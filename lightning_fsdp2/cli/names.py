@@ -17,7 +17,7 @@ from jsonargparse import get_loader
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
-from lightning_fsdp2.strategies.names import STRATEGIES
+from lightning_fsdp2.strategies.registry import STRATEGIES
 
 _FLAG = "--trainer.strategy"
 _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")

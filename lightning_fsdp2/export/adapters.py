@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fsdp2.export.files import Layout
+from lightning_fsdp2.export.files import FileLayout
 from lightning_fsdp2.export.sources import Wanted, Weights
 from lightning_fsdp2.ranks.coordination import get_rank
 from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names
@@ -21,7 +21,7 @@ _PREFIX = "base_model.model."
 _BASE = ".base_layer."
 
 
-def build_adapter_layout(weights: Weights, dtype: torch.dtype | None) -> Layout:
+def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> FileLayout:
     """Build the layout in which peft's ``save_pretrained`` would store the adapter, which is one file."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
@@ -30,7 +30,7 @@ def build_adapter_layout(weights: Weights, dtype: torch.dtype | None) -> Layout:
     def convert(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         return {key: tensors[keys[key]].contiguous() for key in names}
 
-    return Layout(
+    return FileLayout(
         dtype=next(iter(specs.values())).dtype,
         specs=specs,
         files={WEIGHTS_FILE: list(keys)},

@@ -1,4 +1,4 @@
-"""Layout of a stored model: its tensors, their files, and what each tensor is made of."""
+"""FileLayout of a stored model: its tensors, their files, and what each tensor is made of."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class FileLayout:
     """Tensors and files that a model is stored as."""
 
     dtype: torch.dtype
@@ -44,14 +44,14 @@ class Layout:
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
 
 
-def build_layout(
+def build_file_layout(
     skeleton: "PreTrainedModel",
     specs: Mapping[str, Tensor],
     tied: Iterable[str],
     *,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> Layout:
+) -> FileLayout:
     """Build the layout in which transformers' ``save_pretrained`` would store a model.
 
     Args:
@@ -79,7 +79,7 @@ def build_layout(
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
         get_storage_id=_get_storage_id,  # pieces of one tensor go into one file
     )
-    return Layout(
+    return FileLayout(
         dtype=next(spec.dtype for spec in kept.values() if spec.is_floating_point()),
         specs=kept,
         files=split.filename_to_tensors,

@@ -22,8 +22,8 @@ from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import get_group_timeout
-from lightning_fsdp2.export.adapters import build_adapter_layout, merge_adapter, write_adapter_config
-from lightning_fsdp2.export.files import Layout, build_layout
+from lightning_fsdp2.export.adapters import build_adapter_file_layout, merge_adapter, write_adapter_config
+from lightning_fsdp2.export.files import FileLayout, build_file_layout
 from lightning_fsdp2.export.sources import Weights, open_checkpoint, open_module
 from lightning_fsdp2.ranks.coordination import get_rank, on_first_rank, wait_for_all_ranks
 from lightning_fsdp2.ranks.failures import fail_together
@@ -221,14 +221,14 @@ def _merge(weights: Weights) -> Weights:
     return merge_adapter(weights, build_skeleton(model_class, config_class, weights.description))
 
 
-def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> Layout:
+def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> FileLayout:
     if not _is_size(max_shard_size):
         raise ValueError(
             f"export_hf(max_shard_size={max_shard_size!r}) must be a number of bytes above 0, or such as '5GB'."
         )
     if weights.adapted is not None:
-        return build_adapter_layout(weights, _get_dtype(dtype))
-    return build_layout(
+        return build_adapter_file_layout(weights, _get_dtype(dtype))
+    return build_file_layout(
         weights.skeleton,
         weights.specs,
         weights.description["tied"],
@@ -245,7 +245,7 @@ def _is_size(value: int | str) -> bool:
     return value > 0
 
 
-def _write_files(folder: Path, weights: Weights, layout: Layout) -> None:
+def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
     """Write as many files at a time as there are ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     files = list(layout.files.items())
@@ -254,7 +254,7 @@ def _write_files(folder: Path, weights: Weights, layout: Layout) -> None:
             _write_round(folder, weights, layout, files[start : start + ranks])
 
 
-def _write_round(folder: Path, weights: Weights, layout: Layout, files: Sequence[tuple[str, list[str]]]) -> None:
+def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
     """Gather the tensors of one file for each rank, file after file; then let each rank write its file."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
@@ -273,7 +273,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{path} could not be written: {error}") from error
 
 
-def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenizer: Any) -> None:
+def _write_descriptions(folder: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
     """Write everything except the weights."""
     tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
@@ -283,7 +283,7 @@ def _write_descriptions(folder: Path, weights: Weights, layout: Layout, tokenize
     _save_tokenizer(folder, tokenizer)
 
 
-def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: Layout, tokenizer: Any) -> None:
+def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout, tokenizer: Any) -> None:
     from transformers.dynamic_module_utils import custom_object_save
 
     _set_dtype(skeleton.config, layout.dtype)

@@ -25,7 +25,7 @@ from lightning_fsdp2.weights.description import (
     describe_hf_models,
     get_model_class,
 )
-from lightning_fsdp2.weights.pretrained import get_fingerprint, read_pretrained
+from lightning_fsdp2.weights.pretrained import get_folder_fingerprint, read_pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -159,7 +159,7 @@ class _Base:
                 f"{what} {str(self.folder)!r}, which is not there; say where it is now: export_hf(pretrained=...),"
                 " --pretrained on the command line."
             )
-        if get_fingerprint(self.folder) != self.fingerprint:
+        if get_folder_fingerprint(self.folder) != self.fingerprint:
             raise ValueError(
                 f"{what} that training began with, and {str(self.folder)!r} holds other tensors; give the directory of"
                 " that model: export_hf(pretrained=...), --pretrained on the command line."

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.weights.adapters import INSTALL
-from lightning_fsdp2.weights.pretrained import get_fingerprint
+from lightning_fsdp2.weights.pretrained import get_folder_fingerprint
 from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE, load_adapters, set_adapter_weights
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
     if not base or base == pretrained:
         return
     try:
-        fingerprint = get_fingerprint(base)
+        fingerprint = get_folder_fingerprint(base)
     except FileNotFoundError:
         rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; it is trained on with {pretrained!r}.")
         return
-    if fingerprint != get_fingerprint(weights):
+    if fingerprint != get_folder_fingerprint(weights):
         raise ValueError(
             f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is another model than"
             f" pretrained={pretrained!r}, whose files hold other tensors; give pretrained={base!r}, or an adapter of"

@@ -60,7 +60,7 @@ class Cache:
         return self._folder / f"{hashlib.sha256(f'{self._run} {knobs}'.encode()).hexdigest()}.pickle"
 
 
-def get_fingerprint(run: Run) -> str:
+def get_run_fingerprint(run: Run) -> str:
     """Return a text that differs if the model, the batch, the Trainer's options or the code differs.
 
     The code is every Python file that is loaded once the model is built: those of the run, of torch and of all others.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
-from lightning_fsdp2.plan.cache import Cache, get_fingerprint
+from lightning_fsdp2.plan.cache import Cache, get_run_fingerprint
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
@@ -173,7 +173,7 @@ def search_run(
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
     cache = None
     if cache_dir is not None:
-        [(_, fingerprint)] = run_in_processes([partial(get_fingerprint, run)])
+        [(_, fingerprint)] = run_in_processes([partial(get_run_fingerprint, run)])
         cache = Cache(cache_dir, f"{cache_key} {fingerprint}")
     found = search(
         run,

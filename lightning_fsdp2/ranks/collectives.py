@@ -18,8 +18,8 @@ sum_over_ranks       summands -> equal, used differently   all-reduce          a
 
 *Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
 that each rank computes another part of the result, so that its gradient is a summand. The first two functions are *f*
-and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather`` and ``reduce_scatter`` are those of its sequence
-parallelism (https://arxiv.org/abs/2205.05198). All of them can be traced by ``torch.compile``.
+and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and ``reduce_scatter`` are those of its
+sequence parallelism (https://arxiv.org/abs/2205.05198). All of them can be traced by ``torch.compile``.
 
 Shards are those of :func:`torch.chunk`: if the size is not divisible, the last ranks hold less, or nothing.
 """
@@ -60,7 +60,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
-def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``, which has ``size`` elements in all."""
     return _Gather.apply(tensor, dim % tensor.ndim, size, group)
 
@@ -71,9 +71,9 @@ def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tens
 
 
 def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the results of :func:`gather` and :func:`gather_for_ranks`, with one all-gather and in the same memory."""
+    """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, with one all-gather in one memory."""
     size = tensor.size(dim) * group.size()
-    complete = gather(tensor, dim, size, group)
+    complete = gather_shards(tensor, dim, size, group)
     return complete, _Twin.apply(tensor, complete, dim % tensor.ndim, group)
 
 

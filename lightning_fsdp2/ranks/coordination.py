@@ -113,7 +113,7 @@ def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
     return message[0]
 
 
-def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks, in their order."""
     if not dist.is_initialized():
         return [value]

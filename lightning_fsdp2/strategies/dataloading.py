@@ -49,7 +49,7 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     return shortened(loader, min(lengths))
 
 
-def get_fingerprint(batch: Any) -> str:
+def get_batch_fingerprint(batch: Any) -> str:
     """Return a hash of everything in a batch, including the values of tensors."""
     digest = hashlib.sha256()
     _update_digest(digest, batch)

@@ -24,8 +24,8 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
-from lightning_fsdp2.strategies.layout import get_differences
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
+from lightning_fsdp2.strategies.parallelisation import get_differences
 from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 

@@ -53,12 +53,17 @@ from lightning_fsdp2.ranks.random_state import share_random_state
 from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
-from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.dataloading import get_batch_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.launch import process_groups as distributed
 from lightning_fsdp2.strategies.launch.agreement import check_same_run
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
 from lightning_fsdp2.strategies.launch.remedies import get_optional_remedy, is_raised_in
-from lightning_fsdp2.strategies.layout import Layout, check_same_layout, get_optional_layout, set_layout
+from lightning_fsdp2.strategies.parallelisation import (
+    Parallelisation,
+    check_same_parallelisation,
+    get_optional_parallelisation,
+    set_parallelisation,
+)
 from lightning_fsdp2.strategies.precision import ShardedPrecision, check_clipping
 from lightning_fsdp2.strategies.step_region import StepRegion
 
@@ -294,20 +299,20 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def parallelize(self) -> None:
         module = self.lightning_module
-        layout = Layout(
+        parallelisation = Parallelisation(
             self.full_device_mesh,
             cast(Any, self.manager).config,
             has_half_weights=self.precision_plugin.precision == "bf16-true",
         )
-        earlier = get_optional_layout(module)
+        earlier = get_optional_parallelisation(module)
         if earlier is not None:
-            check_same_layout(earlier, layout)
+            check_same_parallelisation(earlier, parallelisation)
             return
         self._apply_layer_sync(module)
         self.precision_plugin.convert_module(module)
         self.parallelize_module(module)
         self._synchronise_metrics_over_data(module)
-        set_layout(module, layout)
+        set_parallelisation(module, parallelisation)
 
     def _apply_layer_sync(self, module: nn.Module) -> None:
         """Apply ``Trainer(sync_batchnorm=True)`` before sharding, because it replaces layers by new ones."""
@@ -579,7 +584,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._checked_batches.add((stage, dataloader_idx))
         # over all ranks and not in each replica separately, so that every rank raises
         fingerprints = [(0, "")] * self.full_device_mesh.size()
-        own = (self.data_parallel_rank, get_fingerprint(batch))
+        own = (self.data_parallel_rank, get_batch_fingerprint(batch))
         dist.all_gather_object(fingerprints, own, group=self._control_group)
         if len(set(fingerprints)) > self.data_parallel_size:
             raise ValueError(

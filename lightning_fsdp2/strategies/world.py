@@ -29,7 +29,7 @@ from lightning_fsdp2.mesh import (
     ParallelSizes,
     get_mesh,
 )
-from lightning_fsdp2.ranks.coordination import all_gather, get_group
+from lightning_fsdp2.ranks.coordination import gather_objects, get_group
 from lightning_fsdp2.strategies.launch import process_groups as distributed
 from lightning_fsdp2.strategies.launch.end_with_parent import end_with_parent
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launcher
@@ -247,7 +247,7 @@ class WorldStrategy(ParallelStrategy):
         # for messages that must not touch the accelerator or mix with the step's collectives
         self._control_group = get_group("control", self._timeout)
         get_group("rendezvous", self._timeout)
-        self.hosts = all_gather(platform.node(), self._control_group)
+        self.hosts = gather_objects(platform.node(), self._control_group)
         self.check_ranks()
         self.enter_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
 

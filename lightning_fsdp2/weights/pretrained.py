@@ -57,11 +57,11 @@ class PretrainedFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Result of :func:`get_fingerprint`.
+        """Result of :func:`get_folder_fingerprint`.
 
         It is read on first use, since it takes a little of every tensor; the files may be unreadable by then.
         """
-        return get_fingerprint(self.folder)
+        return get_folder_fingerprint(self.folder)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
 
-def get_fingerprint(folder: str | Path) -> str:
+def get_folder_fingerprint(folder: str | Path) -> str:
     """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however they are split into files.
 
     Raises:

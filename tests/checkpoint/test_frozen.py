@@ -33,7 +33,7 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.models.lora import add_lora
 from lightning_fsdp2.weights import pretrained
-from lightning_fsdp2.weights.pretrained import get_fingerprint
+from lightning_fsdp2.weights.pretrained import get_folder_fingerprint
 
 SMALL = CheckpointConfig(frozen_parameters=False)
 STEPS = 4
@@ -214,13 +214,13 @@ def check_files_are_read_again(
         readers.append(dist.get_rank())
         if dist.get_rank() == broken_rank:
             raise OSError("the disk is gone")
-        return get_fingerprint(path)
+        return get_folder_fingerprint(path)
 
     def train_on(module: CausalLM, steps: int = 3, **options: Any) -> Any:
         torch.manual_seed(0)
         return fit(module, FSDP2Strategy(**options), steps=steps, alike=True, ckpt_path=small if steps == 3 else None)
 
-    monkeypatch.setattr(pretrained, "get_fingerprint", read)
+    monkeypatch.setattr(pretrained, "get_folder_fingerprint", read)
     train_on(make_module(base), steps=1).save_checkpoint(folder / "whole.ckpt")
     assert not readers
     module = make_module(base)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
-
-from lightning_fsdp2.ranks.whole_tensors import gather
 
 LEARNING_RATE = 1e-3
 
@@ -86,7 +87,20 @@ def _has_elements(tensor: Tensor | None) -> bool:
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather DTensors; every rank must call it."""
-    return {name: gather(tensor).detach().float().clone() for name, tensor in tensors.items()}
+    return {name: _gather(tensor.detach()).float().clone() for name, tensor in tensors.items()}
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """The whole tensor, without code of the package: Megatron-FSDP's shards, whole rows, are put one after the other."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if "uneven_shard" not in (mesh.mesh_dim_names or ()) or not any(place.is_shard() for place in tensor.placements):
+        return tensor.full_tensor()
+    group = mesh.get_group("uneven_shard")
+    rows: list[Any] = [None] * group.size()
+    dist.all_gather_object(rows, tensor.to_local(), group=group)
+    return torch.cat(rows)
 
 
 QUIET: dict[str, Any] = {

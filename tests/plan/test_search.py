@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.plan import SearchResult, get_device, search_run
-from lightning_fsdp2.plan.cache import get_fingerprint
+from lightning_fsdp2.plan.cache import get_run_fingerprint
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.table import write_search
 from lightning_fsdp2.plan.workers import run_in_processes
@@ -53,7 +53,7 @@ def test_runs_are_told_apart_by_what_they_train() -> None:
     def fingerprint(**options: Any) -> str:
         module = CausalLM(config=LLAMA, **options)
         run = Run(make_trainer(FSDP2Strategy()), module, make_batch(), 4, 1, get_device("h100"))
-        [(_, text)] = run_in_processes([partial(get_fingerprint, run)])
+        [(_, text)] = run_in_processes([partial(get_run_fingerprint, run)])
         return text
 
     texts = [fingerprint(), fingerprint(optimizer=partial(SGD, lr=0.1)), fingerprint(attn_implementation="eager")]

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_fsdp2.ranks.collectives import (
     copy_to_ranks,
     copy_together,
-    gather,
     gather_for_ranks,
+    gather_shards,
     gather_twice,
     get_shard_range,
     reduce_from_ranks,
@@ -108,7 +108,7 @@ def test_gather_and_split_of_even_uneven_and_empty_shards_along_any_dim(ranks: i
             for size in (6, 7, ranks - 1, ranks + 1):  # the third leaves the last rank without any
                 whole = make_random(0, *make_shape(dim, size))
                 assert_like_one_process(
-                    lambda own, dim=dim, size=size: gather(own, dim, size, group),
+                    lambda own, dim=dim, size=size: gather_shards(own, dim, size, group),
                     lambda shards, dim=dim: [torch.cat(shards, dim)] * ranks,
                     cut(whole, dim, ranks),
                     is_result_used_equally=True,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
 
-from lightning_fsdp2.ranks.coordination import all_gather, on_every_rank, on_first_rank, wait_for_all_ranks
+from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank, wait_for_all_ranks
 
 
 class StubbornError(Exception):
@@ -46,14 +46,14 @@ def test_every_rank_raises_where_any_failed() -> None:
         with pytest.raises(ValueError, match=f"^rank {rank}$") as caught:
             on_every_rank(lambda: fail(ValueError(f"rank {rank}")))
         assert caught.traceback[-1].name == "fail"
-        assert all_gather(rank) == [0, 1]
+        assert gather_objects(rank) == [0, 1]
 
     run_ranks(run, 2)
 
 
 def test_one_process_needs_no_group() -> None:
     assert on_first_rank(lambda: 1) == on_every_rank(lambda: 1) == 1
-    assert all_gather(3) == [3]
+    assert gather_objects(3) == [3]
     with pytest.raises(ValueError, match="alone"):
         on_every_rank(lambda: fail(ValueError("alone")))
 

@@ -22,7 +22,7 @@ from transformers import BatchEncoding
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
-from lightning_fsdp2.strategies.dataloading import get_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.dataloading import get_batch_fingerprint, keep_in_step
 
 STAGES = ("fit", "validate", "test")
 
@@ -518,18 +518,18 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def test_fingerprints_are_equal_for_equal_batches_only() -> None:
-    fingerprints = {"unchanged": get_fingerprint(make_batch())}
-    assert get_fingerprint(make_batch()) == fingerprints["unchanged"]
+    fingerprints = {"unchanged": get_batch_fingerprint(make_batch())}
+    assert get_batch_fingerprint(make_batch()) == fingerprints["unchanged"]
     not_contiguous = {**make_batch(), "input_ids": torch.arange(6).reshape(2, 3).T.contiguous().T}
-    assert get_fingerprint(not_contiguous) == fingerprints["unchanged"]
+    assert get_batch_fingerprint(not_contiguous) == fingerprints["unchanged"]
     for name, change in CHANGES.items():
-        fingerprints[name] = get_fingerprint({**make_batch(), **change})
-    fingerprints["one list for two"] = get_fingerprint([[1, 2], 3])
-    fingerprints["two lists for one"] = get_fingerprint([[1], [2, 3]])
-    fingerprints["text for a number"] = get_fingerprint({"1": 0})
-    fingerprints["number for a text"] = get_fingerprint({1: 0})
+        fingerprints[name] = get_batch_fingerprint({**make_batch(), **change})
+    fingerprints["one list for two"] = get_batch_fingerprint([[1, 2], 3])
+    fingerprints["two lists for one"] = get_batch_fingerprint([[1], [2, 3]])
+    fingerprints["text for a number"] = get_batch_fingerprint({"1": 0})
+    fingerprints["number for a text"] = get_batch_fingerprint({1: 0})
     renamed = {("inputs" if key == "input_ids" else key): value for key, value in make_batch().items()}
-    fingerprints["key"] = get_fingerprint(renamed)
+    fingerprints["key"] = get_batch_fingerprint(renamed)
     assert len(set(fingerprints.values())) == len(fingerprints)
 
 
@@ -537,8 +537,8 @@ def test_fingerprints_are_equal_for_equal_batches_only() -> None:
     "make", [lambda t: t, lambda t: [t], lambda t: (t, t), lambda t: BatchEncoding({"input_ids": t})]
 )
 def test_fingerprints_of_batches_of_any_kind(make: Callable[[Tensor], Any]) -> None:
-    assert get_fingerprint(make(torch.arange(3))) == get_fingerprint(make(torch.arange(3)))
-    assert get_fingerprint(make(torch.arange(3))) != get_fingerprint(make(torch.arange(1, 4)))
+    assert get_batch_fingerprint(make(torch.arange(3))) == get_batch_fingerprint(make(torch.arange(3)))
+    assert get_batch_fingerprint(make(torch.arange(3))) != get_batch_fingerprint(make(torch.arange(1, 4)))
 
 
 def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None:

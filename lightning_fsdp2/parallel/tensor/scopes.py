@@ -31,8 +31,8 @@ from lightning_fsdp2.parallel.tensor.verification import LayerVerification
 from lightning_fsdp2.ranks.collectives import (
     Kind,
     copy_to_ranks,
-    gather,
     gather_for_ranks,
+    gather_shards,
     gather_twice,
     reduce_from_ranks,
     reduce_scatter,
@@ -192,7 +192,7 @@ class Stack:
     def close(self, hidden: Tensor) -> Tensor:
         """Gather the hidden states that the last layer returned."""
         self.is_open = False
-        return gather(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
+        return gather_shards(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 
     def run_model(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model around the layers.

@@ -31,7 +31,7 @@ from lightning_fsdp2.parallel.tensor.scopes import Scope
 from lightning_fsdp2.ranks.collectives import (
     copy_last_to_ranks,
     copy_to_ranks,
-    gather,
+    gather_shards,
     get_shard_range,
     reduce_scatter,
     split,
@@ -141,10 +141,10 @@ class ColumnWise(Style):
         (linear,) = _get_base_linears(self, module)
         whole = _get_output_size(linear)
         if self.sections is None:
-            return gather(output, -1, whole, scope.group)
+            return gather_shards(output, -1, whole, scope.group)
         sizes = (whole // self.sections,) * self.sections if isinstance(self.sections, int) else self.sections
         parts = output.split([size // scope.group.size() for size in sizes], -1)
-        return torch.cat([gather(p, -1, size, scope.group) for p, size in zip(parts, sizes, strict=True)], -1)
+        return torch.cat([gather_shards(p, -1, size, scope.group) for p, size in zip(parts, sizes, strict=True)], -1)
 
 
 @dataclass(unsafe_hash=True)
@@ -168,7 +168,7 @@ class VocabularyHead(ColumnWise):
         (linear,) = _get_base_linears(self, module)
         is_single = not torch.is_grad_enabled() and logits.size(-2) == 1
         if not keeps_logits_sharded(module) and (is_single or not self.shards_logits):
-            return gather(logits, -1, _get_output_size(linear), scope.group)
+            return gather_shards(logits, -1, _get_output_size(linear), scope.group)
         shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
         stride = torch.empty(shape, device="meta").stride()
         placement = Shard(logits.ndim - 1)
@@ -274,7 +274,7 @@ class FeatureEmbedding(Style):
         return {(module, "weight"): Layout(placement=Shard(1), is_uneven=True)}
 
     def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return gather(forward(*args, **kwargs), -1, module.embedding_dim, scope.group)
+        return gather_shards(forward(*args, **kwargs), -1, module.embedding_dim, scope.group)
 
 
 @dataclass(unsafe_hash=True)

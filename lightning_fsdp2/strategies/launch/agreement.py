@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.checkpoint.files.drafts import get_path, is_local
 from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
-from lightning_fsdp2.ranks.coordination import all_gather, on_first_rank
+from lightning_fsdp2.ranks.coordination import gather_objects, on_first_rank
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.strategies.launch.rendezvous import refuse, tell_differences
 
@@ -95,9 +95,9 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
 
 def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
     digest = sha256(json.dumps(description).encode()).digest()
-    if len(set(all_gather(digest, group))) == 1:  # a description can be megabytes long
+    if len(set(gather_objects(digest, group))) == 1:  # a description can be megabytes long
         return ""
-    return tell_differences(all_gather(description, group), hosts)
+    return tell_differences(gather_objects(description, group), hosts)
 
 
 def _describe_config(trainer: Any) -> dict[str, str]:
@@ -141,7 +141,7 @@ def _write(name: str, value: Any) -> str:
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
     # a new name: no host has asked for it before, so none remembers it as absent
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
-    sees = all_gather(_appears(probe, patience), group)
+    sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
     if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
         raise ValueError(

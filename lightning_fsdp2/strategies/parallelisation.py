@@ -1,4 +1,4 @@
-"""The layout of a parallelised module. It outlives the Trainer, so a later Trainer must ask for the same layout."""
+"""The way in which a module was parallelised. It outlives the Trainer, so a later Trainer must ask for the same."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import DistributedConfig
 
-_ATTRIBUTE = "_lightning_fsdp2_layout"
+_ATTRIBUTE = "_lightning_fsdp2_parallelisation"
 
 _FLAGS_OF_A_RUN = (
     "backend",
@@ -28,7 +28,7 @@ _CAUSES = {"mp_policy": "precision", "autocast_dtype": "precision and autocast_d
 
 
 @dataclass(frozen=True)
-class Layout:
+class Parallelisation:
     """Record of how a module was parallelised."""
 
     device_mesh: DeviceMesh
@@ -38,17 +38,17 @@ class Layout:
     """Whether ``bf16-true`` has made the module's parameters bfloat16."""
 
 
-def get_optional_layout(module: nn.Module) -> Layout | None:
+def get_optional_parallelisation(module: nn.Module) -> Parallelisation | None:
     """Return how an earlier Trainer parallelised ``module``; None if none did."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def set_layout(module: nn.Module, layout: Layout) -> None:
+def set_parallelisation(module: nn.Module, parallelisation: Parallelisation) -> None:
     """Record how ``module`` was parallelised."""
-    module.__dict__[_ATTRIBUTE] = layout
+    module.__dict__[_ATTRIBUTE] = parallelisation
 
 
-def check_same_layout(earlier: Layout, current: Layout) -> None:
+def check_same_parallelisation(earlier: Parallelisation, current: Parallelisation) -> None:
     """Refuse a module that an earlier Trainer has parallelised in another way.
 
     Raises:
@@ -67,7 +67,7 @@ def check_same_layout(earlier: Layout, current: Layout) -> None:
             " same sizes, or load a checkpoint into a new module."
         )
     if earlier.has_half_weights != current.has_half_weights:
-        old, new = ("bfloat16" if layout.has_half_weights else "the dtype they had" for layout in (earlier, current))
+        old, new = ("bfloat16" if way.has_half_weights else "the dtype they had" for way in (earlier, current))
         raise ValueError(
             f"The module was given weights of {old} by an earlier Trainer, but this one asks for {new}. Use the same"
             " precision, or load a checkpoint into a new module."
