@@ -90,5 +90,7 @@ def test_what_contributors_are_pointed_to_exists(name: str) -> None:
     assert [path for pair in paths for path in pair if path and not (ROOT / path).exists()] == []
     targets = [re.sub(r"[\d.]+$", "%", target) for target in re.findall(r"`make ([\w.-]+)`", text)]
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    plans = (ROOT / "lightning_fsdp2/parallel/tensor/plans.py").read_text()
-    assert [table for table in re.findall(r"`(_[A-Z_]+)`", text) if f"\n{table}" not in plans] == []
+    plans = (ROOT / "lightning_fsdp2/parallel/tensor/families.py").read_text()
+    assert [
+        table for table in re.findall(r"`([A-Z_]+(?:FAMILIES|TRAITS|IONS))`", text) if f"\n{table}" not in plans
+    ] == []

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp2.compat.torch import initialize_root
+from lightning_fsdp2.compat.fsdp import initialize_root
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager

@@ -16,7 +16,7 @@ from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradient
 from helpers.ranks import RankError, run_ranks
 from helpers.tensor_parallel import to_whole
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel.tensor import plans as tp_plans
+from lightning_fsdp2.parallel.tensor.families import FAMILIES
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
 STEPS = 3
@@ -80,7 +80,7 @@ def has_plan(family: str) -> bool:
     config_class = CONFIG_MAPPING[family]
     text = config_class.sub_configs.get("text_config")
     plans = (config_class.base_model_tp_plan, getattr(text, "base_model_tp_plan", None))
-    return any(plans) or family in tp_plans._FAMILIES
+    return any(plans) or family in FAMILIES
 
 
 def get_optional_refusal(family: str, error: RankError) -> str | None:

@@ -91,7 +91,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, without code of the package: Megatron-FSDP's shards, whole rows, are put one after the other."""
+    """The whole tensor, without code of the package: Megatron-FSDP's shards are whole rows, put one after the other."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh

@@ -22,7 +22,7 @@ from helpers.vision import (
 )
 from helpers.vision_families import FAMILIES
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.parallel.tensor import plans as tp_plans
+from lightning_fsdp2.parallel.tensor.families import FAMILIES as WITH_PLANS
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def get_optional_vision_refusal(name: str, error: RankError) -> str | None:
 def _has_plan(name: str) -> bool:
     """Whether the installed transformers has a plan for the language model of ``name``, or this package."""
     family = make_vision_config(name).get_text_config().model_type
-    return bool(getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None)) or family in tp_plans._FAMILIES
+    return bool(getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None)) or family in WITH_PLANS
 
 
 @cache

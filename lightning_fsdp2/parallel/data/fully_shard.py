@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2.compat.torch import StridedShard, end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.compat.torch import StridedShard
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.structure import ModelStructure, get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan

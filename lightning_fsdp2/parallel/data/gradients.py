@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
-from lightning_fsdp2.compat.torch import (
-    drop_unreduced_gradients,
-    ensure_gathered_once,
-    scale_in_float32,
-    separate_unreduced_gradients,
-)
+from lightning_fsdp2.compat.fsdp import drop_unreduced_gradients, ensure_gathered_once, separate_unreduced_gradients
+from lightning_fsdp2.compat.torch import scale_in_float32
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 
