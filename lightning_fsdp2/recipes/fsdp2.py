@@ -165,9 +165,7 @@ def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> Coll
     """
     if not config.enable_async_tensor_parallel:
         return None
-    return build_collective_fusion(
-        tp_mesh, sequence_parallel=config.sequence_parallel, enable_compile=config.enable_compile
-    )
+    return build_collective_fusion(tp_mesh)
 
 
 def _warn_of_flags_without_effect(axes: MeshAxes, config: FSDP2Config) -> None:

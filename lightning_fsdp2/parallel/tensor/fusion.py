@@ -24,15 +24,11 @@ from lightning_fsdp2.compat.torch import (
 logger = logging.getLogger(__name__)
 
 
-def build_collective_fusion(
-    tp_mesh: DeviceMesh | None, *, sequence_parallel: bool, enable_compile: bool
-) -> "CollectiveFusion":
-    """Build the :class:`CollectiveFusion` for compiling the layers of a model.
+def build_collective_fusion(tp_mesh: DeviceMesh | None) -> "CollectiveFusion":
+    """Build the :class:`CollectiveFusion` for compiling the layers of a sequence parallel model.
 
     Args:
         tp_mesh: Mesh of the tensor parallel ranks; None if there is only one rank.
-        sequence_parallel: Whether activations are sharded between the layers.
-        enable_compile: Whether the layers are compiled.
 
     Raises:
         ValueError: If there are no collectives to overlap, or the devices cannot overlap them.
@@ -41,12 +37,6 @@ def build_collective_fusion(
         raise ValueError(
             "enable_async_tensor_parallel=True with tp_size=1: it overlaps the collectives of several tensor parallel"
             " ranks. Use tp_size > 1, or leave it out."
-        )
-    if not (sequence_parallel and enable_compile):
-        raise ValueError(
-            f"enable_async_tensor_parallel=True with sequence_parallel={sequence_parallel} and"
-            f" enable_compile={enable_compile}: torch.compile fuses the all-gathers and reduce-scatters of sequence"
-            " parallelism. Set both to True, or leave it out."
         )
     if not has_symmetric_memory(tp_mesh.device_type):
         raise ValueError(

@@ -169,13 +169,13 @@ def test_what_has_nothing_to_overlap_is_refused_before_anything_is_touched() -> 
             model, ValueError, r"enable_async_tensor_parallel=True on 'cpu' devices: it needs CUDA .* Leave it"
         ):
             parallelize(model, 2, **FLAGS)
+        # the function turns on what it needs, as the config does
         mesh = create_device_mesh(tp_size=2, device_type="cpu")
-        for flags, value in (
-            (PLAIN, "sequence_parallel=True and enable_compile=False"),
-            ({}, "sequence_parallel=False"),
+        with (
+            pytest.warns(UserWarning, match="needs sequence_parallel=True and enable_compile=True, which it turns on"),
+            refuse(model, ValueError, "enable_async_tensor_parallel=True on 'cpu' devices"),
         ):
-            with refuse(model, ValueError, f"enable_async_tensor_parallel=True with {value}.* Set both to True"):
-                fsdp2_strategy_parallelize(model, mesh, enable_async_tensor_parallel=True, **flags)
+            fsdp2_strategy_parallelize(model, mesh, enable_async_tensor_parallel=True)
 
     run_ranks(run, 2)
 
