@@ -110,7 +110,7 @@ def fsdp2_strategy_parallelize(
         tp_plan=cast(Any, tp_shard_plan),
         patch_is_packed_sequence=patch_is_packed_sequence,
         mp_policy=resolve_mp_policy(mp_policy, param_dtype),
-        offload_policy=offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
+        offload_policy=None if type(offload_policy) is OffloadPolicy else cast(Any, offload_policy),
         autocast_dtype=autocast_dtype,
         activation_checkpointing=activation_checkpointing,
         activation_checkpointing_scope=activation_checkpointing_scope,

@@ -60,8 +60,10 @@ class FSDP2Manager:
         Raises:
             ValueError: When the model has no layers, or asynchronous tensor parallelism is not possible.
         """
+        if not self.config.enable_compile:
+            return
         structure = find_structure(model)
-        if not self.config.enable_compile or is_compiled(structure):
+        if is_compiled(structure):
             return
         tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)
         fusion = get_optional_fusion(tp_mesh, self.config)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,8 +40,14 @@ class ModelParts:
     hf_models: list[nn.Module]
     """The model itself and those in it, such as its base model and its towers, in registration order."""
 
-    towers: frozenset[nn.Module]
-    """Modules of inner models of another type, such as those that see or hear."""
+    @cached_property
+    def towers(self) -> frozenset[nn.Module]:
+        """Modules of models in it that have another config: of one that sees, or hears.
+
+        Raises:
+            ValueError: When the config has several text configs, as that of a model of music has (transformers).
+        """
+        return frozenset(_iterate_towers(self.module, self.hf_models))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,7 +95,6 @@ def find_parts(model: nn.Module) -> ModelParts:
         final_norm=_get_optional_final_norm(model, layer_lists),
         layer_lists=layer_lists,
         hf_models=hf_models,
-        towers=frozenset(_iterate_towers(model, hf_models)),
     )
 
 

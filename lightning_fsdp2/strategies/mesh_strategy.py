@@ -32,7 +32,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters, check_optimizer_states
-from lightning_fsdp2.compat.ledger import get_ledger
+from lightning_fsdp2.compat.ledger import get_ledger, has_own
 from lightning_fsdp2.compat.lightning import (
     begin_epoch_after_complete_one,
     decide_on_validation_together,
@@ -203,12 +203,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if has_trainer(module) and self._control_group is not None:
-            self.finish_checkpoints()
-            self._own_callbacks.detach(module.trainer)
+        try:
+            if has_trainer(module) and self._control_group is not None:
+                self.finish_checkpoints()
+                self._own_callbacks.detach(module.trainer)
+        finally:
+            if has_trainer(module):
+                get_ledger(module.trainer).put_back_all()
         # Lightning calls this after every stage, but the sharded module, its mesh and process group live on
-        if has_trainer(module):
-            get_ledger(module.trainer).put_back_all()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -247,7 +249,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        if "log" not in vars(model):  # a user's own stays
+        if not has_own(model, "log"):  # a user's own stays
             # here and not in `setup`, because callbacks get their `log` from the module before that
             log = partial(_log_whole, type(model).log, model)
             reason = "a metric made of a sharded parameter would be logged as this rank's part of it"

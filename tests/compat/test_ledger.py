@@ -1,5 +1,6 @@
 """What is replaced on Lightning's live objects is in the ledger, and put back."""
 
+import copy
 import functools
 import types
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fsdp2 import FSDP2Strategy
-from lightning_fsdp2.compat.ledger import Ledger, get_ledger
+from lightning_fsdp2.compat.ledger import Ledger, get_ledger, has_own
 
 OF_TORCH = {"Regressor.training_step", "Regressor.validation_step", "Regressor.test_step", "Regressor.predict_step"}
 """Put on a module by ``torch.distributed.fsdp.register_fsdp_forward_method``; they stay, as the sharded module does."""
@@ -56,7 +57,7 @@ def test_what_is_replaced_is_put_back_in_reverse() -> None:
     assert (owner.greet(), owner.kind, other.kind) == ("second", "instance", "instance")
     ledger.put_back(owner, "greet")
     assert (owner.greet(), owner.kind, other.kind) == ("hello", "instance", "instance")
-    assert vars(owner) == {"kind": "instance"}
+    assert vars(owner).keys() - {"_lightning_fsdp2_replaced"} == {"kind"}
     ledger.put_back_all()
     assert vars(owner) == vars(other) == {}
     assert ledger.entries == []
@@ -69,6 +70,27 @@ def test_a_value_of_the_objects_own_comes_back() -> None:
     ledger.replace(owner, "kind", "other", reason="of a test")
     ledger.put_back(owner)
     assert vars(owner) == {"kind": "own"}
+
+
+def test_what_a_user_has_put_there_in_the_meantime_stays() -> None:
+    ledger, owner = Ledger(), Owner()
+    ledger.replace(owner, "greet", lambda: "replaced", reason="of a test")
+    own = vars(owner)["greet"] = lambda: "the user's"
+    assert has_own(owner, "greet")
+    ledger.put_back_all()
+    assert vars(owner) == {"greet": own}
+
+
+def test_what_an_aborted_run_has_left_does_not_come_back() -> None:
+    owner = Owner()
+    Ledger().replace(owner, "greet", lambda: "of a run that never ended", reason="of a test")
+    assert not has_own(owner, "greet")
+    copied = copy.deepcopy(owner)
+    for other in (owner, copied):
+        ledger = Ledger()
+        ledger.replace(other, "greet", lambda: "of the next", reason="of a test")
+        ledger.put_back_all()
+        assert vars(other) == {}
 
 
 def test_what_another_version_lacks_is_named_with_the_reason() -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from helpers.models import GPT2, LLAMA, Block, PlainTransformer, add_adapters, make_causal_lm
 from torch import nn
-from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, Qwen2VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenForConditionalGeneration,
+    Qwen2VLConfig,
+)
 
 from lightning_fsdp2.modules.structure import (
     find_parts,
@@ -244,3 +251,46 @@ def test_a_tower_has_another_config() -> None:
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
     model = AutoModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
     assert find_parts(model).towers == set(model.model.visual.modules())
+
+
+def test_a_model_with_several_text_configs_has_a_structure() -> None:
+    """Transformers cannot say which of them is meant; only a tensor parallel plan needs to know."""
+    small = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32, "vocab_size": 32}
+    config = MusicgenConfig(
+        text_encoder={"model_type": "t5", **small, "d_kv": 8},
+        audio_encoder={"model_type": "encodec", "num_filters": 2, "hidden_size": 8, "codebook_size": 16},
+        decoder={
+            "vocab_size": 16,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "ffn_dim": 32,
+            "num_codebooks": 2,
+        },
+    )
+    with torch.device("meta"):
+        model = MusicgenForConditionalGeneration(config)
+    [parts] = find_structure(model).models
+    assert parts.layer_lists
+    with pytest.raises(ValueError, match="text config"):
+        _ = parts.towers
+
+
+def test_the_final_norm_stands_beside_the_layers_not_in_one() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            self.norm = nn.LayerNorm(2)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.norm(hidden)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Mixture(), Mixture()])
+            self.final_norm = nn.LayerNorm(2)
+
+    model = Model()
+    assert find_parts(model).final_norm is model.final_norm

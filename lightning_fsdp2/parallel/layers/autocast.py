@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp2.modules.structure import ModelStructure, get_called_children, get_entrances, is_hf_model, is_metric
+from lightning_fsdp2.modules.structure import (
+    ModelStructure,
+    get_called_children,
+    get_entrances,
+    has_forward,
+    is_hf_model,
+    is_metric,
+)
 from lightning_fsdp2.modules.wrapping import wrap_method
 
 
@@ -26,7 +33,7 @@ def apply_autocast(
     # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
     entered = [model, *structure.hf_models]
     if not is_hf_model(model):
-        entered += [child for child in get_called_children(model) if not is_metric(child)]
+        entered += [child for child in get_called_children(model) if has_forward(child) and not is_metric(child)]
     for target in dict.fromkeys(entered):
         for name in get_entrances(target):
             wrap_method(target, _Autocast(dtype, device_type), name)
