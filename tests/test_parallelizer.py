@@ -1,9 +1,11 @@
 """The recipe in a plain torch loop, and the functions beside it, without Lightning."""
 
 import copy
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, MegatronFSDPConfig, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallelizer import (
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,
     import_class_from_path,
     import_classes_from_paths,
+    megatron_fsdp_strategy_parallelize,
     unshard_fsdp2_model,
 )
 
@@ -397,3 +400,26 @@ def test_a_step_under_tensor_parallelism_warns_of_nothing(options: dict[str, Any
             model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
 
     run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+    ("function", "config_class", "others"),
+    [
+        (
+            fsdp2_strategy_parallelize,
+            FSDP2Config,
+            {"backend", "bind_device_id", "defer_fsdp_grad_sync", "tp_plan"},  # flags of a run, and `tp_shard_plan`
+        ),
+        (
+            megatron_fsdp_strategy_parallelize,
+            MegatronFSDPConfig,
+            {"backend", "bind_device_id", "check_for_nan_in_grad", "sequence_parallel"},
+        ),
+    ],
+)
+def test_every_flag_of_a_module_is_a_parameter(function: Any, config_class: Any, others: set[str]) -> None:
+    flags = {field.name for field in fields(config_class)}
+    assert flags - inspect.signature(function).parameters.keys() == others
