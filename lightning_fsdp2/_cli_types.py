@@ -10,7 +10,7 @@ __all__ = ["register_cli_types"]
 def register_cli_types() -> None:
     """Teach jsonargparse to read a ``torch.dtype`` from ``bf16`` and to write it as ``bfloat16``.
 
-    Can be called again, and does nothing where jsonargparse is absent.
+    Can be called again, and does nothing if jsonargparse is not installed.
     """
     try:
         from jsonargparse.typing import register_type

@@ -1,4 +1,4 @@
-"""Import paths that earlier versions documented. They lead to where things are now, with a warning."""
+"""Import paths that earlier versions documented. They lead to the new modules, with a warning."""
 
 import importlib
 import sys
@@ -43,7 +43,7 @@ class _MovedFinder(MetaPathFinder):
 
 
 class _MovedLoader(Loader):
-    """Loader that makes a module with the names of another one."""
+    """Loader that creates a module with the names of another one."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Telling a refusal of this package, which the user can put right, from an error that nobody expected: a bug."""
+"""Difference between a refusal of this package, which the user can fix, and an unexpected error: a bug."""
 
 import dis
 import re
@@ -7,11 +7,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
-"""Errors that this package raises if a run is not possible as it was asked for."""
+"""Errors that this package raises if a run is not possible as requested."""
 
 _REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
 
-# text of an error that torch raises again from a worker of a DataLoader, if it began with a `raise` of this package
+# message of an error that torch raises again from a DataLoader worker, if a `raise` of this package started it
 _WORKERS_REFUSAL = re.compile(
     r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
     r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',
@@ -35,6 +35,6 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def get_message(error: BaseException) -> str:
-    """Return what ``error`` says, without the traceback of the worker process that it comes from."""
+    """Return the message of ``error``, without the traceback of a worker process that raised it."""
     found = _WORKERS_REFUSAL.match(str(error))
     return found[1] if found else str(error)

@@ -1,8 +1,8 @@
 """Flags of the distributed strategies: what a run should do, apart from its sizes.
 
 Sizes (``dp_size``, ``tp_size``, ...) go directly on the strategy or on ``create_device_mesh``; a config holds only the
-flags of one strategy. Making a config has no side effect: its values are checked and spelled uniformly, nothing else.
-The code that uses a flag checks whether it fits the model, the mesh and the machine.
+flags of one strategy. Making a config has no side effect: its values are checked and normalised, nothing else.
+The code that uses a flag checks whether the flag fits the model, the mesh and the machine.
 
 A wrong value is a ``ValueError``, a wrong type a ``TypeError``. Either message names the option, its value, the rule
 and the remedy. The docstring under a field is its help text on the command line.
@@ -58,15 +58,15 @@ class _Flags:
     """Methods that the configs share."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name. The copy is shallow: policy objects and plans are the config's own."""
+        """Return the fields by name. The copy is shallow: policy objects and plans are not copied."""
         return {flag.name: getattr(self, flag.name) for flag in fields(self)}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
-        """Set a field of the frozen dataclass; only for use while it is being made."""
+        """Set a field of the frozen dataclass; only for use while it is being created."""
         object.__setattr__(self, name, value)
 
     def _check_bools(self) -> None:
-        """Refuse a flag that is no bool: a string such as ``"false"`` would count as true wherever the flag is read."""
+        """Refuse a flag that is not a bool: a string such as ``"false"`` would count as true wherever it is read."""
         for flag in fields(self):  # type: ignore[arg-type]
             value = getattr(self, flag.name)
             if flag.type is bool and not isinstance(value, bool):
@@ -81,7 +81,7 @@ class FSDP2Config(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those the field's text names.
+        ValueError: If a value is not one of those that the field's text names.
     """
 
     sequence_parallel: bool = False
@@ -89,34 +89,34 @@ class FSDP2Config(_Flags):
 
     tp_plan: dict[str, str | ParallelStyle] | str | None = None
     """Tensor parallel plan. None takes the plan registered for the model's class or family, else ours for the family,
-    else the plan that the Hugging Face model carries; "hf" takes this last one. A dict maps module names, relative to
-    that model, to styles. Any other string is the import path of such a dict, or of a function that takes the model and
-    returns one. In Python, the function itself will do."""
+    else the Hugging Face model's own plan; "hf" always takes the model's own. A dict maps module names, relative to
+    the Hugging Face model, to styles. Any other string is the import path of such a dict, or of a function that takes
+    the model and returns a dict. In Python, the function itself can be given."""
 
     patch_is_packed_sequence: bool = False
     """Whether transformers' test for packed sequences is replaced by a constant False during the run. This saves one
     GPU-to-CPU sync per forward (with flash attention, one per layer at batch size 1), and keeps shapes static for
     torch.compile. Leave it off for packed sequences, since attention would mix their documents: batches with
-    position_ids that restart are refused. With CausalLM, only batches with position_ids need it."""
+    position_ids that restart are refused. With CausalLM, only batches with position_ids need the flag."""
 
     mp_policy: MixedPrecisionPolicy | None = None
-    """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy wins over a Trainer precision of
-    32-true. A mapping of the policy's fields will do, with dtypes by name if you like. A policy that sets param_dtype
-    but no reduce_dtype reduces gradients in float32."""
+    """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy overrides a Trainer precision of
+    32-true. A mapping of the policy's fields can be given instead, with dtypes or their names. A policy that sets
+    param_dtype but no reduce_dtype reduces gradients in float32."""
 
     offload_policy: bool | CPUOffloadPolicy | None = None
     """Whether parameters, gradients and optimizer states live in CPU memory. True stands for CPUOffloadPolicy(), a
     mapping such as {pin_memory: false} for a policy with these fields. The config then holds the policy, or None."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set (to bfloat16), forward runs inside it, on whatever device type the model is.
-    Together with output_dtype=float32 in mp_policy, the residual stream stays in float32 while matrix products do not.
-    With a param_dtype of bfloat16 there, the weights are gathered in bfloat16, and autocast need not cast them."""
+    """Dtype of torch.autocast: if set (to bfloat16), forward runs under autocast, on the model's device type. Together
+    with output_dtype=float32 in mp_policy, the residual stream stays in float32 while matrix products do not. If
+    mp_policy also sets param_dtype to bfloat16, weights are gathered in bfloat16 and autocast need not cast them."""
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" does too, but keeps what backward reads of the results of fused attention, of reductions over ranks and
-    of every second matrix product."""
+    "selective" does so too, but keeps the results of fused attention, of reductions over ranks and of every second
+    matrix product, as far as backward reads them."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
@@ -132,16 +132,16 @@ class FSDP2Config(_Flags):
     head gathered, and shards the layers over groups of that many ranks."""
 
     loss_parallel: bool = False
-    """Whether, under tensor parallel, the logits stay sharded along the vocabulary, as a DTensor, and the loss is
+    """Whether, under tensor parallelism, the logits stay sharded along the vocabulary, as a DTensor, and the loss is
     computed on the shards."""
 
     context_parallel_method: ContextParallelMethod = "auto"
-    """Method by which attention sees the whole sequence under context parallel: "allgather" collects keys and values,
+    """Method by which attention sees the whole sequence under context parallelism: "allgather" gathers keys and values,
     "ulysses" exchanges heads for sequence, "auto" chooses by the model and the mesh."""
 
     context_parallel_inputs: dict[str, int | None] = field(default_factory=dict)
-    """Further tensors that the model's forward takes under context parallel: each name with the dim in which the tensor
-    has a value per position, such as {span_ids: 1}. null leaves a tensor whole."""
+    """Additional tensors that the model's forward takes under context parallelism: each name with the dim in which the
+    tensor has one value per position, such as {span_ids: 1}. null leaves a tensor whole."""
 
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
@@ -149,8 +149,8 @@ class FSDP2Config(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
+    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     enable_async_tensor_parallel: bool = False
     """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products, on CUDA devices that
@@ -211,7 +211,7 @@ class MegatronFSDPConfig(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those the field's text names, or a refused one is given.
+        ValueError: If a value is not one of those that the field's text names, or is refused.
     """
 
     sequence_parallel: bool = False
@@ -228,15 +228,15 @@ class MegatronFSDPConfig(_Flags):
     """Level of sharding over data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
 
     init_fsdp_with_meta_device: bool = False
-    """Whether the model arrives on the meta device and gets its weights shard by shard. Without this flag, a model that
-    arrives there is whole on every rank before it is sharded."""
+    """Whether the model arrives on the meta device and gets its weights shard by shard. Without this flag, a model on
+    the meta device gets all of its weights on every rank before it is sharded."""
 
     grad_reduce_in_fp32: bool = True
     """Whether gradients are reduced in float32, whatever the dtype of the parameters is."""
 
     preserve_fp32_weights: bool = True
-    """Whether the optimizer updates float32 copies of the weights. Without them, updates that are small against a
-    bfloat16 weight are lost."""
+    """Whether the optimizer updates float32 copies of the weights. Without them, updates that are small compared
+    with a bfloat16 weight are lost."""
 
     overlap_grad_reduce: bool = True
     """Whether gradients are reduced while backward still runs."""
@@ -245,18 +245,18 @@ class MegatronFSDPConfig(_Flags):
     """Whether parameters are gathered while forward and backward already run."""
 
     check_for_nan_in_grad: bool | None = None
-    """Flag that megatron-fsdp no longer reads. True turns on report_nan_in_param_grad, which does what this one did."""
+    """Flag that megatron-fsdp no longer reads. True turns on report_nan_in_param_grad, which does the same."""
 
     report_nan_in_param_grad: bool = False
-    """Whether a gradient that is not finite is an error in the backward that computed it. The check costs one sync for
-    each gradient."""
+    """Whether a gradient that is not finite raises an error in the backward that computed it. The check costs one sync
+    for each gradient."""
 
     average_in_collective: bool = False
-    """Whether the collective averages gradients, instead of a scaling before a sum. Refused for as long as it fails in
-    megatron-fsdp."""
+    """Whether the collective averages gradients, instead of summing gradients that were scaled before. Refused as long
+    as it fails in megatron-fsdp."""
 
     disable_bucketing: bool = False
-    """Whether all parameters of a kind are communicated at once, not in buckets of a certain size."""
+    """Whether all parameters of a kind are communicated at once, instead of in buckets of a certain size."""
 
     calculate_per_token_loss: bool = False
     """Whether gradients are summed, for a loss that is itself divided by the number of tokens."""
@@ -275,7 +275,7 @@ class MegatronFSDPConfig(_Flags):
     "selective" keeps the results of expensive operations and recomputes the rest."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set, forward runs inside it. Trainer(precision="bf16-mixed") sets it."""
+    """Dtype of torch.autocast: if set, forward runs under autocast. Trainer(precision="bf16-mixed") sets it."""
 
     backend: str | None = None
     """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
@@ -283,8 +283,8 @@ class MegatronFSDPConfig(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
+    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
         if tp_plan is not None:
@@ -318,20 +318,20 @@ class DDPConfig(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those the field's text names.
+        ValueError: If a value is not one of those that the field's text names.
     """
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" does too, but keeps what backward reads of the results of fused attention, of reductions over ranks and
-    of every second matrix product."""
+    "selective" does so too, but keeps the results of fused attention, of reductions over ranks and of every second
+    matrix product, as far as backward reads them."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
     """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
     "vision", "audio" and "multimodal"."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set, forward runs inside it, on whatever device type the model is."""
+    """Dtype of torch.autocast: if set, forward runs under autocast, on the model's device type."""
 
     find_unused_parameters: bool = False
     """Whether each backward looks for parameters that took no part in forward."""
@@ -343,7 +343,7 @@ class DDPConfig(_Flags):
     """Whether gradients are views of the communication buckets, which saves a copy of them."""
 
     bucket_cap_mb: float | None = None
-    """Size of a communication bucket in MiB. None takes torch's own default."""
+    """Size of a communication bucket in MiB. None takes torch's default."""
 
     broadcast_buffers: bool = True
     """Whether rank 0's buffers are broadcast before each forward."""
@@ -354,8 +354,8 @@ class DDPConfig(_Flags):
 
     bind_device_id: bool = False
     """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, so that a bad network shows at once, and makes the groups of the mesh by splitting
-    its communicator, not one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
+    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self) -> None:
         self._check_bools()
@@ -381,18 +381,18 @@ class CheckpointConfig(_Flags):
 
     format: CheckpointFormat = "sharded"
     """Format that is written. "sharded" is a directory, to which each rank adds its own shards. "full" is a single file
-    with whole tensors, as under strategies that do not shard; rank 0 needs host memory for it. Either can be read."""
+    with whole tensors, as under strategies that do not shard; rank 0 needs host memory for it. Both can be read."""
 
     async_save: bool = False
-    """Whether training goes on while a checkpoint is being written, from copies in host memory."""
+    """Whether training continues while a checkpoint is being written, from copies in host memory."""
 
     verify: bool = True
-    """Whether each rank compares what it reads of a checkpoint with the checksums, so that a damaged checkpoint is an
+    """Whether each rank compares what it reads from a checkpoint with the checksums. A damaged checkpoint is then an
     error."""
 
     save_at_end: bool = True
-    """Whether a fit that comes to its end leaves the last.ckpt of a ModelCheckpoint with save_last at its last step.
-    Otherwise last.ckpt stays at the step where the callback's own intervals left it."""
+    """Whether a ModelCheckpoint with save_last also saves its last.ckpt at the last step of a fit that reaches its end.
+    Otherwise last.ckpt stays at the last step that the callback's own intervals saved."""
 
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
@@ -402,7 +402,8 @@ class CheckpointConfig(_Flags):
 
     frozen_parameters: bool = True
     """Whether checkpoints hold parameters that are frozen and were read from a pretrained model, such as those under
-    LoRA. Without them, a checkpoint is as small as what is trained, and is loaded where the pretrained model is."""
+    LoRA. Without them, a checkpoint is as small as what is trained, but can only be loaded where the pretrained model
+    is available."""
 
     def __post_init__(self) -> None:
         self._check_bools()

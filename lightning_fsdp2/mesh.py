@@ -39,7 +39,7 @@ CONTEXT_PARALLEL = "context_parallel"
 TENSOR_PARALLEL = "tensor_parallel"
 CP_TP = "cp_tp"
 EXPERT_PARALLEL = "ep"
-"""Axis of a mesh made elsewhere; none of ours has it."""
+"""Expert parallel axis of a mesh made elsewhere; none of our meshes has it."""
 
 _MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
@@ -80,7 +80,7 @@ class ParallelSizes:
     ``world_size / (cp_size * tp_size)``."""
 
     dp_replicate_size: int | Literal["auto"] | None = 1
-    """Number of replicas that the sharded model is copied to (HSDP). ``"auto"`` means one per node."""
+    """Number of replicas of the sharded model (HSDP). ``"auto"`` means one per node."""
 
     tp_size: int | None = 1
     """Number of tensor parallel ranks."""
@@ -89,14 +89,14 @@ class ParallelSizes:
     """Number of context parallel ranks."""
 
     def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
-        """Resolve ``"auto"`` and check that the sizes multiply to the world, without touching a process group.
+        """Resolve ``"auto"`` and check that the sizes multiply to the world size, without touching a process group.
 
         Args:
             world_size: Number of ranks.
-            num_nodes: Number of nodes, for which ``dp_replicate_size="auto"`` stands.
+            num_nodes: Number of nodes, the value of ``dp_replicate_size="auto"``.
 
         Raises:
-            ValueError: When the sizes do not multiply to the world; the message shows the arithmetic.
+            ValueError: When the sizes do not multiply to the world size; the message shows the arithmetic.
         """
         tp = _check_size("tp_size", self.tp_size)
         cp = _check_size("cp_size", self.cp_size)
@@ -143,7 +143,7 @@ def create_device_mesh(
 ) -> DeviceMesh:
     """Build the device mesh of a run, with the axes ``(dp_replicate, dp_shard, context_parallel, tensor_parallel)``.
 
-    The sizes are checked before any process group is made. Under torchrun the default process group is started here
+    The sizes are checked before any process group is created. Under torchrun the default process group is started here
     if it does not exist yet. Other views of the same world come from :func:`get_mesh`.
 
     Args:
@@ -159,7 +159,7 @@ def create_device_mesh(
         world_size: Number of ranks; by default that of the process group, or of torchrun's environment.
 
     Raises:
-        ValueError: When a size is not allowed or the sizes do not multiply to the world.
+        ValueError: When a size is not allowed or the sizes do not multiply to the world size.
     """
     for name, size, kind in (("ep_size", ep_size, "expert"), ("pp_size", pp_size, "pipeline")):
         if size not in (None, 0, 1):
@@ -192,7 +192,7 @@ def build_device_mesh(
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
         if world_size == 1:
-            # the one process of a plain script, to which no launcher gave an address
+            # the only process of a plain script, to which no launcher gave an address
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
@@ -201,27 +201,27 @@ def build_device_mesh(
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]
     for view in views.values():
-        # DeviceMesh has no public way from one view to its siblings, and making a view again would make groups again
+        # DeviceMesh has no public way from one view to the others, and building one again would create its groups again
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
 
 
 def get_default_backend(device: torch.device) -> str:
-    """Return the accelerator's own backend, beside gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
+    """Return the accelerator's own backend, with gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def check_bound_device(backend: str, device: torch.device) -> None:
-    """Refuse ``bind_device_id=True`` if there is nothing to bind to, or the process group is bound otherwise.
+    """Refuse ``bind_device_id=True`` if there is nothing to bind to, or the process group is not bound to ``device``.
 
     Args:
         backend: Backend of the default process group.
         device: Device of this rank.
 
     Raises:
-        ValueError: See above.
+        ValueError: In both cases.
     """
     backends = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     if device.type == "cpu" or backends.get(device.type) in (None, "gloo"):
@@ -238,7 +238,7 @@ def check_bound_device(backend: str, device: torch.device) -> None:
 
 
 def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the axis called ``name`` from any view of ``device_mesh``, or for several names the mesh of these axes.
+    """Return the axis called ``name`` from any view of ``device_mesh``; for several names, the mesh of these axes.
 
     Raises:
         ValueError: When there is no such axis; the message lists the existing ones.
@@ -263,7 +263,10 @@ def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
-    """Return all views of the world that ``device_mesh`` belongs to; a mesh made elsewhere is its own only view."""
+    """Return all meshes that were built together with ``device_mesh``, itself included.
+
+    For a mesh made elsewhere, return only that mesh.
+    """
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
 
 
@@ -276,7 +279,7 @@ def get_fsdp_mesh(
     """Return the 1-D (shard) or 2-D (replicate x shard) mesh to pass to ``fully_shard``.
 
     On a mesh of :func:`create_device_mesh` the default names mean: shard over ``dp_shard`` x cp, replicate over
-    ``dp_replicate``. On a mesh made elsewhere it is the axis ``dp_cp_mesh_name`` if the mesh has one, else
+    ``dp_replicate``. On a mesh made elsewhere the result is the axis ``dp_cp_mesh_name`` if there is one, else
     ``dp_mesh_name``, which may name two axes (replicate, shard).
 
     Raises:
@@ -316,7 +319,7 @@ class AxisNames:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-    """The parts of a mesh, by what is done over them."""
+    """The parts of a mesh that FSDP, tensor parallelism and context parallelism use."""
 
     fsdp: DeviceMesh
     """Mesh to shard over: 1-D (shard) or 2-D (replicate x shard)."""
@@ -406,7 +409,7 @@ def _check_world_size(world_size: int) -> None:
 
 
 def destroy_process_group() -> None:
-    """End the process group, if there is one. A process that exits with one may be aborted by a thread of gloo."""
+    """Destroy the process group, if there is one. Otherwise a thread of gloo may abort the process at its exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_threads()
@@ -415,14 +418,14 @@ def destroy_process_group() -> None:
 def _wait_for_threads(seconds: float = 1.0) -> None:
     """Wait until no thread of gloo runs, for at most ``seconds``. Threads are only found on Linux.
 
-    Such a thread releases a tensor shortly after the collective is over, and needs Python for that. If Python is
-    finalizing by then, it ends the thread, which aborts the process ("terminate called without an active exception").
-    Groups outlive ``destroy_process_group`` in meshes and hooks, and have no way to join their threads.
+    A thread of gloo releases a tensor shortly after the collective is over, and needs Python for that. If Python is
+    already finalizing, it ends the thread, which aborts the process ("terminate called without an active exception").
+    Meshes and hooks keep groups alive after ``destroy_process_group``, and groups cannot join their threads.
     """
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # a thread that waits for Python gets it now
+        time.sleep(0.01)  # lets a thread that waits for Python run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 

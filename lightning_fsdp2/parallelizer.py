@@ -79,8 +79,8 @@ def fsdp2_strategy_parallelize(
 
     Arguments that are not described here are the fields of :class:`~lightning_fsdp2.FSDP2Config` of the same name. A
     model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights first gets those of rank 0
-    on all ranks.
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. If the model has weights, all ranks first get
+    those of rank 0.
 
     * ``model``: a Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
       place.
@@ -88,12 +88,12 @@ def fsdp2_strategy_parallelize(
     * ``param_dtype``: compute dtype if ``mp_policy`` is None; gradients are then reduced in float32, and the output is
       float32.
     * ``cpu_offload``: short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
-    * ``tp_shard_plan``: the field ``tp_plan``; also a function that takes the model and returns such a dict.
+    * ``tp_shard_plan``: the field ``tp_plan``, or a function that takes the model and returns a plan as a dict.
     * ``dp_mesh_name``: the axis to shard over, or two axes (replicate, shard).
     * ``tp_mesh_name``: the tensor parallel axis; a mesh without it has no tensor parallelism.
     * ``dp_cp_mesh_name``: the axis to shard over instead of ``dp_mesh_name``, if the mesh has it.
     * ``materializes``: whether a model on the meta device gets its weights; False leaves its shards there, to be
-      looked at.
+      inspected.
 
     Returns:
         ``model`` itself.
@@ -165,7 +165,7 @@ def megatron_fsdp_strategy_parallelize(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When that package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
+        ValueError: When that package lacks a flag or gets it wrong, the mesh has other axes, or there are no units.
     """
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if megatron_fsdp_unit_modules is None else list(megatron_fsdp_unit_modules),
@@ -233,7 +233,7 @@ def apply_fsdp_sharding_recursively(
         module: Module that is changed in place, but not sharded itself.
         mesh: Mesh to shard over: 1-D (shard) or 2-D (replicate x shard).
         mp_policy: Dtypes of the units; None for the dtypes of the parameters themselves.
-        offload_policy: Policy of where shards live; None keeps them on the mesh's device.
+        offload_policy: Policy for where shards live; None keeps them on the mesh's device.
     """
     apply_layer_sharding(
         find_structure(module), mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
@@ -246,7 +246,7 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
     All ranks must enter it. Writes to the parameters are lost. Every rank holds the whole model at once.
 
     Raises:
-        RuntimeError: In a backward after the block that needs the weights gathered there.
+        RuntimeError: When a backward after the block needs the weights that were gathered inside it.
     """
     return unshard_model(model)
 
@@ -254,8 +254,8 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the tensor parallel plan that transformers has for ``model``: patterns of module names and their styles.
 
-    The entries of the class, the config and the inner models are merged. An input embedding or a head that they leave
-    whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be given to
+    The entries of the class, the config and the inner models are merged. An input embedding or a head that the entries
+    leave whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be passed to
     ``torch.distributed.tensor.parallel.parallelize_module`` or to :func:`fsdp2_strategy_parallelize`.
 
     Raises:
@@ -269,7 +269,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in plans of transformers.
+    """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in transformers' plans.
 
     Styles that torch lacks come from :mod:`lightning_fsdp2.parallel.tensor.styles`.
 

@@ -14,8 +14,8 @@ __all__ = ["WarmupCosine"]
 class WarmupCosine(LambdaLR):
     """Linear warm-up to the optimizer's learning rate, then half a cosine down to a part of it, where it stays.
 
-    The first step already has a learning rate above 0. A resumed run goes on at its step, on the curve of its own
-    arguments: ``total_steps`` may change. The cosine is that of `SGDR <https://arxiv.org/abs/1608.03983>`_.
+    The first step already has a learning rate above 0. A resumed run continues at its step, on the curve of its
+    current arguments: ``total_steps`` may change. The cosine is that of `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
         optimizer: Optimizer whose groups warm up to their own learning rates.
@@ -40,15 +40,15 @@ class WarmupCosine(LambdaLR):
             )
         if not 0 <= min_ratio <= 1:
             raise ValueError(f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; use 0.1 for a tenth.")
-        # a partial's arguments are not part of `state_dict`, so that those of the current config hold
+        # a partial's arguments are not part of `state_dict`, so those of the current config apply
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """End the schedule with a run of ``steps`` optimizer steps, or warn that ``total_steps`` is another number.
+        """End the schedule with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is another number.
 
         Args:
-            steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if it is not known.
+            steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if unknown.
 
         Raises:
             ValueError: When ``total_steps`` was left out and the number of steps of the run is not known.

@@ -23,16 +23,16 @@ class ExponentialMovingAverage(Callback):
 
     After an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update
     ``decay`` is at most ``(1 + n) / (10 + n)``, so that the first weights are soon forgotten. Validation, test and
-    prediction of this Trainer, and ``HuggingFaceExport``, use the averages. Training goes on with the weights.
-    Checkpoints hold both. The ``ckpt_path`` of ``validate``, ``test`` or ``predict`` is evaluated with the averages
-    that it holds. Buffers, and parameters that are frozen when training starts, are not averaged.
+    prediction of this Trainer, and ``HuggingFaceExport``, use the averages. Training continues with the weights.
+    Checkpoints hold both. With a ``ckpt_path``, ``validate``, ``test`` and ``predict`` use the averages of that
+    checkpoint. Buffers, and parameters that are frozen when training starts, are not averaged.
 
     Args:
         decay: Weight of the old average, between 0 and 1.
         every_n_steps: Number of optimizer steps between updates.
 
     Raises:
-        ValueError: When an argument is out of range, or a checkpoint has averages of other parameters.
+        ValueError: When an argument is out of range, or the averages in a checkpoint belong to other parameters.
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
@@ -44,12 +44,12 @@ class ExponentialMovingAverage(Callback):
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}
         """Averages by parameter name: float32, sharded like the parameters."""
-        self._module: LightningModule | None = None  # the one whose weights are averaged
+        self._module: LightningModule | None = None  # the module whose weights are averaged
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages now, and their weights
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached: finding them is an operation per shard
+        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that now hold averages, each with its weights
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached: one operation per shard to find them
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -100,7 +100,7 @@ class ExponentialMovingAverage(Callback):
         torch._foreach_add_(averages, weights, alpha=1 - decay)
 
     def _pair(self, module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's shards: the averages, and the weights that belong to them."""
+        """Return this rank's shards of the averages, and the shards of the weights that belong to them."""
         parameters = dict(module.named_parameters())
         pairs = [(_to_local(average), _to_local(parameters[name])) for name, average in self.averages.items()]
         pairs = [(average, weight) for average, weight in pairs if weight.numel()]
@@ -136,10 +136,10 @@ class ExponentialMovingAverage(Callback):
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # from the checkpoint that is evaluated
+        if self._loaded is not None:  # averages of the checkpoint that is evaluated
             self._take_loaded(pl_module)
         elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
-            self._module = None  # its weights are no longer those that were averaged
+            self._module = None  # its weights now come from a checkpoint without averages
         if pl_module is self._module:
             self._put_in(pl_module)
         else:
@@ -155,12 +155,12 @@ class ExponentialMovingAverage(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._take_out()  # before others save a checkpoint
+        self._take_out()  # before other callbacks save a checkpoint
 
 
 @contextmanager
 def use_averages(trainer: Trainer) -> Iterator[None]:
-    """Let the module hold its averages inside the block, if the Trainer makes any. All ranks must enter it."""
+    """Let the module hold the averages inside the block, if the Trainer computes any. All ranks must enter it."""
     averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
     with averages[0].averaged(trainer.lightning_module) if averages else nullcontext():
         yield

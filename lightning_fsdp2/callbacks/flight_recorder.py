@@ -14,21 +14,21 @@ _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class FlightRecorder(Callback):
-    """Callback that keeps the last collectives of every rank, when a run ends in a collective.
+    """Callback that keeps the last collectives of every rank if a run fails in a collective.
 
-    They are written beside the run's other files. torch records them in any case, 2,000 per rank. For another number,
-    set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment: torch reads it when the first process group is made.
+    They are written next to the run's other files. torch always records them, 2,000 per rank. For another number, set
+    ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment: torch reads it when the first process group is created.
 
-    NCCL's watchdog writes its collectives as ``nccl_rank_<r>``; without this callback it writes into the home directory
-    of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` says which rank was missing where
+    NCCL's watchdog writes NCCL's collectives to ``nccl_rank_<r>``, which without this callback is in the home directory
+    of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing where
     (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). Gloo's collectives, of host tensors,
     are written as ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends the fit. The last entries show what the rank was
     doing, with the lines of code.
 
     Args:
-        dirpath: Directory for the files of all nodes. None takes the one that ``TORCH_FR_DUMP_TEMP_FILE`` names in the
-            environment or, without it, ``flight_records`` in the directory of the logger or the Trainer's
-            ``default_root_dir``.
+        dirpath: Directory for the files of all nodes. None for the directory of the path in the environment variable
+            ``TORCH_FR_DUMP_TEMP_FILE`` or, if that is not set, for ``flight_records`` in the directory of the logger or
+            the Trainer's ``default_root_dir``.
     """
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
@@ -45,7 +45,7 @@ class FlightRecorder(Callback):
             self._folder = Path(self._replaced).parent
         else:
             self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
-            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # read when torch first writes
+            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # torch reads it when it first writes
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

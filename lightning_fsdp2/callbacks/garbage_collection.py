@@ -9,13 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class GarbageCollection(Callback):
     """Callback that collects garbage at the same step on all ranks, and at no other time during training.
 
-    Python's collector starts whenever enough objects were made. That happens in a different step on each rank, and all
-    other ranks wait for it in the next collective. The idea is torchtitan's
+    Python's collector starts whenever enough objects have been created. This happens in a different step on each rank,
+    and all other ranks wait for that rank in the next collective. The idea is torchtitan's
     (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
 
     Args:
         every_n_batches: Number of training batches between collections.
-        generation: Oldest generation to collect, 0 to 2; 2 looks at all objects, which takes long.
+        generation: Oldest generation to collect, 0 to 2; 2 examines all objects, which takes a long time.
 
     Raises:
         ValueError: When an argument is out of range.
@@ -35,7 +35,7 @@ class GarbageCollection(Callback):
         self._batches = 0
         self._was_enabled = gc.isenabled()
         gc.disable()
-        gc.collect()  # garbage of the setup
+        gc.collect()  # garbage from the setup
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -43,7 +43,7 @@ class GradientNorm(Callback):
     def measure(self, optimizer: Optimizer) -> Tensor:
         """Return the norm of the gradients that ``optimizer`` is about to use. Every rank must call it.
 
-        It is computed once per batch.
+        The norm is computed once per batch.
 
         Returns:
             [] float32, on the device.
@@ -62,14 +62,14 @@ def must_measure(trainer: Trainer) -> bool:
 
 
 def reports_norm(trainer: Trainer) -> bool:
-    """Return whether every step is clipped by norm, by a strategy that tells observers the norm."""
+    """Return whether every step is clipped by norm, under a strategy that passes the norm to observers."""
     clips = cast(Any, trainer).gradient_clip_val and cast(Any, trainer).gradient_clip_algorithm in (None, "norm")
     return bool(clips) and hasattr(trainer.precision_plugin, "norm_observers")
 
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
     """Call ``observer`` with the norm, a device tensor, whenever gradients are clipped by norm."""
-    ignore_clipping(trainer, observer)  # left from a run that ended with an error
+    ignore_clipping(trainer, observer)  # left over from a run that ended with an error
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 

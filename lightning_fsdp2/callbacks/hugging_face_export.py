@@ -23,9 +23,9 @@ class HuggingFaceExport(Callback):
     It uses :func:`~lightning_fsdp2.export_hf`. The weights are the averages if the Trainer has an
     ``ExponentialMovingAverage``.
 
-    Nothing is written with ``fast_dev_run``, or when training ends with an error: export a checkpoint then. A job that
-    continues another (``ckpt_path``) needs ``overwrite=True`` or a directory of its own, since the first job exported
-    too.
+    Nothing is written with ``fast_dev_run``, or when training ends with an error. After an error, export a checkpoint
+    instead. A job that continues another (``ckpt_path``) needs ``overwrite=True`` or its own directory, since the first
+    job exported too.
 
     Args:
         dirpath: Directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
@@ -35,19 +35,19 @@ class HuggingFaceExport(Callback):
             if that is a transformers tokenizer, else the tokenizer of the pretrained model.
         dtype: Dtype of the written weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the dtype of
             the trained weights, which is float32 under ``precision="bf16-mixed"``.
-        max_shard_size: Largest size of a file, in bytes or such as ``"5GB"``.
-        merge: Whether a LoRA adapter is added to the weights of its base. Without it, a peft directory is written.
+        max_shard_size: Largest size of a file, in bytes or as a string such as ``"5GB"``.
+        merge: Whether a LoRA adapter is added to the weights of its base. If False, a peft directory is written.
         overwrite: Whether to replace what is in the directory, once the model is written.
 
     Raises:
-        ValueError: When ``dirpath`` is remote; before training, when it is or holds the working directory.
+        ValueError: When ``dirpath`` is remote; before training, when it is or contains the working directory.
         FileExistsError: Before training, when the directory is not empty and ``overwrite`` is False.
         TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is from
             another library.
         ValueError: Before training, when the LightningModule holds several models and ``model`` names none of them,
             when the model has adapters other than LoRA or none to ``merge``, when ``dtype`` or ``max_shard_size`` is
             invalid, or when the directory ``tokenizer`` holds no tokenizer.
-        OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be made.
+        OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be created.
     """
 
     def __init__(

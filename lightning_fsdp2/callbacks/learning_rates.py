@@ -1,4 +1,4 @@
-"""Learning rates that the steps were taken with."""
+"""Learning rates that the steps used."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
 class LearningRates(Callback):
     """Callback that logs ``learning_rate/group_<i>`` of every parameter group, on the Trainer's logging steps.
 
-    It is the learning rate of the step itself. Lightning's ``LearningRateMonitor`` logs that of the next step, and
-    none without a schedule. With several optimizers the names are ``learning_rate/optimizer_<i>/group_<j>``.
+    This is the learning rate that the step itself used. Lightning's ``LearningRateMonitor`` logs that of the next step,
+    and nothing without a schedule. With several optimizers the names are ``learning_rate/optimizer_<i>/group_<j>``.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of callbacks that measure: the steps on which they may wait for the device, and where their numbers go."""
+"""Helpers for callbacks that measure: when they may wait for the device, and where their numbers are logged."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.compat.lightning import get_logged_step, is_accumulating, l
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the step of the current batch, and this batch is its last micro-batch.
+    """Return whether the Trainer logs the step of the current batch, and the batch is that step's last micro-batch.
 
     Callbacks communicate and wait for the device on these steps only.
     """

@@ -21,7 +21,7 @@ class LossOverRanks(Callback):
     For a module that trains with :func:`~lightning_fsdp2.token_mean_loss`, as ``CausalLM`` does, these are losses per
     label token: over all tokens of the step, and over those of the rank with the highest loss. For any other module,
     the loss of a rank is what ``training_step`` returned, averaged over the micro-batches of the step. A maximum far
-    above the mean points at the data of one rank.
+    above the mean points to the data of one rank.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots that show who holds the memory of a GPU."""
+"""Snapshots that show what holds the memory of a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from lightning_fsdp2.compat.torch import dump_memory_snapshot, record_memory_his
 
 
 class MemorySnapshot(Callback):
-    """Callback that writes the history of the GPU memory when memory runs out, and at a given step.
+    """Callback that writes the history of GPU memory when memory runs out, and at a given step.
 
     https://pytorch.org/memory_viz shows the files. The stack of every allocation is recorded, which costs time on the
-    host. So use this only in runs that investigate memory.
+    host. So use this only to investigate memory.
 
     Args:
         dirpath: Directory for ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in

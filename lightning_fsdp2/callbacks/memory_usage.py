@@ -1,4 +1,4 @@
-"""Memory that training takes."""
+"""Memory that training uses."""
 
 import resource
 import sys
@@ -13,13 +13,13 @@ _GIB = 2**30
 
 
 class MemoryUsage(Callback):
-    """Callback that logs memory use on the Trainer's logging steps: the highest value of all ranks for each metric.
+    """Callback that logs memory use on the Trainer's logging steps: the highest value over all ranks for each metric.
 
     On an accelerator it logs ``memory/allocated_gib`` (of tensors) and ``memory/reserved_gib`` (taken from the device,
     as other tools show it), both in GiB and peaks since the last logging step. ``memory/reserved_share`` is the share
     of the device's memory that is reserved. ``memory/allocation_retries`` and ``memory/out_of_memory`` are counted
     since the start of the process; each retry waits for the device and throws cached memory away. On a CPU it logs
-    ``memory/process_gib``, the peak of the process in GiB.
+    ``memory/process_gib``, the peak memory of the process in GiB.
     """
 
     def __init__(self) -> None:

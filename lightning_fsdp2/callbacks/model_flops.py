@@ -35,23 +35,23 @@ _PEAKS = {
     "4090": (165.2, 82.6, 82.6),
     "3090": (71, 35.6, 35.6),
 }
-"""Peaks of devices, by words of the name that CUDA gives a device; the first entry that fits counts.
+"""Peaks of devices, by words of their CUDA name; the first entry that matches is used.
 
 They are in 10^12 operations per second, without sparsity: in bfloat16 or float16 with sums in float32, in
 TensorFloat-32, and in float32 outside of the tensor cores.
 
-The numbers are from public tables based on the data sheets of NVIDIA and AMD. Most of NVIDIA's print the numbers with
-sparsity, which are twice these. Lightning's table has some of those, takes an L40S for an L4, and has no tensor cores
-for GeForce.
+The numbers are from public tables based on the data sheets of NVIDIA and AMD. Most data sheets of NVIDIA print the
+numbers with sparsity, which are twice as high. Lightning's table has some of those higher numbers, mistakes an L40S for
+an L4, and leaves out the tensor cores of GeForce.
 """
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _OTHER_DEVICES = {"mig", "laptop", "ti", "super", "d"}
-"""Words in the names of slices and siblings of these devices, which have other peaks."""
+"""Words in the names of slices and variants of these devices, whose peaks differ."""
 
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Layer types of transformers with softmax attention, and the config's option for how far they look."""
+"""Layer types of transformers with softmax attention, each with the config's option for its attention window."""
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -64,7 +64,7 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
-    """Return the dense peak of the device to which CUDA gives this name; see :func:`get_peak_flops`.
+    """Return the dense peak of the device with this CUDA name; see :func:`get_peak_flops`.
 
     Raises:
         ValueError: When the peak is not known.
@@ -82,21 +82,21 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     """Return the operations of one token in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
 
-    This is the formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311), where keys and values have the same
-    size and it reads 6 N + 12 L H Q T.
+    This is the formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311). There, keys and values have the same
+    size, and the formula reads 6 N + 12 L H Q T.
 
-    N is the number of parameters that a token is multiplied with. Embeddings do not count, except one that is also the
-    head. Of the experts, those count that a token is routed to. A frozen weight counts two thirds, since it gets no
-    gradient. T is the sequence length, or the window of a layer that has one. Nothing is subtracted for attention that
-    is causal or ends with a document. Nothing is added for what activation checkpointing computes again: the result is
-    for the utilisation by the model.
+    N is the number of parameters that a token is multiplied by. An embedding does not count, unless it is also the
+    head. Of the experts, only those that a token is routed to count. A frozen weight counts two thirds, since it gets
+    no gradient. T is the sequence length, or the window of a layer that has one. Nothing is subtracted for attention
+    that is causal or ends with a document. Nothing is added for the recomputation of activation checkpointing: the
+    result is for model FLOPs utilisation (MFU).
 
     Args:
         module: Module that holds one Hugging Face language model; sharded parameters count in full.
         sequence_length: T. Under context parallelism, the length of the whole sequence.
 
     Raises:
-        ValueError: When the model is of another kind; the message says why nothing is known about it.
+        ValueError: When the operations of this model are not known; the message says why.
     """
     models = get_hf_models(module)
     if len(models) != 1:
@@ -134,7 +134,7 @@ def _get_experts(config: Any) -> tuple[int, float]:
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
-    """Return T · H (d_key + d_value), added up over the layers."""
+    """Return T · H (d_key + d_value), summed over the layers."""
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     default = "sliding_attention" if slides else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers

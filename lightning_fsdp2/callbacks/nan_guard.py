@@ -26,13 +26,13 @@ _REMEDY = (
 class NaNGuard(Callback):
     """Callback that stops all ranks before an optimizer step whose loss or gradients are NaN or infinite.
 
-    It reads only what a step computes in any case and what is the same on every rank, so that all ranks stop in the
-    same step: the norm that gradients are clipped by (``Trainer(gradient_clip_val=...)``) and, for modules that train
-    with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked only
-    on the Trainer's logging steps.
+    It reads only values that every step computes anyway and that are the same on every rank, so all ranks stop in the
+    same step. These are the gradient norm that clipping uses (``Trainer(gradient_clip_val=...)``) and, for modules that
+    train with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked
+    only on the Trainer's logging steps.
 
     The host does not wait for the device. On an accelerator the run ends with a device-side assertion: the next call
-    that waits raises it, with the message on stderr. torchtitan guards its steps in the same way
+    that waits for the device raises it, with the message on stderr. torchtitan guards its steps in the same way
     (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU the error is raised at once.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Saving and ending a run when the scheduler announces that its time is over."""
+"""Saving and ending a run when the scheduler announces that its time is up."""
 
 import os
 import signal
@@ -27,30 +27,30 @@ from lightning_fsdp2.compat.lightning import (
 )
 
 _BEFORE_SIGTERM = 128
-"""Offset of signals other than SIGTERM, so that they win over one: SLURM queues a job again for them alone."""
+"""Offset of signals other than SIGTERM. It makes them win over SIGTERM, after which no SLURM job is queued again."""
 
 
 class Preemption(Callback):
-    """Callback that saves ``last.ckpt`` and ends all ranks, once any rank got SIGTERM or another signal.
+    """Callback that saves ``last.ckpt`` and ends all ranks, once any rank has received SIGTERM or another signal.
 
-    Schedulers announce the end of a job by a signal: SLURM as ``sbatch --signal`` says, Kubernetes and torchrun by
-    SIGTERM. Some of the processes get it, at any moment. This callback only notes it. The ranks tell each other in the
-    next optimizer step, save after that step where ``ModelCheckpoint`` has its ``last.ckpt``, and exit once the
-    checkpoint is on the disk. The same command goes on from there with ``--ckpt_path last``. A validation is left after
-    its next batch, and the resumed run begins it again. A run that has made its last step saves and then ends by
-    itself. In a fit that has made no step nothing is saved.
+    Schedulers announce the end of a job with a signal: SLURM with the one of ``sbatch --signal``, Kubernetes and
+    torchrun with SIGTERM. Some of the processes receive it, at any moment. Their signal handler only records it. The
+    ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
+    ``ModelCheckpoint``, and exit once the checkpoint is on disk. The same command resumes from there with
+    ``--ckpt_path last``. A validation stops after its next batch, and the resumed run starts it again. A run that has
+    made its last step saves and then ends normally. A fit that has made no step saves nothing.
 
-    The strategies of this package add a ``Preemption`` with the defaults to every fit that has none. The ranks tell
-    each other one number per step, on the host and while the optimizer runs. In return, Lightning's own broadcast is
-    left out: for it the host waits for the device in every micro-batch, and it hangs if only one rank gets the signal
+    The strategies of this package add a ``Preemption`` with the defaults to every fit that has none. The ranks exchange
+    one number per step, on the host and while the optimizer runs. This replaces Lightning's own broadcast, for which
+    the host waits for the device in every micro-batch, and which hangs if only one rank receives the signal
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
-    With Lightning's SLURM environment and its ``auto_requeue``, ``requeue_signal`` is one of the signals. Rank 0 queues
-    the job again when that signal came, and a run without ``ckpt_path`` finds the checkpoint, too.
+    With Lightning's SLURM environment and its ``auto_requeue``, ``requeue_signal`` is one of the signals. After that
+    signal rank 0 queues the job again, and a run without ``ckpt_path`` finds the checkpoint too.
 
     Args:
         signals: Names of the signals besides SIGTERM. A signal that the program handles itself is left to the program.
-        exit_code: Exit code of all ranks; None for 128 + the number of the signal, as of a process that died of it.
+        exit_code: Exit code of all ranks; None for 128 + the number of the signal, as for a process that it killed.
 
     Raises:
         ValueError: For unknown signals and exit codes, and under strategies of other packages.
@@ -98,11 +98,11 @@ class Preemption(Callback):
         self._ask(trainer)
 
     def _end_batch(self, trainer: Trainer) -> None:
-        """Leave the fit after a step, if any rank got a signal.
+        """Leave the fit after a step, if any rank has received a signal.
 
         This is not `on_train_batch_end`, since other callbacks' hooks and the batch's metrics come after that.
         """
-        if trainer.global_step != self._step:  # else amid accumulation, whose gradients are in no checkpoint
+        if trainer.global_step != self._step:  # else amid accumulation: no checkpoint holds its gradients
             self._step = trainer.global_step
             self._leave_if_told(trainer)
 
@@ -122,7 +122,7 @@ class Preemption(Callback):
         self.on_train_end(trainer, pl_module)
 
     def _ask(self, trainer: Trainer) -> None:
-        """Start to tell the other ranks which signal came; the optimizer, or the model, runs meanwhile."""
+        """Start to send the received signal to the other ranks, while the optimizer or the model runs."""
         if self._get_agreed is None and not self._ends_by_itself:
             self._get_agreed = cast(Any, trainer.strategy).start_maximum(self._received)
 
@@ -136,7 +136,8 @@ class Preemption(Callback):
         self._boundary.is_left = True
         _save(trainer, number)
         self._boundary.is_left = False
-        if self._boundary.is_end_of_fit():  # no later run would make up for its last validation and hooks
+        # a resumed run would skip this fit's last validation and its end-of-fit hooks
+        if self._boundary.is_end_of_fit():
             self._ends_by_itself = True
             return
         if (environment := _get_optional_slurm(trainer)) and number == environment.requeue_signal:
@@ -146,7 +147,7 @@ class Preemption(Callback):
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
-            return 0  # Lightning's launcher, in rank 0, would take another code for a crash and kill all the others
+            return 0  # Lightning's launcher, in rank 0, would treat another code as a crash and kill the others
         return 128 + signum if self.exit_code is None else self.exit_code
 
     # ------------------------------------------------------------------ signals
@@ -154,9 +155,9 @@ class Preemption(Callback):
     def _listen(self) -> None:
         """Handle the signals that neither the program nor Lightning handles.
 
-        Lightning puts all handlers back after the fit.
+        Lightning restores all handlers after the fit.
         """
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers there alone
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for name in self.signals:
                 if signal.getsignal(signal.Signals[name]) in (None, signal.SIG_DFL):
                     signal.signal(signal.Signals[name], self._note)
@@ -164,18 +165,18 @@ class Preemption(Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self._received = max(self._received, number + (_BEFORE_SIGTERM if number != signal.SIGTERM else 0))
-        else:  # a process that was forked from this one dies of the signal
+        else:  # let the signal end a process that was forked from this one
             die_of(number)
 
 
 def _get_optional_slurm(trainer: Trainer) -> SLURMEnvironment | None:
-    """Return Lightning's SLURM environment if it is to queue the job again, else None."""
+    """Return Lightning's SLURM environment if its option to queue the job again is on, else None."""
     environment = cast(Any, trainer.strategy).cluster_environment
     return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
 
 def _save(trainer: Trainer, number: signal.Signals) -> None:
-    """Save after a step, and wait until the checkpoint is on the disk. Every rank calls it."""
+    """Save after a step, and wait until the checkpoint is on disk. All ranks must call it."""
     if trainer.sanity_checking:
         rank_zero_info(f"{number.name}: ended before the first step.")
     elif (callback := get_optional_model_checkpoint(trainer)) is not None:
@@ -196,7 +197,7 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Let Lightning find the last checkpoint, also a later one, if it is given no ``ckpt_path`` on SLURM."""
+    """Let Lightning on SLURM find the last checkpoint, even a later one, without a ``ckpt_path``."""
     place = get_slurm_checkpoint_path(trainer)
     if is_local(get_path(path)) and is_local(get_path(place)):
         cast(Any, trainer.strategy).checkpoint_io.link(path, place)

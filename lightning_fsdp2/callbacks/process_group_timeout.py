@@ -13,22 +13,22 @@ _BACKENDS = {"gloo", "nccl"}  # backends whose timeout torch 2.11 to 2.15 can ch
 class ProcessGroupTimeout(Callback):
     """Callback that limits collectives of training steps to ``train``, and all others to the strategy's ``timeout``.
 
-    Now and then a run waits long for good reasons: for data that rank 0 prepares, for compilation, for the slowest
-    disk. That is what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes seconds;
-    if it takes minutes, a rank is lost. The idea is torchtitan's
+    Now and then a run has good reasons to wait a long time: for data that rank 0 prepares, for compilation, for the
+    slowest disk. That is what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes
+    seconds; if it takes minutes, a rank is lost. The idea is torchtitan's
     (https://github.com/pytorch/torchtitan, ``trainer.py``).
 
-    The rule: ``train`` holds from the second optimizer step of a fit on. It does not hold in validation, while a
-    checkpoint is saved, or between epochs. After these the ranks wait for each other under the long timeout, before the
-    next step has the short one. So ``train`` must be longer than the slowest step, including its wait for data, and
-    than whatever else one rank does alone between two batches.
+    ``train`` applies from the second optimizer step of a fit on. It does not apply in validation, while a checkpoint is
+    saved, or between epochs. After these the ranks wait for each other under the long timeout, before the next step has
+    the short one. So ``train`` must be longer than the slowest step, including its wait for data, and than anything
+    else that one rank does alone between two batches.
 
     Args:
         train: Timeout of the collectives of training steps, shorter than the strategy's ``timeout``.
 
     Raises:
-        ValueError: When ``train`` is not shorter, under strategies of other packages, or on a backend whose timeout is
-            fixed.
+        ValueError: When ``train`` is not shorter than ``timeout``, under strategies of other packages, or on a backend
+            whose timeout is fixed.
     """
 
     def __init__(self, train: timedelta = timedelta(minutes=5)) -> None:
@@ -62,7 +62,7 @@ class ProcessGroupTimeout(Callback):
         strategy = cast(Any, trainer.strategy)
         if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
             return
-        # wait under the long timeout for what slower ranks still have to do, on their devices too; otherwise the other
+        # wait here, under the long timeout, until slower ranks and their devices have caught up; otherwise the other
         # ranks would wait for them in a step, under the short one
         if strategy.root_device.type != "cpu":
             torch.accelerator.synchronize(strategy.root_device)

@@ -22,7 +22,7 @@ class TrainingProgressBar(RichProgressBar):
     after the Trainer's logging steps, so that the bar never waits for the device in between.
 
     Args:
-        refresh_rate: Number of times per second that the bar is drawn; 0 draws none.
+        refresh_rate: Number of times per second that the bar is drawn; 0 draws no bar.
         leave: Whether the bar of an epoch stays on the screen.
     """
 
@@ -41,8 +41,8 @@ class TrainingProgressBar(RichProgressBar):
     @property
     @override
     def total_train_batches(self) -> int | float:
-        # Lightning takes the steps that are left as the number of all batches, even if a step has several batches or
-        # the run was resumed
+        # Lightning uses the number of remaining steps as the number of all batches, even if a step has several batches
+        # or the run was resumed
         trainer: Any = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
@@ -56,7 +56,7 @@ class TrainingProgressBar(RichProgressBar):
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # the first hook after the logging of the step before, which has waited for the device
+        # the first hook after the previous step was logged, which has waited for the device
         if self._is_due:
             self._update_metrics(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Report at the end of training on what came of it, in plain words."""
+"""Report on the outcome of a training run, in plain words."""
 
 import os
 import shlex
@@ -18,9 +18,9 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Report of validation loss before and after training, speed, the checkpoint, how to resume, and a sample.
+    """Report of validation loss before and after training, speed, checkpoints, how to resume, and a sample.
 
-    The speed is the tokens per second of the Trainer's ``Throughput``. The sample is of the averaged weights if the
+    The speed is the tokens per second of the Trainer's ``Throughput``. The sample is from the averaged weights if the
     Trainer has an ``ExponentialMovingAverage``. The loss before training is that of the Trainer's sanity check: set
     ``num_sanity_val_steps=-1`` for the whole validation set. The report is written once, to Lightning's own log.
 
@@ -124,7 +124,7 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """Return how to go on from the last checkpoint: the command line of this run, or the call in a user's own script.
+    """Return how to resume from the last checkpoint: the command line of this run, or the call in a user's own script.
 
     Args:
         checkpoint: Path of the checkpoint.
@@ -145,14 +145,14 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
 
 
 def _get_launcher() -> list[str]:
-    # with several nodes, nothing here knows where they meet
+    # with several nodes, their rendezvous address is not known here
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
     return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]
 
 
 def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
-    """Return twice the limit that ended the run; empty if it was another limit, such as a time or a metric."""
+    """Return twice the number of steps or epochs that ended the run; empty if a time limit or a metric ended it."""
     max_epochs = trainer.max_epochs or -1
     if 0 < trainer.max_steps <= trainer.global_step:
         return {"max_steps": 2 * trainer.max_steps}

@@ -10,16 +10,16 @@ from lightning_fsdp2.compat.lightning import is_accumulating
 
 
 class StepProfiler(Callback):
-    """Callback that writes what every operation of a few steps took: a trace for https://ui.perfetto.dev per rank.
+    """Callback that writes how long each operation of a few steps took: a trace for https://ui.perfetto.dev per rank.
 
     Args:
         dirpath: Directory for ``step<n>-rank<r>.json.gz``. None for ``traces`` in the directory of the logger or,
             without one, the Trainer's ``default_root_dir``.
-        wait: Number of steps that are left out first, such as those in which the model is compiled.
-        warmup: Number of steps after these in which the profiler runs, but whose trace is thrown away.
+        wait: Number of steps to skip first, such as those in which the model is compiled.
+        warmup: Number of steps after these that are profiled, but whose trace is discarded.
         active: Number of steps that are traced, each with all its micro-batches.
-        every_n_steps: Number of steps after which to trace again; 0 traces once.
-        with_stack: Whether to keep where in the Python code an operation was called, which slows down the traced steps.
+        every_n_steps: Number of steps from one trace to the next; 0 traces once.
+        with_stack: Whether to record which Python code called each operation, which slows down the traced steps.
 
     Raises:
         ValueError: When a number is out of range.

@@ -15,20 +15,20 @@ from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, wa
 
 
 class Throughput(Callback):
-    """Callback that logs the speed of training on the Trainer's logging steps: of the steps since the last such step.
+    """Callback that logs the speed of training since the last logging step, on the Trainer's logging steps.
 
     Validation does not count.
 
     The metrics are ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
     ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
-    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``. The copy to the device is no part of
-    ``data_share``: from pinned memory it takes the host no time, and otherwise it waits for the steps before.
+    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``. The copy to the device is not part of
+    ``data_share``: from pinned memory it takes the host no time, and otherwise it waits for the previous steps.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch (tensor and
     context parallel ones) count it once.
 
     MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
-    For operations per token, see :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If they or the
+    For operations per token, see :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If these or the
     peak are not known, MFU is not logged, and the reason is given once.
 
     Args:
@@ -117,11 +117,11 @@ class Throughput(Callback):
             self.average = self._fit_tokens / self._fit_seconds
 
     def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
-        """Return the tokens of all ranks, the seconds that the slowest waited for data, and all seconds.
+        """Return the tokens of all ranks, the seconds that the slowest rank waited for data, and all seconds.
 
         The counts start from 0 again.
         """
-        counts = gather_numbers(trainer, (self._tokens, self._waited))  # after it the device has done the steps
+        counts = gather_numbers(trainer, (self._tokens, self._waited))  # waits for the device to finish the steps
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
         self._fit_tokens += tokens

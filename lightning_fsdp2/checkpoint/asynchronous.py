@@ -1,4 +1,4 @@
-"""Write checkpoints while training goes on, from copies on the host, in a thread."""
+"""Write checkpoints in a thread, from copies on the host, while training continues."""
 
 import logging
 import os
@@ -23,22 +23,22 @@ from lightning_fsdp2.ranks.coordination import on_every_rank
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Niceness of the thread that writes; training has 0."""
+"""Niceness of the writing thread; training has 0."""
 
 
 class BackgroundWriter:
-    """Writer of one checkpoint at a time, in a thread of its own.
+    """Writer of one checkpoint at a time, in its own thread.
 
     Tensors on the host are copied at once. Tensors on an accelerator are copied into pinned memory while the next
-    forward and backward run. The memory of the copies is kept from one save to the next.
+    forward and backward run. The next save reuses the memory of the copies.
 
     Every rank has a writer and calls the same methods in the same order. A failure is raised on the main thread, in the
     same call on all ranks.
 
     Args:
         device: Device of the tensors.
-        group: Process group on which the main threads agree; nothing else communicates on it while they do.
-        thread_group: Process group on which the writing threads agree; the same holds for it.
+        group: Process group for coordination of the main threads; nothing else may communicate on it meanwhile.
+        thread_group: Process group for coordination of the writing threads; nothing else may communicate on it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save was started and has not been seen to end."""
+        """Whether a save was started that :meth:`poll`, :meth:`wait` or :meth:`settle` has not finished yet."""
         return self._save is not None
 
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
@@ -71,14 +71,14 @@ class BackgroundWriter:
         if stream is None:
             _run_into(copies, lambda: self._stager.stage(tensors))
         else:
-            # the copies run on a stream of their own, which does not wait for what is still being computed
+            # the copies run on their own stream, which does not wait for pending computations
             torch.get_device_module(self._device).synchronize(self._device)
             # buffers are copied now, since the next forward changes them
             tensors = map_tensors(lambda t: t if isinstance(t, DTensor) else t.detach().to("cpu", copy=True), tensors)
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # if a rank could not copy there is no checkpoint, and the others must not wait for its part
+        # if a rank cannot copy, there is no checkpoint, and the other ranks must not wait for its part
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
@@ -91,14 +91,14 @@ class BackgroundWriter:
             self._hook = None
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once the save in progress is complete, or now if there is none; never if the save fails."""
+        """Run ``action`` once the save in progress succeeds, or now if there is none."""
         if self._save is None:
             action()
         else:
             self._then.append(action)
 
     def poll(self) -> None:
-        """Finish a save that is complete on all ranks, without waiting for one that is not.
+        """Finish the save in progress if it is complete on all ranks, without waiting for it.
 
         Raises:
             Exception: On every rank, the error of the first rank whose write failed.
@@ -124,7 +124,7 @@ class BackgroundWriter:
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
-        """Wait for the save in progress when other ranks may be gone: do not communicate, and log a failure."""
+        """Wait for the save in progress without communication, since other ranks may be gone; log a failure."""
         if self._save is None:
             return
         failure = self._save.exception()
@@ -142,8 +142,8 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Wait for the copies before a manual optimizer step, outside of Lightning's; a hook of all optimizers."""
-        # Lightning's own steps run forward and backward in a closure, beside the copies, and wait after it
+        """Wait for the copies before a manual step, which Lightning does not run; a pre-step hook of all optimizers."""
+        # Lightning's own steps run forward and backward in a closure, during the copies, and wait afterwards
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first argument is the optimizer again
         if not has_closure:
             self.wait_for_copies()
@@ -178,7 +178,7 @@ def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """Return the sharded tensors with the counters of their changes."""
+    """Return the sharded tensors with their version counters."""
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]

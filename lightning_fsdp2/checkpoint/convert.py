@@ -23,8 +23,8 @@ def consolidate_checkpoint(
 ) -> None:
     """Convert a checkpoint directory to a single file, as Lightning saves it under strategies that do not shard.
 
-    The file resumes under any strategy, and ``LightningModule.load_from_checkpoint`` reads it. One process does it all,
-    with host memory for the whole checkpoint; in a process group, call it on one rank only.
+    Any strategy can resume from the file, and ``LightningModule.load_from_checkpoint`` reads it. One process does all
+    the work and needs host memory for the whole checkpoint. In a process group, call this on one rank only.
 
     Args:
         path: Checkpoint directory of this package or of Lightning's ``ModelParallelStrategy``.

@@ -57,7 +57,7 @@ from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, 
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
-"""Version of the format that is written: 1 had no checksums, 2 had one per whole file. Higher ones are not read."""
+"""Version of the format that is written. Version 1 had no checksums, 2 had one per file. Higher ones are not read."""
 
 METADATA_FILE = "meta.pt"
 
@@ -82,16 +82,16 @@ class Snapshot:
     """Content of a checkpoint, as it was when the save began."""
 
     tensors: dict[str, Any]
-    """Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks."""
+    """Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks."""
 
     metadata: bytes
     """Content of ``meta.pt``; on rank 0 only."""
 
     summary: dict[str, Any]
-    """Entries for ``meta.json``, the file that people look at."""
+    """Entries for ``meta.json``, the human-readable file."""
 
     def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
-        """Return the same snapshot with copies of the tensors."""
+        """Return this snapshot with other ``tensors``, such as copies of its own."""
         return replace(self, tensors=tensors)
 
 
@@ -106,8 +106,8 @@ def take_snapshot(
     """Prepare the content of a directory, without copying the tensors; every rank must call it.
 
     Args:
-        tensors: Nested dicts of tensors, DTensors and small objects, equal in keys on all ranks.
-        metadata: Everything else. Rank 0's is saved, and every rank's part of the DTensors in its containers.
+        tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks.
+        metadata: Everything else. Rank 0's values are saved, and every rank's part of the DTensors in containers.
         summary: Entries for ``meta.json``.
         group: Process group for coordination; a CPU group spares the accelerator.
         trust: Whether the checkpoint will be trusted when it is loaded; if not, objects in it cause a warning.
@@ -145,11 +145,11 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
 
     Args:
         path: Directory to write; an existing one is replaced once the new one is complete.
-        snapshot: Snapshot of :func:`take_snapshot`.
+        snapshot: Result of :func:`take_snapshot`.
         group: Process group for coordination; nothing else may communicate on it meanwhile.
 
     Raises:
-        Exception: On every rank, when any rank could not write. What stood at ``path`` before is still there.
+        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is kept.
     """
     sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
     drafts: list[Draft | StoreDraft] = []  # on rank 0
@@ -187,8 +187,7 @@ def read_directory(
         model: Model to read for. Tensors are sharded like its tensors of the same name and shape, and every rank must
             call this. None reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
-        in_place: Whether to read the model's own keys straight into its tensors, which spares a second copy of the
-            weights.
+        in_place: Whether to read weights straight into the model's tensors, which avoids a second copy of them.
         verify: Whether data that is read is compared with its checksums, if it has any.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
         group: Process group for coordination.
@@ -264,10 +263,10 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Run the block without DCP's warning that there is no process group, which is a normal use.
+    """Run the block without DCP's warning that there is no process group; running without one is normal.
 
-    Warning filters belong to the process: a thread that writes beside training would change them while others do. So
-    they are left alone there; such a thread has a process group, with which DCP does not warn.
+    Warning filters apply to the whole process, so a background thread leaves them alone. It has a process group anyway,
+    with which DCP does not warn.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -315,7 +314,7 @@ def _finish(
 
 
 def _write(path: AnyPath, data: bytes) -> dict[str, Any]:
-    """Put a small file on the disk; return its size and checksum."""
+    """Write a small file to disk, and return its size and checksum."""
     with DurableFile(path) as file:
         file.write(data)
     return describe_bytes(data)
@@ -327,7 +326,7 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into what DCP keeps, and what may be anything: in its states, and beside them."""
+    """Split an optimizer's state into what DCP keeps, other values in the states, and values beside the states."""
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
     # an entry that is not the state of a parameter need not be a dict
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
@@ -348,7 +347,7 @@ def _is_container(key: Any, value: Any) -> bool:
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Refuse an optimizer state with plain tensors that differ between ranks.
 
-    Plain tensors are written once: values that each rank has computed from its own shard would be lost silently.
+    Plain tensors are written once: if each rank computed its own from its shard, all but one would be lost silently.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -402,7 +401,7 @@ def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
 
 
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
-    """Return the model's tensor that has a stored one's name, or that a stored state belongs to, if shapes agree."""
+    """Return the model's tensor with the name of a stored tensor, or of a stored state's parameter, if shapes match."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -413,7 +412,7 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
 def _make_target(
     metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
 ) -> Any:
-    """Return what DCP should fill: a tensor sharded like the model's of that name; None for an object."""
+    """Return the tensor for DCP to fill, sharded like the model's tensor of that name; None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -429,13 +428,13 @@ def _make_target(
     mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and mesh is not None and len(entry.size) > 0:
-        # a key that the model lacks, or has in another shape: a hook may rename it, so read it without a full copy
+        # the model lacks the key, or has it in another shape; a hook may rename it, so read it without a full copy
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
 
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """Convert what DCP has filled to what the model or the optimizer takes."""
+    """Convert a value that DCP has filled to the shards of the model's tensor ``like``."""
     if not is_converted(like):
         return value
     converted = convert_back(value, like)

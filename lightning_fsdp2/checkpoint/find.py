@@ -30,7 +30,7 @@ def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, of a later version, or not a checkpoint, or when its small files, on which
+        ValueError: When it is incomplete, of a later version, or not a checkpoint. Also when its small files, on which
             all others depend, are damaged.
     """
     found = resolve_checkpoint(path)
@@ -52,7 +52,7 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     found = get_path(path)
     if is_local(found):
         if not found.exists():
-            clean_folder(found.parent)  # a process that died while it replaced the checkpoint has put it aside
+            clean_folder(found.parent)  # a process that died during a replacement has put the checkpoint aside
         found = found.resolve()
     if not found.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
@@ -71,7 +71,7 @@ def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
 
 
 def find_damaged(path: AnyPath, files: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the names of files that differ from what :func:`get_files` says of them, or cannot be read."""
+    """Return the names of files that cannot be read or do not match ``files``, the result of :func:`get_files`."""
     return [name for name, info in files.items() if not _is_intact(path, name, info)]
 
 
@@ -119,7 +119,7 @@ def _check_version(path: AnyPath) -> None:
             raise ValueError(
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
-        return  # a checkpoint of Lightning or torch, or one of ours without its checksums
+        return  # a checkpoint of Lightning or torch, or one of ours without its `meta.json`
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -141,7 +141,7 @@ def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
 
 
 def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
-    """Return the least size that each file with tensors must have according to ``.metadata``, by name."""
+    """Return the minimum size of each file with tensors according to ``.metadata``, by name."""
     try:
         metadata = CheckpointReader(path, trust=trust).read_metadata()
         places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]

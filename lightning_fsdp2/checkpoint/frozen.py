@@ -1,4 +1,4 @@
-"""Frozen weights of pretrained models, which a checkpoint may leave to the files they came from."""
+"""Frozen weights of pretrained models, which a checkpoint may leave out: they are read from the original files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,13 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 from lightning_fsdp2.weights.pretrained import Frozen, list_frozen
 
 LEFT_OUT_KEY = "lightning_fsdp2.left_out"
-"""Key under which a checkpoint says which weights it leaves to which model; see :func:`describe_left_out`."""
+"""Key in a checkpoint of the weights that it leaves out, by pretrained model; see :func:`describe_left_out`."""
 
 LeftOut = dict[str, Any]
-"""Weights left to one model, in plain types: ``{"folder": "/models/llama", "fingerprint": "...", "names": [...]}``."""
+"""Left-out weights of one pretrained model, in plain types.
+
+For example ``{"folder": "/models/llama", "fingerprint": "...", "names": [...]}``.
+"""
 
 
 def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
 def put_back_frozen(
     path: str | Path, module: nn.Module, state: dict[str, Any], left_out: Sequence[LeftOut]
 ) -> dict[str, Any]:
-    """Return ``state`` with the weights that a checkpoint leaves out, as ``module`` has read them.
+    """Return ``state`` plus the weights that a checkpoint leaves out, with the values that ``module`` has read.
 
     Raises:
         OSError: When the files that ``module`` was read from can no longer be read.

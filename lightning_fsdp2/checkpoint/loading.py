@@ -31,15 +31,15 @@ def read_checkpoint(
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Read a directory or a single file; every rank must call it, and reads the part that it needs.
+    """Read a checkpoint directory or single file. Every rank must call this; each reads the part that it needs.
 
     Args:
         path: Checkpoint of this package, of Lightning's ``ModelParallelStrategy`` or its other strategies, or a plain
             ``state_dict``.
-        model: Model to read for; tensors of a directory are sharded like its parameters of the same name and shape.
+        model: Model to read for; tensors of a directory are sharded like the model's of the same name and shape.
         with_optimizers: Whether to read optimizer states.
-        in_place: Whether to read the model's own keys straight from a directory into its tensors, if the model takes
-            all of them.
+        in_place: Whether to read from a directory straight into the model's tensors, unless the model decides itself
+            what it loads.
         verify: Whether data that is read is compared with its checksums.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
         group: Process group for coordination; a CPU group spares the accelerator.
@@ -77,14 +77,14 @@ def load_model_state(
 ) -> None:
     """Load ``state`` into ``model``; whole tensors are sharded on the way.
 
-    Weights that a checkpoint has ``left_out`` stay as ``model`` has read them.
+    Weights in ``left_out`` keep the values that ``model`` has read from its pretrained files.
 
     Without ``strict``, tensors of another shape are skipped with a warning that names them. A model with its own
     loading code decides itself what it skips.
 
     Raises:
-        ValueError: When keys (if ``strict``) or shapes differ, since the checkpoint is of another model; or when it
-            leaves out weights that ``model`` has not read.
+        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model. Also when it leaves
+            out weights that ``model`` has not read.
     """
     if left_out:
         state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
@@ -115,7 +115,7 @@ def load_optimizer_states(
     """Load ``states`` into ``optimizers``.
 
     Raises:
-        ValueError: When their number, their parameter groups or the parameters in them differ.
+        ValueError: When the number of optimizers, their parameter groups or the parameters in the groups differ.
     """
     if len(states) != len(optimizers):
         raise ValueError(

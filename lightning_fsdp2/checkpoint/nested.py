@@ -37,7 +37,7 @@ def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
-    """Undo :func:`pop_sharded`: put the DTensors in the place of their marks."""
+    """Undo :func:`pop_sharded`: replace the marks with their DTensors."""
 
     def put(text: str) -> Any:
         number = text.removeprefix(_MARK)

@@ -25,12 +25,12 @@ def save_checkpoint(
     Args:
         path: Directory to write, local or in a store that fsspec knows. An existing checkpoint of that name is replaced
             once the new one is complete.
-        model: Model, sharded or not, or a wrapper of DDP or Megatron-FSDP, whose inner model is saved.
+        model: Model, sharded or not, or a DDP or Megatron-FSDP wrapper, whose inner model is saved.
         optimizers: One optimizer or several.
         extra: Anything that ``torch.save`` accepts (step, learning rate schedule); rank 0's is saved.
 
     Raises:
-        Exception: On every rank, when any rank could not write. What stood at ``path`` before is still there.
+        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is kept.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)
@@ -56,7 +56,7 @@ def load_checkpoint(
         path: Checkpoint directory or single file.
         model: Model to fill in place; see :func:`save_checkpoint`. After an error it may hold some of the checkpoint's
             weights.
-        optimizers: As many optimizers as were saved, or none to leave their state alone.
+        optimizers: Optimizers to fill, as many as were saved; none to skip the saved states.
         strict: Whether the model and the checkpoint must have the same keys.
         weights_only: Whether to refuse arbitrary objects in ``extra``. False unpickles them: only for files you trust.
         verify: Whether data that is read is compared with its checksums.

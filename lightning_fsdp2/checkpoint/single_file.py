@@ -41,7 +41,7 @@ def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any
 def gather_whole(
     checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, copies: bool = True, trust: bool = False
 ) -> dict[str, Any]:
-    """Gather a checkpoint with sharded tensors as :func:`gather_state` does, and number its optimizer states.
+    """Gather a checkpoint as :func:`gather_state` does, and number the parameters in its optimizer states.
 
     Args:
         checkpoint: Checkpoint of the Trainer.
@@ -60,16 +60,16 @@ def gather_whole(
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Write the result of :func:`gather_whole`, so that the file is complete or absent; every rank must call it.
+    """Write the result of :func:`gather_whole` to a file that is complete or absent; every rank must call it.
 
     Raises:
-        Exception: On every rank, when it could not be written. What stood at ``path`` before is still there.
+        Exception: On every rank, when the file could not be written. An existing file at ``path`` is kept.
     """
     on_first_rank(lambda: write_file_alone(path, checkpoint), group)
 
 
 def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
-    """Do the same as :func:`write_file` in this process alone, with or without a process group."""
+    """Write the same file as :func:`write_file` from this process alone, with or without a process group."""
     draft = start_draft(path)
     try:
         check_free_space(path, sum(_get_sizes(checkpoint)))
@@ -82,7 +82,7 @@ def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
 
 
 def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
-    """Read a single file; the tensors of a local one stay in it until they are used.
+    """Read a single file; the tensors of a local file are memory-mapped.
 
     Args:
         path: File that this package or Lightning saved under any strategy, that Lightning's
@@ -91,7 +91,7 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
         trust: Whether the file may hold any object, which can run code when it is loaded.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it; for a plain ``state_dict``, that alone under its key.
+        The checkpoint as Lightning's Trainer keeps it; for a plain ``state_dict``, a dict with that key alone.
 
     Raises:
         ValueError: When the file is something else, is damaged, or holds objects and is not trusted.
@@ -112,7 +112,7 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
 
 
 def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
-    """Number the optimizer states, and copy everything beside them and the weights, since it may change meanwhile."""
+    """Number the parameters in optimizer states, and copy the rest except the weights, since it may still change."""
     if not trust:
         warn_of_objects(gathered)
     if "optimizer_states" in gathered:

@@ -15,10 +15,10 @@ from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys of a parameter group that are not options of its optimizer; most belong to torch's schedules."""
+"""Keys of a parameter group that are not options of its optimizer; most belong to torch's schedulers."""
 
 _IMPLEMENTATIONS = {"foreach", "fused"}
-"""Options that say how an optimizer of torch computes its step, not what it computes."""
+"""Options that say how a torch optimizer computes its step, not what it computes."""
 
 
 def get_optimizer_state(
@@ -26,32 +26,32 @@ def get_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state with parameter names in place of numbers; sharded state stays sharded.
 
-    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike there, an
-    optimizer that has no state yet, or none for a parameter, is not stepped to create one.
+    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike that function,
+    this one does not step the optimizer to create states that all or some parameters lack.
 
     Args:
         model: Model that gives the names.
         optimizer: Optimizer of parameters of ``model``.
-        own_state: Result of ``optimizer.state_dict()`` if it was called elsewhere; None calls it.
+        own_state: Result of ``optimizer.state_dict()`` if that was called elsewhere; None calls it here.
 
     Raises:
-        ValueError: When the optimizer holds parameters that ``model`` does not have, or keeps states in a tensor
-            subclass of its own.
+        ValueError: When the optimizer holds parameters that ``model`` does not have, or keeps states in tensor
+            subclasses other than DTensor.
     """
     names = _names_by_number(model, optimizer)
     check_optimizer_states(model, optimizer)
-    # Lightning's stand-in for an optimizer, when `configure_optimizers` returns None, has neither
+    # if `configure_optimizers` returns None, Lightning's stand-in for an optimizer has neither of these keys
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    # an entry that is not the state of a parameter has a key of the optimizer's own
+    # an entry that is not a parameter's state keeps its key
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
+    """Load a state that :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
 
     If the state has names, the optimizer may order its parameters differently. Whole tensors are sharded like their
     parameters. The optimizer keeps its own choice among torch's implementations (``foreach``, ``fused``), since the
@@ -84,7 +84,10 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
 
 
 def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups as in ``Optimizer.state_dict``, which a ``ZeroRedundancyOptimizer`` has on one rank only."""
+    """Return the parameter groups with numbers, as in ``Optimizer.state_dict``.
+
+    That is not called here, since a ``ZeroRedundancyOptimizer`` has its state dict on one rank only.
+    """
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
@@ -101,7 +104,7 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(value: Any, own: Any) -> Any:
-    """Shard ``value`` like the tensor ``own`` if it was read otherwise: whole, or under another name."""
+    """Return ``value`` sharded like the tensor ``own``; it may have been read whole, or under another name."""
     if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     if not isinstance(own, DTensor):
@@ -120,7 +123,7 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that was built from parameters the model no longer has.
 
     Raises:
-        ValueError: When there are such parameters: the optimizer's steps would change nothing.
+        ValueError: When there are such parameters: the optimizer's steps would not change the model.
     """
     current = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -136,11 +139,11 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that keeps states other than plain tensors and numbers, such as quantised tensors.
 
-    A checkpoint or another mesh would not restore the values of such states: a resumed run would go on with wrong ones.
+    Their values would not survive a checkpoint or a change of mesh: a resumed run would continue with wrong values.
 
     Raises:
-        ValueError: When a state is a tensor of a class other than ``Tensor`` and ``DTensor``, or a DTensor of such a
-            class.
+        ValueError: When a state is a tensor of a class other than ``Tensor`` and ``DTensor``, or a DTensor whose local
+            tensor is.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
@@ -164,7 +167,7 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
 def _name_parameters(
     state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
 ) -> dict[str, Any]:
-    """Replace the numbers in a single file's optimizer state by names: the file's own, or ours in the same order."""
+    """Replace the numbers in a single file's optimizer state with names: the file's own, or ours in the same order."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state

@@ -1,10 +1,9 @@
 """Conversion of shards that a checkpoint cannot describe to shards that it can.
 
-Under tensor parallelism a rank holds a shard of each projection in a packed weight (gate and up of a mixture's
-experts), so two pieces of one tensor. Megatron-FSDP gives ranks uneven numbers of rows. DCP expects one piece per rank,
-at the place where torch would put it. Such tensors are therefore written and read in contiguous, even shards. During a
-save, or until the tensors are copied, the device holds the converted shards of all such tensors beside the original
-ones.
+Under tensor parallelism, a rank holds a shard of each projection in a packed weight (gate and up of MoE experts): two
+pieces of one tensor. Megatron-FSDP gives ranks uneven numbers of rows. DCP expects one piece per rank, at the place
+where torch would put it. Tensors of both kinds are therefore written and read in contiguous, even shards. During a
+save, or until the tensors are copied, the device holds their converted shards in addition to the original ones.
 """
 
 from typing import Any, TypeGuard

@@ -1,4 +1,4 @@
-"""Verify that a checkpoint is as it was written."""
+"""Verify that a checkpoint has not changed since it was written."""
 
 import zipfile
 from pathlib import Path
@@ -31,7 +31,7 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     """
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
-    # before anything that might be damaged is read
+    # first: `find_checkpoint` parses files that might be damaged
     raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
     if files and read_checksums(found):
@@ -45,13 +45,13 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 
 
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
-    """Verify the data that is not verified while it is read; every rank must call it, and checks a share.
+    """Verify the data that is not verified when it is read. Every rank must call this; each checks a share.
 
-    These are the records of a single file, and the files of a directory in version 2 of the format. In directories of
-    the current version, each chunk is verified by the rank that reads it.
+    That data is the records of a single file, and the files of a directory in version 2 of the format. In directories
+    of the current version, each chunk is verified by the rank that reads it.
 
     Raises:
-        ValueError: On every rank, with the names of what is damaged.
+        ValueError: On every rank, with the names of the damaged files.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     damaged = gather_objects(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
@@ -59,10 +59,10 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
 
 
 def verify_alone(path: AnyPath) -> None:
-    """Do the same as :func:`verify_together` in one process.
+    """Verify the same data as :func:`verify_together`, in one process.
 
     Raises:
-        ValueError: With the names of what is damaged.
+        ValueError: With the names of the damaged files.
     """
     raise_damaged(path, _find_damaged_before(path))
 
@@ -75,7 +75,7 @@ def _find_damaged_before(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[s
 
 
 def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return a single file's name with the first error in a rank's share of its records, such as a wrong CRC-32."""
+    """Return a single file's name with the first error in this rank's share of its records; empty if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             for record in archive.infolist()[rank::ranks]:

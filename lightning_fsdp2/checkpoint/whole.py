@@ -23,7 +23,7 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
     """Return the shapes and dtypes of a checkpoint's weights and buffers, by their names in the state dict.
 
     Args:
-        path: Complete checkpoint directory, or a file of ``torch.save`` that holds a state dict or a Lightning
+        path: Complete checkpoint directory, or a file that ``torch.save`` wrote, with a state dict or a Lightning
             checkpoint.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
@@ -53,8 +53,7 @@ def read_whole_tensors(
         trust: See :func:`list_tensors`.
 
     Returns:
-        The tensors, whole and in host memory. Those of a file are memory-mapped, so that they are read when they are
-        used.
+        The tensors, whole and in host memory. Tensors of a file are memory-mapped: they are read when they are used.
 
     Raises:
         ValueError: When the data is damaged.
@@ -74,7 +73,7 @@ def read_whole_tensors(
 
 
 def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
-    """Return a checkpoint's descriptions of its Hugging Face models; none if other software saved it."""
+    """Return a checkpoint's descriptions of its Hugging Face models; empty if other software saved the checkpoint."""
     found = get_path(path)
     if found.is_file():
         descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
@@ -84,7 +83,7 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
 
 
 def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
-    """Return the frozen weights that a checkpoint leaves to the files of pretrained models; most leave none."""
+    """Return the frozen weights that a checkpoint leaves out, by pretrained model; most checkpoints leave none out."""
     found = get_path(path)
     if found.is_file():
         checkpoint = read_file(found, with_optimizers=False, trust=trust)

@@ -1,4 +1,4 @@
-"""``lightning-fsdp2``: its commands, and how they are carried out."""
+"""``lightning-fsdp2``: its commands, and how they run."""
 
 import sys
 from typing import Any, cast
@@ -40,7 +40,7 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong; with code 0 at
             the end of a command on checkpoints.
     """
-    # the help of our configs is below their fields; completion shows no help, and reading it would take minutes
+    # our configs' help is the docstrings under their fields; reading them takes minutes, and completion shows none
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
@@ -50,12 +50,12 @@ def main(args: ArgsType = None) -> None:
 class FSDP2CLI(LightningCLI):
     """LightningCLI for any model and data module, both given by ``class_path``.
 
-    The optimizer and the scheduler are options of the model: LightningCLI's own would be made before the strategy
+    The optimizer and the scheduler are options of the model: LightningCLI's own would be created before the strategy
     shards the model, and would then update parameters that are no longer in it.
 
     Args:
         args: Command line arguments; see :func:`main`.
-        run: Whether to run a subcommand; False only makes ``model``, ``datamodule`` and ``trainer``.
+        run: Whether to run a subcommand; False only creates ``model``, ``datamodule`` and ``trainer``.
     """
 
     def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
@@ -78,7 +78,7 @@ class FSDP2CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands, and those of a Trainer that trains nothing."""
+        """Return Lightning's subcommands, and those that train nothing."""
         return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in WITHOUT_RUN}}
 
     def setup_parser(
@@ -98,14 +98,14 @@ class FSDP2CLI(LightningCLI):
             subcommands.add_subcommand(name, parser, help=summary)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Name the strategies in the help, and give the groups of options headings of one line."""
+        """Name the strategies in the help, and give each group of options a heading of one line."""
         super().add_core_arguments_to_parser(parser)
         for name in ("trainer", "model", "data"):
             cast(Any, parser).groups[name].title = f"Options of the {name}"
         get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments. A command on checkpoints is carried out here, and ends the process."""
+        """Parse the arguments. A command on checkpoints runs here, and ends the process."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in WITHOUT_RUN:
@@ -121,12 +121,12 @@ class FSDP2CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Take the model's arguments from the configuration alone, as with checkpoint directories.
 
-        Lightning takes those that a single-file checkpoint holds, and fails if a model names what it saves
-        (``save_hyperparameters("config")``).
+        Lightning would take the arguments that a single-file checkpoint holds, and fails if the model names those that
+        it saves (``save_hyperparameters("config")``).
         """
 
     def before_instantiate_classes(self) -> None:
-        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they could refuse it."""
+        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they can refuse it."""
         strategy = self._get(self.config, "trainer.strategy")
         name = str(getattr(strategy, "class_path", strategy))
         is_ours = name.startswith("lightning_fsdp2.") or name in STRATEGIES
@@ -137,7 +137,7 @@ class FSDP2CLI(LightningCLI):
                 self._parser(self.subcommand).error(f"trainer.{error}", error)
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer. If they refuse an option, end as if the parser had refused it."""
+        """Create model, data and trainer. If they refuse an option, end as if the parser had refused it."""
         try:
             if self.subcommand in WITHOUT_RUN:
                 self._instantiate_without_run()
@@ -149,7 +149,7 @@ class FSDP2CLI(LightningCLI):
             self._parser(self.subcommand).error(str(error), error)
 
     def _instantiate_without_run(self) -> None:
-        """Make model, data and trainer without weights, and without what reads, writes or needs the run's machines."""
+        """Create model, data and trainer without weights, and without files or the run's machines."""
         subcommand = cast(str, self.subcommand)
         config = self.config[subcommand]
         set_world(config, subcommand)
@@ -159,13 +159,13 @@ class FSDP2CLI(LightningCLI):
         cast(CLITrainer, self.trainer).about_run = about_run
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer. Without a run it needs no launcher's environment."""
+        """Create the Trainer. Without a run it needs no launcher's environment."""
         if self.subcommand in WITHOUT_RUN:
             kwargs["plugins"] = [LightningEnvironment()]
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Train or evaluate. A refusal on the way also ends with one line, and a bug with its traceback."""
+        """Train or evaluate. A refusal during the run also ends with one line, a bug with its traceback."""
         try:
             super()._run_subcommand(subcommand)
         except REFUSALS as error:

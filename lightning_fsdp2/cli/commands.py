@@ -1,4 +1,4 @@
-"""Commands of ``lightning-fsdp2`` on checkpoints. Their arguments and their help are those of the functions here."""
+"""Commands of ``lightning-fsdp2`` on checkpoints. Their arguments and help come from the functions here."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def consolidate(
         path: The checkpoint directory.
         output: The file to write; an existing one is replaced once the new one is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether what is read is compared with its checksums.
+        verify: Whether to compare what is read with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     consolidate_checkpoint(
@@ -50,7 +50,7 @@ def export(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
-    """Write the Hugging Face model of a checkpoint, or the LoRA adapter, as a directory for ``from_pretrained``.
+    """Write the Hugging Face model of a checkpoint, or its LoRA adapter, as a directory for ``from_pretrained``.
 
     Args:
         path: A checkpoint directory or a single file.
@@ -58,12 +58,12 @@ def export(
         model: Path of the model in the LightningModule, if it holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model; null for the tokenizer of the run.
         dtype: Dtype of the weights; null keeps that of the checkpoint.
-        max_shard_size: Largest size of a file, in bytes or such as 5GB.
+        max_shard_size: Largest size of a file, in bytes or as text such as 5GB.
         merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
         pretrained: Directory of the model that training began with. Needed if it has moved since, and the checkpoint
-            leaves frozen weights to it.
+            does not hold the frozen weights.
         overwrite: Whether to replace a directory that is not empty, once the new one is complete.
-        verify: Whether what is read is compared with its checksums.
+        verify: Whether to compare what is read with its checksums.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
     """
     from lightning_fsdp2.export.hugging_face import export_hf

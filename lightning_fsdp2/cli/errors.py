@@ -1,4 +1,4 @@
-"""Errors on the command line: one line for what a user can put right, the traceback for a bug."""
+"""Errors on the command line: one line for what a user can fix, the traceback for a bug."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# text around the reason if the class is only called later, such as an optimizer's
+# text around the reason if the class is only called later, as for an optimizer
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )
@@ -29,7 +29,7 @@ def wants_traceback() -> bool:
 
 
 def is_first_of_node() -> bool:
-    """Return whether this process speaks for its node.
+    """Return whether this process reports errors for its node.
 
     Launchers number the processes of a node; without a launcher there is only one.
     """
@@ -37,7 +37,7 @@ def is_first_of_node() -> bool:
 
 
 def has_refusal(error: BaseException) -> bool:
-    """Return whether a user can put right what ``error`` was raised from, jsonargparse's own errors aside.
+    """Return whether ``error``, or the original error that jsonargparse wrapped in it, is one that a user can fix.
 
     jsonargparse turns whatever an ``__init__`` raises into a ValueError. A user's own class may raise a plain
     ValueError.
@@ -51,8 +51,8 @@ def has_refusal(error: BaseException) -> bool:
 def summarize(message: str) -> str:
     """Return the innermost option in a message of jsonargparse, and what is wrong with it.
 
-    jsonargparse tries every member of a union type and indents what each of them said. So the deepest lines are about
-    the member that came closest to the given value.
+    jsonargparse tries every member of a union type and indents the error of each. So the deepest lines are about the
+    member that came closest to the given value.
     """
     if "Does not validate against" not in message:
         return " ".join(message.split())

@@ -24,9 +24,9 @@ _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Write out the short name of a strategy in ``--trainer.strategy NAME``, and mark a class path there as one.
+    """Expand the short name of a strategy in ``--trainer.strategy NAME``, and mark a class path there as one.
 
-    Lightning takes a strategy without options for a name, even if it looks like a class path
+    Lightning treats a strategy without options as a name, even if it looks like a class path
     (https://github.com/Lightning-AI/pytorch-lightning/issues/19682).
 
     Options of commands may be written with hyphens, such as ``--world-size``.
@@ -53,7 +53,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def expand_yaml(content: str, commands: Iterable[str]) -> str:
-    """Write out the short name of a strategy in YAML: in a whole config, or in one with a section per command.
+    """Expand the short name of a strategy in YAML: in a plain config, or in one with a section per command.
 
     Raises:
         ValueError: When ``content`` is not YAML, or has a key twice; the message names the line.
@@ -79,7 +79,7 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
 
 
 def get_hint(message: str, options: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the word that a parser's error calls unknown, or "" if nothing is near.
+    """Return ``; did you mean ...?`` for the word that a parser's error calls unknown, or "" if no word is similar.
 
     Args:
         message: Whole message of the parser.
@@ -88,7 +88,7 @@ def get_hint(message: str, options: Iterable[str]) -> str:
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
-        return ""  # the class cannot be looked into; the message alone says what is wrong
+        return ""  # the class cannot be inspected; the error message has to be enough
     nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
     return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
 
@@ -124,7 +124,7 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Return the unknown word in ``message``, and the known words that it may resemble, each with what to suggest."""
+    """Return the unknown word in ``message``, and the known words that it may resemble, each with its suggestion."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -172,7 +172,7 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Return the names of the modules beside the one that ``name`` would be."""
+    """Return the names of the modules in the package where ``name`` was looked for."""
     parent = name.rpartition(".")[0]
     if not parent:
         return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]

@@ -1,4 +1,4 @@
-"""Parser of the command line, and what it prints for a person who asks for help or made a mistake."""
+"""Parser of the command line, and its output for help and for mistakes."""
 
 import os
 import re
@@ -39,7 +39,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Parser that knows short names, and ends with one line where jsonargparse writes a screenful of what it tried."""
+    """Parser that knows short names, and reports a mistake in one line where jsonargparse prints a screenful."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_repeated_keys()
@@ -73,5 +73,5 @@ class ArgumentParser(LightningArgumentParser):
 
 
 def _get_gpu_arguments() -> list[str]:
-    """Return arguments that make the quickstart use the GPUs, if there are any, and not its two CPU processes."""
+    """Return arguments that make the quickstart use the GPUs, if there are any, instead of two CPU processes."""
     return ["--trainer.accelerator=gpu", "--trainer.devices=auto"] if torch.cuda.is_available() else []

@@ -1,4 +1,4 @@
-"""YAML in which a key that a mapping has twice is an error: PyYAML would silently keep the last one."""
+"""YAML in which a repeated key is an error: PyYAML would silently keep the last one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,14 +8,14 @@ from jsonargparse import get_loader, set_loader
 
 
 class RepeatedKeyError(yaml.constructor.ConstructorError):
-    """Error for a key that a mapping has twice, with the place of the second one."""
+    """Error for a repeated key of a mapping, with the line of the second one."""
 
     def __str__(self) -> str:
         return f"line {self.problem_mark.line + 1}: {self.problem}."
 
 
 def refuse_repeated_keys() -> None:
-    """Let jsonargparse refuse repeated keys in all YAML that it reads, including files within files.
+    """Let jsonargparse refuse repeated keys in all YAML that it reads, including files that other files name.
 
     One call is enough.
     """
@@ -33,7 +33,7 @@ class _Loader:
 
 
 def check_keys(content: str) -> None:
-    """Refuse YAML with a repeated key. Anchors may be used often, and keys that ``<<`` merges may be given again.
+    """Refuse YAML with a repeated key. Anchors may be used often, and keys merged by ``<<`` may be overridden.
 
     Raises:
         RepeatedKeyError: When a key is repeated; the error names the lines of the first and the second.
@@ -52,7 +52,7 @@ def check_keys(content: str) -> None:
 
 
 def _walk(node: yaml.Node | None, seen: set[int]) -> Iterator[yaml.MappingNode]:
-    if node is None or id(node) in seen:  # an anchor may hold itself
+    if node is None or id(node) in seen:  # an anchor may contain itself
         return
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):

@@ -35,7 +35,7 @@ _CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_f
 
 @dataclass(frozen=True)
 class AboutRun:
-    """Description of a run, as its config gives it."""
+    """Description of a run, taken from its config."""
 
     config: str
     """Text of the config's trainer, model and data."""
@@ -45,10 +45,10 @@ class AboutRun:
 
 
 class CLITrainer(Trainer):
-    """Lightning's Trainer, which can also say what it would train."""
+    """Lightning's Trainer, which can also describe and plan what it would train."""
 
     about_run: AboutRun
-    """The config's description of the run, set if this trainer is made to describe or to plan and lacks parts of it."""
+    """The config's description of the run. Set for ``describe`` and ``plan``, whose trainer lacks parts of the run."""
 
     def describe(
         self,
@@ -62,10 +62,10 @@ class CLITrainer(Trainer):
         Args:
             model: Model on the meta device.
             datamodule: Not used.
-            world_size: Number of ranks, also more than this machine has. None for trainer.devices x num_nodes.
+            world_size: Number of ranks, which may be more than this machine has. None for trainer.devices x num_nodes.
             format: Format of the output: tables to read, or JSON with every parameter.
         """
-        # by now the command line has put a number in place of None
+        # the command line has replaced None with a number
         description = describe(self, model, world_size=cast(int, world_size))
         if format == "json":
             sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
@@ -93,30 +93,30 @@ class CLITrainer(Trainer):
         plot: str | None = None,
         processes: int | None = None,
     ) -> None:
-        """Print what a step of the run takes on devices that need not be there.
+        """Print what a step of the run costs on devices that need not exist here.
 
         Args:
             model: Model on the meta device.
-            datamodule: Data of the run. A data module of lightning_fsdp2 is asked for the shapes of its batches; of
-                any other the first batch is read.
+            datamodule: Data of the run. A data module of lightning_fsdp2 knows the shapes of its batches; for others,
+                the first batch is read.
             world_size: Number of devices. None for trainer.devices x num_nodes.
             device: Kind of the devices: a100, h100, h200, b200 or mi300x.
-            memory: Memory of a device in GiB, if it differs from the usual one of this kind.
-            memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from the usual one.
+            memory: Memory of a device in GiB, if it differs from what is usual for this kind.
+            memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from what is usual.
             network_bandwidth: Bandwidth to other nodes in GB per second and device, in one direction.
-            devices_per_node: Number of devices that the fast links join. None for trainer.devices if the config is for
-                as many devices as world_size says, else for 8.
-            product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for what is
-                published.
-            attention_tflops: TFLOP/s that attention reaches forward in bfloat16 with 16,384 keys, heads of 128 and no
-                mask, for the estimate; None for what is published.
-            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold as much.
-            suggest: Whether to plan what would help if the run does not fit.
-            search: YAML file to write the layout with the shortest steps to, for fit to take as a second --config.
-            search_seconds: Seconds after which no other layout is begun.
+            devices_per_node: Number of devices that the fast links connect. None for trainer.devices if the config has
+                as many devices as world_size, else for 8.
+            product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for the published
+                number.
+            attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
+                128 and no mask, for the estimate; None for the published number.
+            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold equally much.
+            suggest: Whether to also plan changes that would help, if the run does not fit.
+            search: YAML file for the layout with the shortest steps, which fit takes as a second --config.
+            search_seconds: Seconds after which no further layout is started.
             cache_dir: Folder that keeps what a search has simulated, for the next search; null keeps nothing.
-            json: File to write all numbers to; - for the output, in place of the tables.
-            plot: File to draw memory and traffic in, .png or .svg.
+            json: File for all numbers; - prints them instead of the tables.
+            plot: File for a plot of memory and traffic, .png or .svg.
             processes: Number of plans that are computed at once; None for as many as there are CPUs.
         """
         target = get_device(
@@ -172,7 +172,7 @@ def _check_file(option: str, path: str | None) -> None:
 
 
 def set_world(config: Namespace, subcommand: str) -> None:
-    """Fill in what the command line leaves out of the world, from the trainer's devices and nodes.
+    """Fill in the world size and the devices per node from the trainer, if the command line leaves them out.
 
     Raises:
         ValueError: When the trainer asks for all devices, and this machine has none of the kind.
@@ -190,7 +190,7 @@ def set_world(config: Namespace, subcommand: str) -> None:
 
 
 def leave_run_out(config: Namespace, subcommand: str) -> AboutRun:
-    """Take weights, everything that reads or writes, and the machines of the run out of ``config``.
+    """Remove weights, everything that reads or writes, and the machines of the run from ``config``.
 
     Returns:
         The config's description of the run.
@@ -230,7 +230,10 @@ def _count_devices(trainer: Namespace) -> int:
 
 
 def _leave_unread(data: Namespace) -> None:
-    """Let a data module of this package be made without its files; its batches have the same shapes."""
+    """Let one of this package's data modules be created without its files.
+
+    Its batches have the same shapes as with them.
+    """
     if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
         elsewhere = {name: None for name in _SOURCES if name in data.init_args}
         data.init_args.update(Namespace(**elsewhere, dataset="unread"))
@@ -238,7 +241,7 @@ def _leave_unread(data: Namespace) -> None:
 
 @contextmanager
 def without_infos() -> Iterator[None]:
-    """Silence what Lightning says about the machine inside the block, since the output is to be read or piped on."""
+    """Silence Lightning's messages about the machine inside the block, since the output is to be read or piped."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Private names of argparse and jsonargparse, which have no public way to look at a parser's options again.
+"""Private names of argparse and jsonargparse, which have no public way to inspect a parser's options.
 
 Tried with Python 3.10 to 3.13 and jsonargparse 4.53.
 """
@@ -14,13 +14,13 @@ def get_subcommands(parser: argparse.ArgumentParser) -> Any:
 
 
 def set_summaries(subcommands: Any, summaries: Mapping[str, str]) -> None:
-    """Set the line of help of each subcommand that there is."""
+    """Set the help line of each existing subcommand."""
     for action in subcommands._choices_actions:
         action.help = summaries[action.dest]
 
 
 def get_option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
-    """Return the option that is written ``name``, such as ``--trainer.strategy``."""
+    """Return the option that is spelled ``name``, such as ``--trainer.strategy``."""
     return parser._option_string_actions[name]
 
 

@@ -14,18 +14,18 @@ from torch import Tensor
 _aten: Any = torch.ops.aten
 
 _ALIGNMENT = 8
-"""Number of elements by which CUDA kernels want head dims and the rows of masks to be divisible."""
+"""Alignment, in elements, that CUDA kernels need for head dims and for the rows of masks."""
 
 _LARGEST_FLASH_HEAD = 256
 
 _NORMALIZER_ALIGNMENT = 32
-"""Number by which CUDA's memory-efficient kernel wants the number of queries in the normalizer to be divisible."""
+"""Alignment that CUDA's memory-efficient kernel needs for the number of queries in the normalizer."""
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and the logarithm of the denominator of its softmax, the *normalizer*.
+    """Return attention and its *normalizer*, the logarithm of the softmax's denominator.
 
     Args:
         query: [batch, heads, queries, dim].
@@ -70,7 +70,7 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys and values for the ``gradient`` of the output.
 
-    Output and normalizer may come from a softmax over more keys. The gradients are then the parts from these keys.
+    Output and normalizer may come from a softmax over more keys. The gradients are then the shares of these keys.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -182,7 +182,7 @@ def has_flash(query: Tensor) -> bool:
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
     """Pad all tensors with zeros to the largest head dim: this changes no score, and only adds columns to the values.
 
-    On accelerators the dim is also rounded up to what the kernels want.
+    On accelerators the dim is also rounded up to the alignment of the kernels.
     """
     alignment = 1 if tensors[0].device.type == "cpu" else _ALIGNMENT
     size = max(tensor.size(-1) for tensor in tensors)

@@ -23,10 +23,10 @@ def end_forward(module: FSDPModule) -> None:
 
     A call of one block gathers the next block ahead of time. A call of one module of a list unit (``lm_head`` without
     the norm) leaves the unit waiting for its other modules. Either would keep weights from before the next optimizer
-    step. ``FSDPModule.reset_iter_state`` (torch 2.13) would do it too, but drops accumulated gradients.
+    step. ``FSDPModule.reset_iter_state`` (torch 2.13) would help too, but drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # torch's own prefetch follows this order, also into an earlier forward; before the first forward there is none
+    # torch's own prefetch follows this order, also into an earlier forward; before the first forward there is no order
     getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
@@ -44,7 +44,8 @@ def ensure_gathered_once(module: FSDPModule) -> None:
     """Gather the weights of ``module`` once if they were never gathered; every rank must call it.
 
     With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter,
-    even in a unit that took no part in forward (an unused head, a dropped layer). It fails if there never was a copy.
+    even in a unit that took no part in forward (an unused head, a dropped layer). The backward fails if there never was
+    a copy.
     """
     if any(
         not hasattr(parameter, "_unsharded_param")
@@ -59,7 +60,7 @@ def ensure_gathered_once(module: FSDPModule) -> None:
 def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Let forwards leave weights gathered inside the block; the settings of the modules are restored at the end.
 
-    ``FSDPModule.set_reshard_after_forward`` sets them, but there is no public way to read them.
+    ``FSDPModule.set_reshard_after_forward`` changes the settings, but there is no public way to read them.
     """
     groups = [group for module in modules for group in _get_param_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]

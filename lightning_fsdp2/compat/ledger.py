@@ -1,8 +1,7 @@
 """The ledger of what a run replaces on Lightning's live objects: where, and why. Tried with lightning 2.6.6.
 
-Lightning has no hook at these places. A method of one object is then hidden by an attribute of the object itself, its
-class stays as it is, and :meth:`Ledger.put_back` takes the attribute away again. What somebody else has put there in
-the meantime stays.
+Lightning has no hook at these places. So an attribute of the object itself hides the method, and the class does not
+change. :meth:`Ledger.put_back` removes the attribute again, unless other code has replaced it in the meantime.
 """
 
 import itertools
@@ -13,24 +12,24 @@ from typing import Any
 _LEDGER_ATTRIBUTE = "_lightning_fsdp2_ledger"
 
 _REPLACED_ATTRIBUTE = "_lightning_fsdp2_replaced"
-"""Name of the list of :class:`_Replaced` on an object. It is copied with the object, unlike a Trainer's ledger."""
+"""Name of an object's list of :class:`_Replaced`. The list is copied with the object, unlike a Trainer's ledger."""
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """An attribute of a live object that has another value for a while."""
+    """An attribute of a live object whose value is replaced temporarily."""
 
     owner: Any
     name: str
     reason: str
-    """Why Lightning's own value does not do; a fragment for "because ..."."""
+    """Reason why Lightning's own value will not do; a fragment for "because ..."."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Replaced:
-    """The value that an attribute has for a while, and the object's own value from before, if it had one."""
+    """The temporary value of an attribute, and the value that the object itself had before, if any."""
 
     name: str
     value: Any
@@ -40,19 +39,19 @@ class _Replaced:
 
 
 class Ledger:
-    """Replaces attributes of live objects, and puts them back."""
+    """Record of the replaced attributes of live objects, to put them back."""
 
     def __init__(self) -> None:
         self.entries: list[Replacement] = []
         self._number = next(_numbers)
 
     def replace(self, owner: Any, name: str, value: Any, *, reason: str) -> None:
-        """Let ``owner`` have ``value`` in place of its attribute ``name``.
+        """Replace the attribute ``name`` of ``owner`` with ``value``.
 
-        What another ledger has left there, after a run that could not end, is put back first.
+        If a run that could not end has left a value of another ledger there, that is put back first.
 
         Raises:
-            RuntimeError: When it has no such attribute, as in another version of Lightning.
+            RuntimeError: If ``owner`` has no attribute of this name, as in another version of Lightning.
         """
         if not hasattr(owner, name):
             raise RuntimeError(
@@ -67,7 +66,7 @@ class Ledger:
         self.entries.append(Replacement(owner, name, reason))
 
     def put_back(self, owner: Any, *names: str) -> None:
-        """Put back the attributes ``names`` of ``owner``, or all of them; those that were not replaced stay."""
+        """Put back the attributes ``names`` of ``owner``, or all of them; attributes that were not replaced stay."""
         replaced = [old for old in _get_replaced(owner) if old.ledger == self._number]
         _put_back(owner, [old for old in replaced if not names or old.name in names])
         self.entries = [
@@ -75,13 +74,13 @@ class Ledger:
         ]
 
     def put_back_all(self) -> None:
-        """Put back what was replaced on all objects."""
+        """Put back the replaced attributes of all objects."""
         for owner in {id(entry.owner): entry.owner for entry in self.entries}.values():
             self.put_back(owner)
 
 
 def get_ledger(trainer: Any) -> Ledger:
-    """Return the ledger of a Trainer, which has one for all its stages."""
+    """Return the ledger of a Trainer; all its stages share one."""
     ledger: Ledger = vars(trainer).setdefault(_LEDGER_ATTRIBUTE, Ledger())
     return ledger
 

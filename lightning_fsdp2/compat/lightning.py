@@ -65,7 +65,7 @@ def has_trainer(module: LightningModule | None) -> bool:
 
 
 def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], bool]) -> None:
-    """Let all ranks validate together if ``val_check_interval`` is a time, for which each rank has its own clock.
+    """Let all ranks validate together if ``val_check_interval`` is a time, which each rank measures by its own clock.
 
     Args:
         trainer: Trainer of a fit.
@@ -128,14 +128,14 @@ def get_logged_step(trainer: Trainer) -> int:
 def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
     """Return how many batches of its first epoch a resumed run counts as done.
 
-    That is known in the first iteration of that epoch only; the result is 0 at other times.
+    The number is known only in the first iteration of that epoch; the result is 0 at other times.
     """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     return int(loop.batch_progress.current.ready) if loop.restarting else 0
 
 
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before`` and ``after`` around each ``next(dataloader)`` of the training.
+    """Call ``before`` and ``after`` around each ``next(dataloader)`` of training.
 
     The Trainer marks the same places for its profiler. The whole time between two batches would also include waiting
     for the device (the broadcast of SIGTERM), logging and checkpoints.
@@ -156,8 +156,8 @@ def ignore_fetches(trainer: Trainer) -> None:
 def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
     """Let ``note`` handle SIGTERM and SLURM's signal in place of Lightning's handlers, which are registered later.
 
-    Lightning's handlers communicate, at whatever place the rank is. Without them, the broadcast of SIGTERM in every
-    micro-batch has nothing to tell. It is left out, because the host waits for the device in it.
+    Lightning's handlers communicate wherever the rank happens to be. Without them, the broadcast of SIGTERM in every
+    micro-batch has nothing to report. It is left out, because it makes the host wait for the device.
 
     Raises:
         RuntimeError: When this version of Lightning lacks one of these methods.
@@ -172,13 +172,13 @@ def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
 def end_by_sigterm(trainer: Trainer) -> None:
     """Let SIGTERM end an evaluation as it ends any process, unless the program handles it. Ignore SLURM's signal.
 
-    Lightning's handlers communicate, at whatever place the rank is, and nothing reads what they leave.
+    Lightning's handlers communicate wherever the rank happens to be, and nothing reads what they leave.
     """
     is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # called after Lightning's
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
-        if isinstance(launcher, SubprocessScriptLauncher):  # nobody else tells the ranks that the launcher has started
+        if isinstance(launcher, SubprocessScriptLauncher):  # nothing else signals the ranks it started
             launcher.kill(signal.Signals(number))
         if not is_handled:
             die_of(number)
@@ -210,11 +210,11 @@ def end_signal_handling(trainer: Trainer) -> None:
 class StepBoundary:
     """The moment between two batches at which a fit can be left and resumed.
 
-    The hooks and metrics of a batch are done at that moment, but nothing that follows them: maybe a validation, an
-    update of ``ReduceLROnPlateau``, or the end of the epoch. A run that resumes from a checkpoint of that moment leaves
-    these out with Lightning alone. From a checkpoint that was saved while ``is_left`` is True, the run goes on with
-    them. Also, all checkpoints of the fit contain the metrics that callbacks and schedulers monitor, which Lightning's
-    do not.
+    At that moment, the hooks and metrics of the batch are done. What follows is not: maybe a validation, an update of
+    ``ReduceLROnPlateau``, or the end of the epoch. With Lightning alone, a run that resumes from a checkpoint of that
+    moment leaves these out. If the checkpoint was saved while ``is_left`` was True, the run continues with them. Also,
+    all checkpoints of the fit contain the metrics that callbacks and schedulers monitor. Lightning's own checkpoints do
+    not.
 
     Args:
         trainer: Trainer of a fit that has not loaded a checkpoint yet.
@@ -235,7 +235,7 @@ class StepBoundary:
             get_ledger(trainer).replace(self._loop, name, getattr(self, f"_{name}"), reason=reason)
 
     def remove(self) -> None:
-        """Give the loop Lightning's own methods back."""
+        """Give Lightning's own methods back to the loop."""
         get_ledger(self._trainer).put_back(self._loop, *self._REPLACED)
 
     def is_end_of_fit(self) -> bool:
@@ -246,7 +246,7 @@ class StepBoundary:
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
-            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # the epoch's, as it has all its batches
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # the epoch's: all its batches are done
         state = type(self._loop).on_save_checkpoint(self._loop)
         # users may put values there that are not metrics
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
@@ -267,7 +267,7 @@ class StepBoundary:
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Return whether a resumed epoch only has to end, without a validation; Lightning would train another batch."""
+        """Return whether a resumed epoch only has to end, without a validation; Lightning would run another batch."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
@@ -310,7 +310,7 @@ def get_slurm_checkpoint_path(trainer: Trainer) -> str:
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Return whether the fit ends with the current epoch, which is ending now, with all its batches or without.
+    """Return whether the fit ends with the epoch that is ending now, complete or cut short.
 
     ``fit_loop.done`` knows that too, but prints a message each time it is read.
     """
@@ -319,7 +319,7 @@ def is_last_epoch(trainer: Trainer) -> bool:
 
 
 def is_epoch_cut_short(trainer: Trainer) -> bool:
-    """Return whether ``max_steps`` or a request to stop has ended the fit before its epoch had all its batches."""
+    """Return whether ``max_steps`` or a request to stop has ended the fit before its epoch was complete."""
     loop = cast(Any, trainer.fit_loop)
     epoch, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     return epoch.started == epoch.processed > 0 and not batches.is_last_batch and _is_told_to_end(trainer)
@@ -331,9 +331,9 @@ def _is_told_to_end(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let a run that resumes from this state go on in the epoch that the state counts as processed.
+    """Let a run that resumes from this state continue the epoch that the state counts as processed.
 
-    If :func:`is_epoch_cut_short`, the run would leave out the rest of the epoch otherwise.
+    Otherwise the run would leave out the rest of an epoch that was cut short; see :func:`is_epoch_cut_short`.
     """
     for count in ("current", "total"):
         progress = fit_loop["epoch_progress"][count]
@@ -341,10 +341,10 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
-    """Correct the counts of epochs in the state of a fit that resumes, and return the number of its current epoch.
+    """Correct the epoch counts in the state of a fit that resumes, and return the number of its current epoch.
 
     If the checkpoint was saved while an epoch ended, a fit with ``max_steps`` ends that epoch again and would count it
-    twice. Samplers that shuffle by epoch would be one epoch ahead.
+    twice. Samplers that shuffle by epoch would then be one epoch ahead.
     """
     _end_last_batch(fit_loop)
     progress = fit_loop["epoch_progress"]["current"]
@@ -358,8 +358,8 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
 def _end_last_batch(fit_loop: dict[str, Any]) -> None:
     """Count the last batch of an epoch as completed if the state was saved in the hooks of that batch.
 
-    Lightning would take the epoch for ended. But its data loaders have come to their end, so the next epoch would have
-    no batch. With the corrected count, the epoch is ended first.
+    Lightning would treat the epoch as ended. But its data loaders are exhausted, so the next epoch would have no batch.
+    With the corrected count, the epoch is ended first.
     """
     epoch, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     batch = batches["current"]
@@ -370,19 +370,19 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Set the epoch of the samplers of ``dataloader``; in a resumed run Lightning does so after it makes iterators."""
+    """Set the epoch of the samplers of ``dataloader``; in a resumed run Lightning makes iterators first."""
     _set_sampler_epoch(dataloader, epoch)
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:
     """Let a fit that resumes after a complete epoch begin the next epoch with its first batch.
 
-    With ``max_steps`` Lightning would begin it at the number of batches that the complete epoch had.
+    With ``max_steps`` Lightning would begin it at the batch number at which the complete epoch ended.
     """
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        cast(Any, _Loop).restarting.fset(loop, False)  # the setter of its own class sets it again
+        cast(Any, _Loop).restarting.fset(loop, False)  # the setter of the loop's own class sets it again
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
@@ -409,8 +409,8 @@ def let_steps_run_alone(trainer: Trainer, batches: int) -> None:
     """Prepare the loop of a fit whose steps are called one by one, without data loaders.
 
     Args:
-        trainer: Of a fit.
-        batches: Number of batches of an epoch.
+        trainer: Trainer of a fit.
+        batches: Number of batches in an epoch.
     """
     loop = cast(Any, trainer).fit_loop
     # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
@@ -429,5 +429,5 @@ def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
 
 
 def log_batch(trainer: Trainer) -> None:
-    """Take over what was logged in a batch that is over."""
+    """Collect the values that were logged in a batch that is over."""
     cast(Any, trainer)._logger_connector.on_batch_end()

@@ -28,27 +28,27 @@ StridedShard: Any = placement_types._StridedShard
 """The placement of packed weights: a shard of each of several parts. transformers uses it for its experts too."""
 
 StorageInfo: Any = filesystem._StorageInfo
-"""The position of a checkpoint's tensor in its file. ``.metadata`` consists of these, on disk since torch 2.1."""
+"""The position of a checkpoint's tensor in its file. ``.metadata`` on disk has consisted of these since torch 2.1."""
 
 StateDictStager: Any = _state_dict_stager.StateDictStager
 """The class that copies state dicts to host memory and keeps that memory for the next copy. On torch 2.11 the public
-``DefaultStager`` around it closes it after each use, so that the next use fails; 2.13 and 2.15 do not."""
+``DefaultStager`` around it closes it after each use, and the next use fails; 2.13 and 2.15 do not close it."""
 
 tree_map_only: Any = _pytree.tree_map_only
-"""The map over leaves of a type in nested containers. Only its module's name is private (torch 2.11 to 2.15)."""
+"""Function that maps leaves of a type in nested containers. Only its module's name is private (torch 2.11 to 2.15)."""
 
 tree_leaves: Any = _pytree.tree_leaves
-"""The list of the leaves of nested containers."""
+"""Function that lists the leaves of nested containers."""
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
-"""The map over all leaves of nested containers, with the keys that lead to each."""
+"""Function that maps all leaves of nested containers, given the keys that lead to each."""
 
 
 TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode
 """The base of modes that see each operation below autograd. Only its module's name is private (torch 2.11 to 2.15)."""
 
 is_traceable_wrapper_subclass_type: Any = _python_dispatch.is_traceable_wrapper_subclass_type
-"""The test of a class for tensor subclasses that consist of other tensors."""
+"""Function that tests whether a class is a tensor subclass that consists of other tensors."""
 
 BatchNormBase: Any = _NormBase
 """The base class of torch's norms with running statistics."""
@@ -58,7 +58,7 @@ flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 
 
 def get_operation(function: Any) -> Any:
-    """Return the operation that calls of a function made by ``torch.library.custom_op`` become."""
+    """Return the operation of a function made by ``torch.library.custom_op``, which its calls dispatch to."""
     return function._opoverload
 
 
@@ -73,7 +73,7 @@ def get_forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether a hook of the user's sees the gradient of ``parameter``."""
+    """Return whether a user's hook sees the gradient of ``parameter``."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -83,7 +83,7 @@ def is_module_compiled(module: nn.Module) -> bool:
 
 
 def get_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's tensor of ``tensor``, itself and no view that autograd knows, as ``to_local`` returns."""
+    """Return this rank's shard of ``tensor`` itself; ``to_local`` would return a view that autograd tracks."""
     return tensor._local_tensor
 
 
@@ -93,17 +93,17 @@ def split_evenly(tensor: Tensor, ranks: int) -> list[Tensor]:
 
 
 def get_storage_id(tensor: Tensor) -> int:
-    """Return a number for the storage of ``tensor`` that no other living storage has; meta tensors have no address."""
+    """Return a number that identifies the storage of ``tensor`` while it lives; meta tensors have no address."""
     return tensor.untyped_storage()._cdata
 
 
 def make_wrapper_subclass(cls: type[Tensor], like: Tensor) -> Any:
-    """Make a tensor without memory of the subclass ``cls``, which looks like another one."""
+    """Make a tensor of subclass ``cls`` without memory, with the shape, strides, dtype and device of ``like``."""
     return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` once the backward that runs now is over."""
+    """Call ``function`` at the end of the current backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -111,7 +111,7 @@ def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) 
     """Let DDP check now, and not in the next forward, whether all gradients were reduced.
 
     Args:
-        wrapper: After a backward that synchronised.
+        wrapper: Wrapper that has just run a backward with synchronisation.
         reduces_all: Whether the wrapper has a static graph and has not reduced the gradients of its first backward.
     """
     reducer: Any = wrapper.reducer
@@ -123,8 +123,8 @@ def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:
     """Wrap ``module`` in DDP, with ``broadcast_buffers`` under the name that this version of torch wants.
 
-    In torch 2.13 and 2.15, ``broadcast_buffers`` warns in favour of ``forward_sync_buffers``. With the new flag, False
-    still shares buffers when the module is wrapped, unless ``init_sync=False`` is given too.
+    In torch 2.13 and 2.15, ``broadcast_buffers`` warns in favour of ``forward_sync_buffers``. If the new flag is
+    False, buffers are still shared when the module is wrapped, unless ``init_sync=False`` is given too.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     options["forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"] = broadcast_buffers
@@ -172,7 +172,7 @@ def is_fsdp_pass_through(node: Any) -> bool:
 def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
     """Return the placements of the DTensor whose local part a node returns; None if it returns something else.
 
-    They are the placements of its gradient if ``to_local`` was given those.
+    If ``to_local`` was given placements of the gradient, these are returned instead.
     """
     if get_optional_function(node) is not _api._ToTorchTensor:
         return None
@@ -200,7 +200,7 @@ def assert_async(condition: Tensor, message: str) -> None:
 def record_memory_history(enabled: bool) -> None:
     """Start or stop recording the last 100 000 allocations on GPUs, with their stacks.
 
-    torch documents it by this private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
+    torch documents it under this private name (https://pytorch.org/docs/stable/torch_cuda_memory.html).
     """
     if enabled:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -226,7 +226,7 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over ``group``; ``torch.compile`` can trace it.
+    """Return the sum of ``tensor`` over ``group``; ``torch.compile`` can trace this.
 
     The functional collectives are not public.
     """
@@ -236,9 +236,9 @@ def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the equally sized tensors of ``group`` along ``dim``. torch 2.13 has renamed the collective.
+    """Concatenate the equally sized tensors of ``group`` along ``dim``. torch 2.13 renamed the collective.
 
-    Along another dim than 0, torch 2.11 reads strides in a way that ``torch.compile`` cannot trace.
+    Along a dim other than 0, torch 2.11 reads strides in a way that ``torch.compile`` cannot trace.
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -248,7 +248,7 @@ def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
 
 
 def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ``group`` and keep this rank's part along ``dim``. torch 2.13 has renamed the collective."""
+    """Sum over ``group`` and keep this rank's part along ``dim``. torch 2.13 renamed the collective."""
     from torch.distributed import _functional_collectives as collectives
 
     scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
@@ -256,14 +256,14 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def all_to_all_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the n-th part of ``tensor`` (along dim 0) to rank n of ``group``, and return what the ranks have sent."""
+    """Send the n-th part of ``tensor`` (along dim 0) to rank n of ``group``, and return the parts received."""
     from torch.distributed import _functional_collectives as collectives
 
     return _wait(collectives.all_to_all_single(tensor.contiguous(), None, None, group))
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    """Wait for the result of a functional collective, only once: a traced collective already waits by itself.
+    """Wait for the result of a functional collective, unless it is traced and already waits by itself.
 
     Inductor's pass for asynchronous tensor parallelism does not look through a second ``wait_tensor``.
     """
@@ -273,7 +273,7 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 def has_symmetric_memory(device_type: str) -> bool:
-    """Return whether ranks on such devices can read each other's memory, which inductor uses to fuse collectives."""
+    """Return whether ranks on these devices can read each other's memory, which inductor uses to fuse collectives."""
     return device_type == "cuda" and dist.is_nccl_available()
 
 
@@ -281,7 +281,7 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     """Let inductor fuse the collectives of ``group``.
 
     Up to torch 2.14, inductor silently skips a group that was not registered, although the function that registers it
-    says that there is no need to call it (pytorch#193027, torchtitan#3869, torchtitan#4045, torchtitan#4634).
+    says that calling it is unnecessary (pytorch#193027, torchtitan#3869, torchtitan#4045, torchtitan#4634).
     """
     if TorchVersion(torch.__version__) >= "2.15":
         return
@@ -295,8 +295,8 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 def get_fusion_options(visit: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
     """Return the options of ``torch.compile`` that fuse collectives with matrix products; there is no public option.
 
-    ``visit`` is given each graph afterwards. Inductor does not put a graph that a plain function has seen into its
-    cache on disk, so a later run compiles the graph and calls ``visit`` again.
+    ``visit`` is then called with each graph. Inductor does not put a graph that a plain function has seen into its disk
+    cache, so a later run compiles the graph and calls ``visit`` again.
     """
     return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": visit}
 
@@ -311,13 +311,13 @@ def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def is_backward_graph(graph: torch.fx.Graph) -> bool:
-    """Return whether ``graph`` is that of a backward: AOTAutograd calls the gradients that it takes ``tangents``."""
+    """Return whether ``graph`` is that of a backward: AOTAutograd names its gradient inputs ``tangents``."""
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
 @contextmanager
 def compile_layers_of_many_kinds() -> Iterator[None]:
-    """Let ``torch.compile`` compile a model's layers of many kinds in the block.
+    """Let ``torch.compile`` compile many kinds of layers of one model in the block.
 
     Dynamo counts the graphs of all modules that were compiled with ``module.compile()`` together, and would give up at
     the eighth. More are needed for first, middle and last layers of several kinds, with gradients and without.
@@ -341,7 +341,7 @@ def get_graph_breaks() -> Counter[str]:
 
 
 def get_stance() -> str:
-    """Return what ``torch.compiler.set_stance`` has set last; there is no public way to read it."""
+    """Return the stance last set by ``torch.compiler.set_stance``; there is no public way to read it."""
     from torch._dynamo import eval_frame
 
     return eval_frame._stance.stance
@@ -398,14 +398,14 @@ def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of ``group``, after which a hang becomes an error.
 
-    ``_unflatten`` takes no timeout for the groups that it makes. This is public since torch 2.15.
+    ``_unflatten`` takes no timeout for the groups that it makes. The function is public since torch 2.15.
     """
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of ``group``, the smallest one of its devices; there is no public way to read it."""
+    """Return the timeout of ``group``, the smallest over its devices; there is no public way to read it."""
     return min(group._get_backend(device).options._timeout for device in group._device_types)
 
 

@@ -21,12 +21,12 @@ DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_ten
 """Errors of operations on fake tensors if the result, or its shape, depends on values."""
 
 with_values: Any = fake_tensor.unset_fake_temporarily
-"""Context in which tensors are real where a plan's are fake, to compute what does not depend on the run."""
+"""Context that suspends a mode of fake tensors, to compute real values that do not depend on the run."""
 
 
 @contextmanager
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Simulate in the block one of ``world_size`` ranks, to see how tensors would be sharded. Collectives do nothing.
+    """Simulate one of ``world_size`` ranks in the block, to see how tensors would be sharded. Collectives do nothing.
 
     Torch's own tests do the same (2.11 to 2.15); there is no public replacement for a process group.
 
@@ -45,16 +45,16 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # nothing is sent, so this would read arbitrary memory; this rank's own objects stand for those of others
+        # nothing is sent, so this would read arbitrary memory; this rank's objects stand in for those of the others
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 all shards: for thousands of ranks, that takes the most time
+        # torch makes the groups of all ranks, and FSDP2 all shards: with thousands of ranks, that is most of the time
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
 
 
 class _Chunks:
-    """The chunks that ``torch.chunk`` makes of a tensor, each made when it is read; empty where it makes fewer."""
+    """The chunks of ``torch.chunk``, each made when it is read. Chunks beyond those that torch makes are empty."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -70,8 +70,8 @@ class _Chunks:
 def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
     """Call ``observe`` after each resize of a storage in the block.
 
-    FSDP2 frees and allocates gathered weights by such resizes. They dispatch no operation; torch's own memory trackers
-    (2.11 to 2.15) replace the method, too.
+    FSDP2 frees and allocates gathered weights by such resizes. They dispatch no operation, and torch's own memory
+    trackers (2.11 to 2.15) replace the method too.
     """
     resize = torch.UntypedStorage.resize_
 

@@ -1,4 +1,4 @@
-"""Everything of transformers that this package uses and that transformers does not promise to keep."""
+"""Everything in transformers that this package uses but that transformers does not promise to keep."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def assume_unpacked_sequences() -> Iterator[None]:
     """Let transformers assume inside the block that no batch has packed sequences.
 
-    Otherwise it looks for position ids that restart, and waits for the device to see the result. It does so in two
+    Otherwise it looks for position ids that restart, and the host waits for the device's answer. It does so in two
     places: for the attention masks of every forward, and in every layer with flash attention at batch size 1.
     """
     from transformers import masking_utils, modeling_flash_attention_utils
@@ -60,12 +60,12 @@ def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_attention(config: Any) -> Any:
-    """Return the name of the attention that modules of ``config`` call."""
+    """Return the name of the attention function that modules with ``config`` call."""
     return config._attn_implementation
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Make modules of ``config`` call the attention of this name; the public setter would check the model for it."""
+    """Make modules with ``config`` call the attention of this name; the public setter would check the model for it."""
     config._attn_implementation_internal = name
 
 
@@ -100,18 +100,18 @@ def set_own_loss(model: Any, loss: Callable[..., Any] | None) -> None:
 
 
 def get_initializer(model: Any) -> Callable[[nn.Module], None]:
-    """Return the function that initialises what a module in ``model`` holds itself."""
+    """Return the function that initialises the tensors that a module in ``model`` holds directly."""
     initialize: Callable[[nn.Module], None] = model._init_weights
     return initialize
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
-    """Build a model without weights of its own; the public ``from_config`` is of the auto classes alone."""
+    """Build a model without loading weights; only the auto classes have a public ``from_config``."""
     return model_class._from_config(config, **options)
 
 
 def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of tensors that the authors of ``model`` keep apart from ``dtype``, by patterns of names."""
+    """Return the dtypes of the tensors that the authors of ``model`` exempt from ``dtype``, by name pattern."""
     exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return exceptions
 

@@ -13,7 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer whose ids 0-255 are the bytes of the UTF-8 text and whose id 256 ends a document.
 
-    It is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) before its first merge, so that any text decodes to
+    It is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) before its first merge, so any text decodes to
     itself. ``<|endoftext|>`` is both the first and the last token of a document, as in GPT-2.
 
     Returns:
@@ -25,7 +25,7 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Words matter for merges only, and without them tokenising is faster.
+    # Splitting into words matters for merges only, and tokenising is faster without it.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)

@@ -26,17 +26,17 @@ class ChatDataModule(SequenceDataModule):
     """Conversations to fine-tune a causal language model on, with the loss on the assistant's answers only.
 
     A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``, and
-    perhaps ``tools``. Or it has a ``prompt`` and a ``completion``, which are texts of the user and the assistant, or
-    lists of messages. The tokenizer's chat template writes them. If the template has ``{% generation %}``, that marks
-    the answers. With any other template, an answer is what follows the template's prompt for it, up to the end of its
-    turn. A template for which that is not exact, because it writes earlier turns differently once more follow, is
-    refused.
+    perhaps ``tools``. Or it has a ``prompt`` and a ``completion``: texts of the user and the assistant, or lists of
+    messages. The tokenizer's chat template turns them into text. If the template has ``{% generation %}``, that marks
+    the answers. With any other template, an answer is the text between the template's generation prompt and the end of
+    the turn. Templates for which this is not exact, because they write earlier turns differently once more turns
+    follow, are refused.
 
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
-    Whole conversations are packed together, and ``position_ids`` restart at each, so that none sees another. This works
-    if the model's attention goes by ``position_ids``, and ``CausalLM`` refuses attention that does not: outside of
-    context parallelism, flash attention does so at ``batch_size=1`` only. Conversations longer than a sequence are cut
-    at their end, and a warning counts them.
+    Whole conversations are packed together, and ``position_ids`` restart at each, so no conversation sees another. This
+    needs attention that respects ``position_ids``; ``CausalLM`` refuses any other. Outside of context parallelism,
+    flash attention respects them at ``batch_size=1`` only. Conversations longer than a sequence are cut at their end,
+    and a warning counts them.
 
     Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs with the
     same data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
@@ -50,8 +50,8 @@ class ChatDataModule(SequenceDataModule):
         subset: Configuration of ``dataset`` to use, if it has several.
         split: Part of ``dataset`` to train on.
         messages_column: Column of a row's messages.
-        prompt_column: Column of the text or messages to answer, in rows without messages.
-        completion_column: Column of the answer, in rows without messages.
+        prompt_column: Column of the prompt (a text or messages), in rows without ``messages_column``.
+        completion_column: Column of the answer, in rows without ``messages_column``.
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download, but needs a ``chat_template``.
         chat_template: File with a Jinja template, or the template itself, to use in place of the tokenizer's own.
@@ -71,16 +71,16 @@ class ChatDataModule(SequenceDataModule):
         test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all of it and keeps its share. A resumed run reads again what it was trained on.
+            store. Every rank reads all of it and keeps its share. A resumed run rereads the data it was trained on.
         shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Number of conversations of a stream that are held to draw the next one from.
+        shuffle_buffer: Size of the buffer that a stream is shuffled with, in conversations.
         seed: Seed of the order and of the choice of conversations for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_conversations: Number of conversations to train on, taken from the beginning. Default: all of them.
         cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: When a path gives no file.
+        FileNotFoundError: When a path matches no file.
         ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
             ``setup``, when the tokenizer has no chat template, or a row is not a conversation with an answer. The
             message names the file and the line. The rows of a stream are checked only when they are read in training.
@@ -152,7 +152,7 @@ class ChatDataModule(SequenceDataModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The Hugging Face tokenizer with the chat template, loaded when it is first asked for."""
+        """The Hugging Face tokenizer with the chat template, loaded on first use."""
         tokenizer = super().tokenizer
         if self._chat_template is not None:
             tokenizer.chat_template = self._chat_template
@@ -183,7 +183,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if rows are not conversations, or have empty answers only, that is the first error to report
+            # if rows are not conversations, or have empty answers only, report that first
             _refuse_empty(self._tokenize(rows), "training")
             raise
 
@@ -223,7 +223,7 @@ class ChatDataModule(SequenceDataModule):
         return select_with_answers(conversations)
 
     def _report(self, conversations: Dataset, sequences: int | None, split: str) -> None:
-        """Log how long the conversations are, once."""
+        """Log the lengths of the conversations, once."""
         if split in self.statistics:
             return
         statistics = measure_lengths(conversations, sequences=sequences, sequence_length=self.sequence_length)
@@ -242,7 +242,7 @@ def _refuse_empty(conversations: Dataset, split: str) -> None:
 
 
 def _read_template(chat_template: str) -> str:
-    """Return the text of a template, which is given as it is or as the path of its file."""
+    """Return the text of a template, which is given as text or as the path of a file."""
     if "{" in chat_template:
         return chat_template
     file = Path(chat_template).expanduser()

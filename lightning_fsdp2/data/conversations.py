@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` finds cached work by the names and arguments of the functions here, not by what they do: rename a function
-# when its result changes.
+# `datasets` caches results by the names and arguments of the functions here, not by their code: rename a function when
+# its result changes.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""
 
 _ANSWERS = "assistant"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
 _CONVERSATIONS_AT_ONCE = 64
 
-# the template has written the special tokens; conversations longer than the model's context are cut afterwards
+# the template has already written the special tokens; conversations longer than the model's context are cut afterwards
 _TOKENS_AS_WRITTEN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -33,7 +33,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that hold a row's conversation: one of messages, or a prompt and a completion."""
+    """Names of the columns that hold a row's conversation: messages, or a prompt and a completion."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -58,13 +58,13 @@ def tokenize_conversations(
     """Write each row's conversation with the chat template, tokenise it, and label its answers.
 
     A template with ``{% generation %}`` marks the answers itself. With any other template, an answer is what the
-    template writes after its prompt for generation (https://huggingface.co/docs/transformers/chat_templating), up to
-    the end of the answer's turn. This requires that the tokens up to there do not change when more follows, which is
-    checked for every answer.
+    template writes after its generation prompt (https://huggingface.co/docs/transformers/chat_templating), up to the
+    end of the answer's turn. This requires that the tokens up to that point do not change when more messages follow,
+    which is checked for every answer.
 
     Args:
         rows: Rows with ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
-        tokenizer: Tokenizer, which adds no special tokens here. The template writes all of them.
+        tokenizer: Tokenizer. It adds no special tokens here, since the template writes all of them.
         chat_template: Template in Jinja, as transformers takes it.
         columns: Names of the columns that hold the conversations.
         sequence_length: Largest number of tokens of a conversation. Longer ones are cut at their end.
@@ -72,8 +72,7 @@ def tokenize_conversations(
     Returns:
         Rows of ``input_ids`` and ``labels`` (-100 except for answers), lists of at most ``sequence_length`` integers;
         the ``length`` of the whole conversation in tokens; ``answer_tokens``, the number of labels that are left; and
-        ``is_empty``, whether all answers of the conversation are empty, so that only the end of a turn is learned from
-        it.
+        ``is_empty``, whether all answers of the conversation are empty, so that it teaches only the end of a turn.
 
     Raises:
         ValueError: When a row is not a conversation with an answer, or the template cannot write it, or its answers
@@ -187,7 +186,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
-    # in a table, every message has every key
+    # in a table, every message has every key, None if unused
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
@@ -197,13 +196,13 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    """Return whether a message is an answer with a text, a thought or a call."""
+    """Return whether a message is an answer with text, reasoning or a tool call."""
     values = [value for key, value in message.items() if key not in ("role", "name")]
     return message["role"] == _ANSWERS and any(v.strip() if isinstance(v, str) else v for v in values)
 
 
 def _get_text(part: Any, where: str) -> str:
-    """Return the text of one part of a message. Messages for several modalities have parts."""
+    """Return the text of one part of a message. Multimodal messages have parts."""
     if not isinstance(part, dict) or "type" not in part:
         raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
     if part["type"] != "text" or not isinstance(part.get("text"), str):
@@ -228,8 +227,8 @@ def _label_generations(
     """Label the tokens of the characters between ``{% generation %}`` and ``{% endgeneration %}``.
 
     ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same. But if a
-    character has several tokens, it leaves out the last ones, and if no token has an answer's last character, it labels
-    all the rest.
+    character has several tokens, it leaves out the last of these tokens. If no token has an answer's last character, it
+    labels the whole rest of the conversation.
     """
     written = [_write_with_spans(conversation, tokenizer, chat_template) for conversation in conversations]
     encoded = tokenizer([text for text, _ in written], **_TOKENS_AS_WRITTEN, return_offsets_mapping=True)
@@ -247,7 +246,7 @@ def _write_with_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-    rendered: Any  # annotated as a string
+    rendered: Any  # transformers annotates it as a string
     try:
         rendered = render_jinja_template(
             [conversation.messages],
@@ -290,7 +289,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return the texts up to the beginning and up to the end of each answer, in turn, and then the whole text."""
+    """Return, for each answer, the text up to its beginning and the text up to its end, and then the whole text."""
     from jinja2 import TemplateError
 
     messages = conversation.messages

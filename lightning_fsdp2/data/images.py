@@ -1,4 +1,4 @@
-"""Images for models that take them, when not every batch has one."""
+"""Dummy images for models that take images, for batches without one."""
 
 from collections.abc import Mapping
 
@@ -11,9 +11,9 @@ from lightning_fsdp2.labels import IGNORE_INDEX
 def add_dummy_image(
     batch: Mapping[str, Tensor], dummy: Mapping[str, Tensor], pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Add an image that changes nothing to a batch without images, so that all ranks run the image tower.
+    """Add a dummy image, which changes nothing, to a batch without images, so that all ranks run the image tower.
 
-    The image's placeholders come after the text of the first sequence, where no causal token sees them, and have no
+    The image's placeholders come after the text of the first sequence, where causal attention hides them, and have no
     labels. Use it at the end of a collator::
 
         dummy = dict(processor(images=[Image.new("RGB", (56, 56))], text=[processor.image_token], return_tensors="pt"))
@@ -44,7 +44,7 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # outputs of the processor for each token that a batch of text alone lacks; without a mask all tokens count
+    # per-token outputs of the processor that a text-only batch lacks; without a mask, all tokens count
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

@@ -35,10 +35,10 @@ class LengthStatistics:
     """Number of conversations whose answers are all empty."""
 
     sequences: int | None
-    """Number of sequences that the conversations are packed into; None if each is a sequence by itself."""
+    """Number of sequences that the conversations are packed into; None if each conversation is its own sequence."""
 
     fill: float
-    """Part of the sequences' tokens that is not padding."""
+    """Fraction of the sequences' tokens that is not padding."""
 
     def describe(self, split: str, sequence_length: int) -> str:
         """Return a line for the log."""
@@ -70,7 +70,7 @@ def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_l
 
     Args:
         conversations: Dataset with the columns ``length``, ``answer_tokens`` and ``is_empty``.
-        sequences: Number of sequences that the conversations are packed into; None if each is a sequence by itself.
+        sequences: Number of sequences that the conversations are packed into; None if each is its own sequence.
         sequence_length: Tokens per sequence.
     """
     columns = conversations.select_columns(["length", "answer_tokens", "is_empty"]).with_format("numpy")[:]

@@ -23,14 +23,14 @@ _ROWS_AT_ONCE = 16
 
 # Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
-# second epoch goes on in the order of the first one, a run resumed after the last batch of an epoch leaves out the next
+# second epoch continues in the order of the first epoch, a run resumed after the last batch of an epoch skips the next
 # epoch, and a run resumed with another `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """A ``DistributedSampler`` of torch that can leave out samples at the start of an epoch.
+    """A torch ``DistributedSampler`` that can skip samples at the start of an epoch.
 
-    Of n ranks, rank r takes the samples r, r + n, r + 2n, … of the epoch's order. So a training step takes the same
+    With n ranks, rank r takes the samples r, r + n, r + 2n, … of the epoch's order. So a training step takes the same
     samples on any number of ranks, as long as the batches of all ranks together have the same size. Because this is a
     ``DistributedSampler``, ``Trainer(use_distributed_sampler=True)`` leaves it in place.
 
@@ -41,12 +41,12 @@ class ResumableSampler(DistributedSampler[int]):
         shuffle: Whether each epoch has a different order.
         seed: Seed of the orders.
         drop_last: Whether to leave out the last samples, rather than repeat some, to give all ranks the same number.
-        multiple_of: Size of the groups that an epoch consists of, counted in samples of all ranks; a multiple of
-            ``num_replicas``. The last samples of the order, which do not fill a group, are left out.
+        multiple_of: Number of samples in a group, over all ranks; a multiple of ``num_replicas``. An epoch consists of
+            whole groups. The last samples of the order, which do not fill a group, are left out.
     """
 
     start = 0
-    """Number of this rank's samples that the next iteration leaves out."""
+    """Number of this rank's samples that the next iteration skips."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class ResumableSampler(DistributedSampler[int]):
 
 
 class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
-    """One rank's share of a stream of sequences, which are read and made while training goes on.
+    """One rank's share of a stream of sequences, which are read and made during training.
 
-    Every rank makes the whole stream. Of n ranks, rank r takes the sequences r, r + n, r + 2n, … of it. So, as with a
+    Every rank makes the whole stream. With n ranks, rank r takes the sequences r, r + n, r + 2n, … of it. So, as with a
     :class:`ResumableSampler`, a step takes the same sequences on any number of ranks. The last sequences, which do not
     fill a round, are left out.
 
@@ -84,7 +84,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     epoch = 0
     start = 0
-    """Number of this rank's sequences that the next iteration makes but leaves out."""
+    """Number of this rank's sequences that the next iteration makes but skips."""
 
     def __init__(
         self,
@@ -122,25 +122,25 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     """A ``DataLoader`` over a :class:`ResumableSampler` that saves and restores its position.
 
     The position is an epoch and the number of its samples that all ranks together have received. It is the same on
-    every rank, does not count what worker processes have fetched ahead, and can be restored with another
+    every rank and does not count samples that worker processes have prefetched. It can be restored with another
     ``num_workers``, ``batch_size`` or number of ranks.
     """
 
     has_global_position = True
-    """Whether the position is one in the whole data set. Without this flag the strategies take it for one rank's."""
+    """Whether the position is that of all ranks together. Without this flag, the strategies treat it as one rank's."""
 
-    # Lightning makes loaders again from the arguments of DataLoader, so there is no __init__ to set these in.
+    # Lightning recreates loaders from the arguments of DataLoader, so these are not set in an __init__.
     _epoch = 0
     _samples = 0
     _is_restored = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # A generator: nothing below runs before the first batch is asked for, and by then the epoch is set.
+        # This is a generator: nothing below runs before the first batch is requested, when the epoch is already set.
         sampler = self.sampler
-        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own in place
+        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) replaces the sampler
             yield from super().__iter__()
             return
-        # A position counts in its own epoch only: one after an epoch's last batch is where the next epoch starts.
+        # A position is valid in its own epoch only. After an epoch's last batch, the next epoch starts at sample 0.
         if not (self._is_restored and self._epoch == sampler.epoch):
             self._epoch, self._samples = sampler.epoch, 0
         self._is_restored = False
@@ -150,7 +150,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return a restored position in batches of this loader's size, whatever size they had; None without one."""
+        """Return the restored position in batches of this loader's current size; None if no position was restored."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -160,7 +160,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position of :meth:`state_dict`. The next iteration goes on there if the sampler is at its epoch."""
+        """Restore a position of :meth:`state_dict`. The next iteration continues there if it is in that epoch."""
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):
@@ -177,10 +177,10 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     has_global_position = True
 
     allows_for_read_ahead = True
-    """Whether the position allows for the batch that is read ahead. Without this flag the strategies allow for it."""
+    """Whether the position already allows for the batch read ahead. Without this flag, the strategies allow for it."""
 
-    # Each is an epoch and a number of samples. Lightning tells the epoch to samplers only, so it is counted here, from
-    # the stream's on.
+    # A position is an epoch and a number of samples. Lightning sets the epoch on samplers only, so it is counted here,
+    # starting at the stream's epoch.
     _start: tuple[int, int] | None = None
     _position: tuple[int, int] | None = None
     _restored_samples: int | None = None
@@ -191,20 +191,20 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
-            if number == 1:  # before this, nothing was trained on, and Lightning may begin again
+            if number == 1:  # until the second batch, nothing was trained on, and Lightning may start over
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
         if samples == 0:
-            # without an error, Lightning would begin one epoch after the other
+            # without an error, Lightning would start epoch after epoch
             raise ValueError(
                 "The stream gives no batch for every rank: it is empty, or has fewer sequences than one step."
             )
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return a restored position in batches of this loader's size, whatever size they had; None without one."""
+        """Return the restored position in batches of this loader's current size; None if no position was restored."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
@@ -213,21 +213,21 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         return cast(SequenceStream, self.dataset)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the batch that is trained on."""
+        """Return the position after the last batch that was trained on."""
         epoch, samples = self._position or (self._get_stream().epoch, 0)
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position of :meth:`state_dict`. The next iteration makes the stream up to there, but skips it."""
+        """Restore a position of :meth:`state_dict`. The next iteration makes the stream up to there, and skips it."""
         self._start = self._position = state_dict["epoch"], state_dict["samples"]
         self._restored_samples = state_dict["samples"]
 
 
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
-    """Add sequences without labels until ``num_replicas`` divides their number, so that nothing is evaluated twice.
+    """Add sequences without labels up to a multiple of ``num_replicas``, so that nothing is evaluated twice.
 
-    The added sequences come first, each on another rank. There they share a batch with a sequence of the data set,
-    unless the batch has only one sequence. This matters since many losses are NaN for a batch without a label.
+    The added sequences come first, each on a different rank. There each shares a batch with a sequence of the data set,
+    unless batches have only one sequence. This matters since many losses are NaN for a batch without a label.
     """
     missing = -len(dataset) % num_replicas  # type: ignore[arg-type]
     if not missing:
@@ -243,9 +243,9 @@ def collate_sequences(
     """Stack sequences into a batch for a Hugging Face causal model, which shifts the labels itself.
 
     Args:
-        sequences: Sequences with ``input_ids``, perhaps ``labels`` (without them, the labels are the ``input_ids``),
-            and perhaps ``position_ids`` that restart at each document. They are tensors of shape [sequence_length].
-            Shorter ones are padded at their end, without labels. Causal attention needs no mask there.
+        sequences: Sequences with ``input_ids``, optional ``labels`` (default: the ``input_ids``), and optional
+            ``position_ids`` that restart at each document. They are tensors of shape [sequence_length]. Shorter
+            sequences are padded at their end, without labels. Causal attention needs no mask for the padding.
         pad_to_multiple_of: Multiple to pad the length of all sequences to.
         pad_token_id: Token to pad with.
 
@@ -255,7 +255,7 @@ def collate_sequences(
     """
     longest = max(len(sequence["input_ids"]) for sequence in sequences)
     length = longest + -longest % (pad_to_multiple_of or 1)
-    # position 0 throughout: each token of padding is a document by itself
+    # position 0 throughout: each token of padding is its own document
     padding = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0}
     complete = [{**sequence, "labels": sequence.get("labels", sequence["input_ids"])} for sequence in sequences]
     batch = {

@@ -42,8 +42,8 @@ class SequenceDataModule(LightningDataModule, ABC):
     """Token sequences for a causal language model, as resumable batches for each data parallel rank.
 
     Subclasses read and tokenise. That happens in ``prepare_data`` of one process per node. All other processes, and
-    later runs, find the result in the cache of the ``datasets`` library. If that fails, it fails on every rank, so no
-    rank waits for another.
+    later runs, find the result in the cache of the ``datasets`` library. If this fails on one rank, every rank raises
+    an error, so no rank waits for another.
 
     Args:
         path: Files, directories or globs to train on.
@@ -64,13 +64,13 @@ class SequenceDataModule(LightningDataModule, ABC):
         test_split: Part of ``dataset`` to test on.
         streaming: Whether to read, tokenise and pack the training data while training.
         shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Number of rows of a stream that are held to draw the next one from.
+        shuffle_buffer: Size of the buffer that a stream is shuffled with, in rows.
         seed: Seed of the order.
         num_workers: Number of processes per rank that load batches.
         cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: When a path gives no file.
+        FileNotFoundError: When a path matches no file.
         ValueError: When options contradict each other, or a number is out of its range; in ``setup``, when no
             accumulation gives the ``global_batch_size``.
     """
@@ -159,7 +159,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The Hugging Face tokenizer, loaded when it is first asked for."""
+        """The Hugging Face tokenizer, loaded on first use."""
         if self._tokenizer_name is None:
             return build_byte_tokenizer()
         from transformers import AutoTokenizer
@@ -176,8 +176,8 @@ class SequenceDataModule(LightningDataModule, ABC):
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # The first call undoes the truncation that the tokenizer was saved with. The cache goes by the tokenizer's
-        # state, which must not depend on whether this process has used it.
+        # The first call undoes the truncation that the tokenizer was saved with. The cache key contains the tokenizer's
+        # state, which must not depend on whether this process has used the tokenizer.
         tokenizer("", verbose=False)
         return tokenizer
 
@@ -196,14 +196,14 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # the other ranks wait for this one in `setup`, where all are told
+            self._failure = error  # the other ranks wait for this one in `setup`, where all ranks raise
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
-        """Let the other nodes that share the cache wait for the first one, and find what it has written.
+        """Make the nodes that share the cache wait for the first one, and use the files that it has written.
 
-        Each node could write by itself, since files are complete or absent. But the last one to finish would replace
-        files that the others have mapped into memory, and on NFS they would lose them.
+        All nodes could write at once, since files are either complete or absent. But the last node to finish would
+        replace files that the other nodes have memory-mapped, and on NFS the other nodes would lose these files.
         """
         from datasets import config
         from filelock import FileLock
@@ -215,7 +215,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             yield
 
     def setup(self, stage: str) -> None:
-        """Take the packed sequences from the cache, in each process."""
+        """Load the packed sequences from the cache, in each process."""
         self._raise_together(self._failure)
         if stage == "fit" and self.global_batch_size is not None:
             self._set_accumulation(self.global_batch_size)
@@ -240,7 +240,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self.trainer is not None and dist.is_initialized() and dist.get_world_size() > 1
 
     def _raise_together(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, or that of another one, on every rank."""
+        """Raise an error on every rank if any rank failed: the rank's own failure, or another rank's."""
         if self.trainer is None or not self._has_other_ranks():
             if failure is not None:
                 raise failure
@@ -258,7 +258,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Return how many micro-batches make ``global_batch_size`` sequences on ``num_replicas`` data parallel ranks.
 
         Raises:
-            ValueError: When their number is not whole. The message names sizes that work.
+            ValueError: When the number of micro-batches is not whole. The message names sizes that work.
         """
         if self.global_batch_size is None:
             return 1
@@ -276,10 +276,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         return collate_sequences([sequence] * self.batch_size, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _set_accumulation(self, global_batch_size: int) -> None:
-        """Let the Trainer accumulate as many micro-batches as make ``global_batch_size`` sequences.
+        """Set the Trainer's accumulation to the micro-batches that make ``global_batch_size`` sequences.
 
         ``setup`` is the first hook in which the strategy knows its data parallel ranks. It is also the last one before
-        optimizers and schedulers are made, which may ask for ``trainer.estimated_stepping_batches``.
+        optimizers and schedulers are made, which may use ``trainer.estimated_stepping_batches``.
         """
         num_replicas, _ = self._get_replicas_and_rank()
         accumulation = self.get_accumulation(num_replicas)
@@ -335,13 +335,13 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(self.train_dataset, sampler)
 
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
-        """Return the rank's batches of the validation sequences, equally many on each rank; none without validation."""
+        """Return this rank's validation batches, the same number on each rank; an empty list without validation."""
         if self.validation_dataset is None:
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 
     def test_dataloader(self) -> ResumableDataLoader:
-        """Return this rank's batches of the test sequences, equally many on each rank."""
+        """Return this rank's batches of the test sequences, the same number on each rank."""
         return self._build_evaluation_dataloader(self._get_test_dataset())
 
     def predict_dataloader(self) -> ResumableDataLoader:
@@ -362,7 +362,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks that get different batches, and this rank's number among them."""
-        # Every strategy with several processes says so here, including those with model parallel ranks.
+        # Every strategy with several processes sets this, including those with model parallel ranks.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0
@@ -430,7 +430,7 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
 
 
 def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split documents into training and validation ones. Raise a ValueError if one side is empty."""
+    """Split documents into a training and a validation set. Raise a ValueError if one of them is empty."""
     train, validation = split_documents(documents, fraction=fraction, seed=seed)
     if not len(train) or not len(validation):
         raise ValueError(
@@ -442,7 +442,7 @@ def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dat
 
 
 def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_replicas: int) -> str:
-    """Write an error message with the nearest sizes that make whole micro-batches."""
+    """Return an error message with the nearest sizes that give a whole number of micro-batches."""
     micro = batch_size * num_replicas
     below = global_batch_size // micro * micro
     sizes = [f"global_batch_size={size}" for size in (below, below + micro) if size]
@@ -459,7 +459,7 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
 
 @contextmanager
 def _progress_bars_on_rank_zero() -> Iterator[None]:
-    """Hide progress bars in the block, except on global rank zero: each node's first process would show them."""
+    """Hide progress bars in the block, except on global rank zero. Otherwise, every node would show them."""
     import datasets
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]

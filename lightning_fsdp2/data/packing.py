@@ -1,4 +1,4 @@
-"""Split documents, and pack their tokens into sequences of one length."""
+"""Split documents, and pack their tokens into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` finds cached work by the names and arguments of the functions here, not by what they do: rename a function
-# when its result changes.
+# `datasets` caches results by the names and arguments of the functions here, not by their code: rename a function when
+# its result changes.
 
-# While a token is made, it takes much more memory, as Python and Rust objects, than in the cache.
+# During tokenising, a token takes much more memory, as Python and Rust objects, than in the cache.
 _DOCUMENTS_AT_ONCE = 64
 
-# Among so many conversations, few are left without others that fill up their sequence.
+# With this many conversations, there are few sequences that no other conversation fills up.
 _CONVERSATIONS_AT_ONCE = 1024
 
 
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split documents into training and validation ones, by a hash of their content.
+    """Split documents into a training and a validation set, by a hash of their content.
 
-    Equal documents are on the same side. A document stays on its side when others come or go, unless a side would be
-    empty: then one of the documents moves there. A lone document is cut, and its end is the validation document.
+    Equal documents are on the same side. A document stays on its side when others are added or removed, unless a
+    side would be empty: then one of the documents moves there. A lone document is cut, and its end is the validation
+    document.
 
     Args:
         documents: Any dataset with a column ``text``.
-        fraction: Part of the documents to expect on the validation side, in [0, 1].
+        fraction: Expected fraction of documents on the validation side, in [0, 1].
         seed: Seed of the split. Another seed gives another split.
     """
     if len(documents) == 1:
@@ -92,16 +93,16 @@ def pack_documents(
 ) -> Dataset:
     """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
 
-    The tail of the stream that does not fill a sequence is dropped. That is less than one sequence of the whole corpus,
-    while padding it would need a pad token and a batch in which one sequence weighs less than the others.
+    The tail of the stream that does not fill a sequence is dropped. It is less than one sequence of the whole corpus.
+    Padding it would need a pad token, and one sequence would weigh less than the others in its batch.
 
     Args:
         documents: Any dataset with a column ``text``.
-        tokenizer: Tokenizer with an ``eos_token``. What it adds to a text by itself, such as a first token, stays.
+        tokenizer: Tokenizer with an ``eos_token``. Tokens that it adds to each text, such as a first token, are kept.
         sequence_length: Tokens per sequence.
         with_position_ids: Whether to add ``position_ids``, which show where documents begin.
-        split: Name of the documents in an error.
-        remedy: Advice in the error.
+        split: Name of the documents in the error message.
+        remedy: Advice in the error message.
 
     Returns:
         A dataset with rows of ``{"input_ids": int64 tensor of shape [sequence_length]}`` and, if asked for,
@@ -130,7 +131,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Sequences from the documents of a stream, made as by :func:`pack_documents`, again in each pass.
+    """Sequences from a stream of documents, packed as by :func:`pack_documents`, again in each pass.
 
     Args:
         documents: Stream with the column ``text``.
@@ -217,10 +218,10 @@ class _Packer:
 def pack_conversations(
     conversations: Dataset | IterableDataset, *, sequence_length: int, pad_token_id: int
 ) -> Dataset | IterableDataset:
-    """Pack whole conversations into sequences, and pad each sequence to its length.
+    """Pack whole conversations into sequences, and pad each sequence to ``sequence_length``.
 
-    Of every thousand conversations, the longest come first, each into the sequence that it fills best (best fit
-    decreasing; Johnson 1973). None is cut: the part after the cut would have lost the question.
+    In every thousand conversations, the longest are placed first, each in the sequence that it fills best (best fit
+    decreasing; Johnson 1973). No conversation is cut, since the part after the cut would lack the question.
 
     Args:
         conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``. Those without an answer are left out.
@@ -246,7 +247,7 @@ def pack_conversations(
 
 
 def select_with_answers(conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Return the ``input_ids`` and ``labels`` of conversations that have an answer, each a sequence by itself."""
+    """Return the ``input_ids`` and ``labels`` of conversations that have an answer, each as its own sequence."""
     bar = get_bar_options(conversations, "Leaving out conversations without an answer")
     return conversations.filter(bool, input_columns="answer_tokens", **bar).select_columns(["input_ids", "labels"])
 

@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 def find_files(
     path: str | Sequence[str], suffixes: Iterable[str] = DEFAULT_SUFFIXES, *, option: str = "path"
 ) -> list[str]:
-    """Find the files that ``path`` means: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
+    """Find the files that ``path`` refers to: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
 
     Args:
         path: Path or paths to look for. A directory gives its files with one of the ``suffixes``, at any depth, except
-            hidden ones. Files and globs give what they name, whatever its suffix.
+            hidden ones. Files and globs may have any suffix.
         suffixes: Endings of file names, with their dot.
-        option: Name of ``path`` in an error.
+        option: Name of ``path`` in error messages.
 
     Returns:
         Absolute paths, each once, in the order of ``path``'s members and sorted within each member.
 
     Raises:
-        FileNotFoundError: When a member of ``path`` gives no file.
+        FileNotFoundError: When a member of ``path`` matches no file.
     """
     members = [path] if isinstance(path, str | os.PathLike) else path
     files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes), option)]
@@ -83,7 +83,7 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files of a directory, sorted. Files and folders with a name to be left out are skipped."""
+    """List the files of a directory, sorted. Files and folders are skipped if ``leave_out`` is true for their name."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
@@ -93,7 +93,7 @@ def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[st
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """A split of a dataset of the Hugging Face Hub or of a local directory."""
+    """A split of a dataset from the Hugging Face Hub or a local directory."""
 
     name: str
     """Name that ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
@@ -116,7 +116,7 @@ def find_source(
 
     Raises:
         ValueError: When both or neither of ``path`` and ``dataset`` are given.
-        FileNotFoundError: When ``path`` gives no file.
+        FileNotFoundError: When ``path`` matches no file.
     """
     if bool(path) == bool(dataset):
         raise ValueError(
@@ -132,8 +132,8 @@ def find_optional_source(
     """Return the source to validate or to test on, if any: files, or another split of the dataset to train on.
 
     Raises:
-        ValueError: When both are given, or a split is given but ``train`` is not a dataset.
-        FileNotFoundError: When ``path`` gives no file.
+        ValueError: When both ``path`` and ``split`` are given, or a split is given but ``train`` is not a dataset.
+        FileNotFoundError: When ``path`` matches no file.
     """
     if path and split:
         raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
@@ -158,11 +158,11 @@ def load_documents(
     Args:
         source: Files, as from :func:`find_files`, or a dataset.
         text_column: Column of datasets, JSON and Parquet files that holds the documents.
-        streaming: Whether to read documents when they are asked for, each time.
+        streaming: Whether to read documents on demand, again in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the one column ``text``. Text files come first, then JSON, then Parquet.
+        A dataset with the single column ``text``. Text files come first, then JSON, then Parquet.
 
     Raises:
         ValueError: When ``text_column`` is not a column of strings, the dataset or split does not exist, or no document
@@ -232,8 +232,8 @@ def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | It
 
 
 def _is_utf8(text: str) -> bool:
-    # The reader has put U+FFFD in place of what it could not decode. UTF-8 text hardly ever holds one, unless it went
-    # through such a reader before and is broken, too.
+    # The reader puts U+FFFD in place of bytes that it cannot decode. Valid UTF-8 text hardly ever holds U+FFFD, unless
+    # an earlier decoding has already broken it.
     return "\ufffd" not in text
 
 
@@ -255,7 +255,7 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
             "set text_column to the one that holds the documents."
         )
     documents = rows.select_columns(text_column)
-    feature = documents.features and documents.features[text_column]  # a stream may not know it
+    feature = documents.features and documents.features[text_column]  # a stream may not know its features
     if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
         raise ValueError(
             f"text_column={text_column!r} of {name!r} holds {feature}, not strings; "
@@ -267,20 +267,20 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
 
 
 def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
-    return rows.column_names or list(next(iter(rows), {}))  # a stream may not know them
+    return rows.column_names or list(next(iter(rows), {}))  # a stream may not know its columns
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
-    """Read rows of any form, each as JSON: unlike those of a table, their columns may differ from row to row.
+    """Read rows of any form, each as JSON. Unlike in a table, the columns may differ from row to row.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file holds a table, and a ``.json`` file
             that begins with a bracket holds a list of objects. Any other file holds one object per line.
-        streaming: Whether to read rows when they are asked for, each time.
+        streaming: Whether to read rows on demand, again in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the string columns ``location``, which names a row in an error, and ``text``, an object in JSON.
+        A dataset with the string columns ``location``, which names the row in errors, and ``text``, the row as JSON.
 
     Raises:
         ValueError: When a line is not UTF-8, a file is damaged, all files are empty, or there is no such dataset or
@@ -299,7 +299,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         raise ValueError(f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name others.")
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
-    # `datasets` finds what it has read before by the arguments of the generator
+    # `datasets` caches rows by the arguments of the generator
     files = [(file, _hash_file(file)) for file in source]
     try:
         return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})

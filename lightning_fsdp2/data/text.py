@@ -24,7 +24,7 @@ class TextDataModule(SequenceDataModule):
     Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs, find the
     result in the cache of the ``datasets`` library. A resumed run continues at the next sample. If the number of
     sequences to validate or test on is not a multiple of the number of ranks, some ranks begin with a sequence without
-    labels (-100), so that each token counts once. ``CausalLM`` takes batches that consist of such sequences only, while
+    labels (-100), so that each token counts once. ``CausalLM`` accepts batches without any label, while
     ``model(**batch).loss`` is NaN for them.
 
     Args:
@@ -44,30 +44,29 @@ class TextDataModule(SequenceDataModule):
             without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
         separate_documents: Whether to keep tokens from seeing, or being predicted from, other documents of their
             sequence. Batches then have ``position_ids`` that restart at each document, and the first tokens of
-            documents have no label. This works if the model's attention goes by ``position_ids``, and ``CausalLM``
-            refuses attention that does not: outside of context parallelism, flash attention does so at ``batch_size=1``
-            only.
+            documents have no label. This needs attention that respects ``position_ids``; ``CausalLM`` refuses any
+            other. Outside of context parallelism, flash attention respects them at ``batch_size=1`` only.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
             data parallel ranks. Sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with another
             number of ranks. The last sequences of an epoch, which do not fill a step, are left out.
-        validation_fraction: Part of the documents to validate on, chosen by their content; the end of a lone document.
+        validation_fraction: Part of the documents to validate on, chosen by their content; of a lone document, its end.
             Default: 0.05, or 0 if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
         validation_path: Documents to validate on, like ``path``.
         validation_split: Part of ``dataset`` to validate on.
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all of it and keeps its share. A resumed run reads again what it was trained on.
+            store. Every rank reads all of it and keeps its share. A resumed run rereads the data it was trained on.
         shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Number of documents of a stream that are held to draw the next one from.
+        shuffle_buffer: Size of the buffer that a stream is shuffled with, in documents.
         seed: Seed of the order and of the choice of documents for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_documents: Number of documents to train on, taken from the beginning. Default: all of them.
         cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: When a path gives no file.
+        FileNotFoundError: When a path matches no file.
         ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
             ``setup``, when the text fills no batch, or the dataset, split or column does not exist.
     """

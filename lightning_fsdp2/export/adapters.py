@@ -1,4 +1,4 @@
-"""Export of LoRA: as a directory of peft, or merged into the model, layer by layer, with peft's own arithmetic."""
+"""Export of LoRA adapters: in peft's format, or merged into the model layer by layer, with peft's own arithmetic."""
 
 import copy
 import json
@@ -16,13 +16,13 @@ from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names
 from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE
 
 _PREFIX = "base_model.model."
-"""Prefix that peft puts before the names of the model inside it."""
+"""Prefix that peft adds to the names in the model that it wraps."""
 
 _BASE = ".base_layer."
 
 
 def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> FileLayout:
-    """Build the layout in which peft's ``save_pretrained`` would store the adapter, which is one file."""
+    """Build the layout in which peft's ``save_pretrained`` would store the adapter: one file."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
     specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}
@@ -54,8 +54,8 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
         skeleton: The model without the adapter, and without weights.
 
     Raises:
-        ValueError: When the adapter changes a tied weight, which would become two weights, or parameters other than a
-            module's whole weight.
+        ValueError: When the adapter changes a tied weight, which would become two weights, or single parameters of a
+            module (``target_parameters``).
     """
     merge = _Merge(weights)
     merge.check()
@@ -77,13 +77,13 @@ class _Merge:
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # path of peft's module around the one that has the tensor
+        # path of the peft layer around the module that has the tensor
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths
 
     def get_source(self, name: str) -> str:
-        """Return the name, in the model with the adapter, of the tensor called ``name`` without it."""
+        """Return the adapted model's name of the tensor that the plain model calls ``name``."""
         return self._sources[name]
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return what the tensors ``names`` are made of, in the dtypes of the run, in which they are merged."""
+        """Return the tensors that ``names`` are made of, with the run's dtypes, in which they are merged."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
         # in the order of the model, the same on every rank

@@ -1,4 +1,4 @@
-"""FileLayout of a stored model: its tensors, their files, and what each tensor is made of."""
+"""Layout of a stored model: its tensors, their files, and what each tensor is made of."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +36,10 @@ class FileLayout:
     """Size of all tensors, in bytes."""
 
     convert: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]]
-    """Function from the model's tensors, in stored dtypes, and names of stored tensors to these stored tensors."""
+    """Function that converts the model's tensors, in stored dtypes, to the stored tensors of the given names."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the model's tensors that stored ones are made of, in the model's order, with their stored dtypes."""
+        """Return the model's tensors that ``names`` are made of, in the model's order, with their stored dtypes."""
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
 
@@ -128,7 +128,7 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that follows tensors through the operations of its block, by the storages they are written to."""
+    """Dispatch mode that tracks, by storage, which of ``tensors`` each result in its block is made of."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

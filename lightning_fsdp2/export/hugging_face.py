@@ -1,9 +1,9 @@
 """Write models in Hugging Face's format, from shards or from a checkpoint, never with a full copy in memory.
 
-The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored tensors
-may differ from the model's (a mixture's packed experts are stored one by one): converting a model without weights shows
-which of the model's tensors each one is made of. Then the ranks write the files in parallel, one each, from the tensors
-gathered for them.
+The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored tensors may
+differ from the model's (packed MoE experts are stored one by one). Converting a model without weights shows which of
+its tensors each stored tensor is made of. Then the ranks write the files in parallel, one each, from the tensors
+gathered for that file.
 """
 
 import json
@@ -51,14 +51,14 @@ def export_hf(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> Path:
-    """Export a model to a directory for ``AutoModelForCausalLM.from_pretrained`` and all other readers of its format.
+    """Export a model to a directory for ``AutoModelForCausalLM.from_pretrained`` and all other readers of the format.
 
-    For a model that is trained with LoRA, the adapter is written, as peft does, for ``PeftModel.from_pretrained`` and
-    ``CausalLM(lora=...)``; with ``merge``, the base model with the adapter merged into it.
+    If the model is trained with LoRA, the adapter is written in peft's format, for ``PeftModel.from_pretrained`` and
+    ``CausalLM(lora=...)``. With ``merge``, the base model is written, with the adapter merged into it.
 
-    In a process group every rank must call it, also for a checkpoint. Each rank writes its share of the files, whose
-    tensors are gathered one after the other. A rank holds the tensors of one file at a time, and one more tensor. For a
-    checkpoint, one process without a group is enough::
+    In a process group, every rank must call this, even for a checkpoint. Each rank writes its share of the files.
+    Tensors are gathered one by one: a rank holds those of one file, and one more tensor. For a checkpoint, one process
+    without a group is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
@@ -67,8 +67,8 @@ def export_hf(
             of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
         out: Directory to write. It is written under a hidden name beside ``out``, and renamed once it is complete.
         model: Path of the model in ``source``, such as ``"student"``, if there are several.
-        tokenizer: Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None takes the one
-            that the run (of a checkpoint) or the model came with, if it can be found. Generation then also ends at the
+        tokenizer: Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None takes the
+            tokenizer of the checkpoint's run or of the model, if it can be found. Generation also ends at the
             tokenizer's end token, besides the model's own: a base model that was fine-tuned on chats has learned the
             end token of the chats.
         dtype: Dtype of the floating-point weights, except those that the model's authors keep in float32. None keeps
@@ -76,7 +76,7 @@ def export_hf(
         max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``; an adapter is one file.
         merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
         pretrained: Directory of the model that training began with, if it has moved since. It is needed for checkpoints
-            that leave frozen weights to that model (``CheckpointConfig(frozen_parameters=False)``).
+            that leave out the frozen weights of that model (``CheckpointConfig(frozen_parameters=False)``).
         overwrite: Whether to replace a directory ``out`` that is not empty, once the new one is complete.
         verify: Whether data that is read from a checkpoint is compared with its checksums.
         trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
@@ -87,14 +87,14 @@ def export_hf(
     Raises:
         TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
         ValueError: When ``source`` holds several models and ``model`` names none of them; when the model has adapters
-            other than LoRA, none to ``merge``, or other weights than its config says; when the checkpoint is incomplete
-            or does not say what model it holds; when ``pretrained`` is another model; or when ``out`` is remote, or is
-            or contains the working directory or the checkpoint.
+            other than LoRA, none to ``merge``, or weights that do not match its config; when the checkpoint is
+            incomplete or does not say what model it holds; when ``pretrained`` is another model; or when ``out`` is
+            remote, or is or contains the working directory or the checkpoint.
         FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
         OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
-        FileNotFoundError: When the checkpoint, or the model to which it leaves its frozen weights, does not exist.
-        RuntimeError: When a file cannot be written, or not every rank calls this within half the timeout of the process
-            group's collectives. All errors are raised on every rank; what stood at ``out`` before is still there.
+        FileNotFoundError: When the checkpoint, or the model whose frozen weights it leaves out, does not exist.
+        RuntimeError: When a file cannot be written, or some rank does not call this within half the timeout of the
+            process group's collectives. All errors are raised on every rank; an existing ``out`` is kept.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -205,7 +205,7 @@ def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         wait_for_all_ranks(
             "export a model",
-            # in any case before the collectives that other ranks are in time out
+            # less than the timeout of collectives in which other ranks may be waiting
             get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
             "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
             " also be exported by one process without a process group.",
@@ -238,7 +238,7 @@ def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max
 
 
 def _is_size(value: int | str) -> bool:
-    """Return whether huggingface_hub accepts ``value`` as the size of a file, and it is above 0."""
+    """Return whether ``value`` is above 0 and huggingface_hub accepts it as the size of a file."""
     if isinstance(value, str):
         number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
         return number is not None and float(number[1]) > 0
@@ -328,7 +328,7 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
-    """Return ``tokenizer``, loaded if it is a directory or name; if None, that of ``default``, if it has one."""
+    """Return ``tokenizer``, loaded if it is a directory or name; for None, the tokenizer of ``default``, if any."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):
@@ -353,7 +353,10 @@ def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def _has_tokenizer(name: str | Path) -> bool:
-    """Return whether a directory, or a hub repository's local copy, has a tokenizer; transformers would make one up."""
+    """Return whether a directory, or a hub repository's local copy, has a tokenizer.
+
+    Without one, transformers would make one up.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -48,10 +48,13 @@ class Weights:
     """The model's tensors on the meta device, by name."""
 
     read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
-    """Function from what each rank wants to this rank's tensors, whole and on the host; every rank must call it."""
+    """Function that takes what each rank wants, and returns this rank's tensors, whole and on the host.
+
+    Every rank must call it.
+    """
 
     adapted: "PeftModel | None"
-    """peft's model around ``skeleton``, if there is one; the tensors then have the names that its layers give them."""
+    """peft's model around ``skeleton``, if there is one; tensors are then named as peft's layers name them."""
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
@@ -82,20 +85,20 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Open the Hugging Face model at ``model`` in a checkpoint, and the files to which it leaves frozen weights.
+    """Open the Hugging Face model at ``model`` in a checkpoint, and the files of frozen weights that it leaves out.
 
     Args:
         path: Path of the checkpoint.
         model: Path of the model in the module that was saved; None for the only one.
-        pretrained: Directory of the files with frozen weights now; None if they have not moved.
+        pretrained: Current directory of the files with frozen weights; None if they have not moved.
         needs_base: Whether these files are needed even if only adapters are trained.
         verify: Whether data that is read from a directory is compared with its checksums.
         trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint, or the files with frozen weights are missing.
-        ValueError: See :func:`open_module`. Also when the checkpoint does not say what it holds, or the files are not
-            those that training began with.
+        ValueError: See :func:`open_module`. Also when the checkpoint does not say what model it holds, or the files are
+            not those that training began with.
     """
     path = str(find_checkpoint(path, trust=trust))
     descriptions = read_descriptions(path, trust=trust)
@@ -134,7 +137,7 @@ def open_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Base:
-    """The pretrained model to which a checkpoint leaves frozen weights."""
+    """The pretrained model whose frozen weights a checkpoint leaves out."""
 
     folder: Path
 
@@ -142,12 +145,12 @@ class _Base:
     """Fingerprint of the model that training began with."""
 
     names: dict[str, str]
-    """Names of the weights: in the model with its adapters -> in the model alone."""
+    """Names of the weights in the model alone, by their names in the model with its adapters."""
 
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Return meta tensors in the dtype of the stored ones, since a run has one dtype."""
+        """Return the weights as meta tensors in the dtype of the stored tensors, since a run has one dtype."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
@@ -193,7 +196,7 @@ class _Gather:
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raised later: the others are waiting in the next gather
+                except Exception as error:  # raised later: the other ranks are waiting in the next gather
                     gathered, failure = {}, error
         if failure is not None:
             raise failure

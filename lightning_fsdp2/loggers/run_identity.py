@@ -1,4 +1,4 @@
-"""Description of a run: what it takes to say how two runs differ, and to start one again."""
+"""Description of a run: enough to tell how two runs differ, and to start one again."""
 
 import dataclasses
 import platform
@@ -34,7 +34,7 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
 
     Args:
         trainer: Trainer with a strategy of this package, after its setup.
-        module: Module that it trains, sharded.
+        module: Module that the Trainer trains, sharded.
 
     Returns:
         The strategy with mesh and flags, devices, dtypes in effect, numbers of parameters (over all ranks and on this
@@ -74,7 +74,7 @@ def hide_secrets(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an option of this name may hold what nobody else should read."""
+    """Return whether an option of this name may hold a secret."""
     return _SECRET_NAME.search(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per job, which is resumed with the job, and never ends a training."""
+"""Weights & Biases: one run per job, which is resumed with the job, and whose errors never end training."""
 
 import os
 import secrets
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 
 _FLUSH_SECONDS = 1.0
-"""Interval at which W&B's service writes to the disk. It does not write when the job is killed; its default is 15."""
+"""Seconds between writes of W&B's service to disk, 15 by default. It does not write when the job is killed."""
 
 _ROWS_BEHIND_A_SAVE = 10
-"""Room for what a step logs after its checkpoint is saved, such as the metrics of ``self.log``; gaps do no harm."""
+"""Rows reserved for what a step logs after its checkpoint is saved, such as ``self.log``'s metrics; gaps do no harm."""
 
 CheckpointLogging = Literal["reference", "upload"]
 
@@ -36,26 +36,26 @@ class MissingKeyError(ValueError):
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Lightning's ``WandbLogger`` for jobs on many ranks, which are killed and resumed.
+    """Lightning's ``WandbLogger`` for jobs on many ranks that may be killed and resumed.
 
-    Under the strategies of this package, a job that resumes (``ckpt_path``) goes on with the run that its checkpoint
+    Under the strategies of this package, a job that resumes (``ckpt_path``) continues the run that its checkpoint
     names. A job without a checkpoint starts a new run. Rank 0 has the run. On the other ranks, and until the checkpoint
-    has been read, ``experiment`` is a stand-in that takes every call.
+    has been read, ``experiment`` is a stand-in that accepts every call.
 
-    W&B never ends a training. If a run cannot be started online, it is recorded offline. If something fails later, this
-    is reported once, and training goes on without it. An online run without an API key is an error before the first
+    W&B never ends training. If a run cannot be started online, it is recorded offline. A later failure is reported
+    once, and training continues without what failed. An online run without an API key is an error before the first
     step. ``WANDB_MODE=disabled`` switches W&B off; ``WANDB_MODE=offline`` is ``offline=True``.
 
     Args:
         project: Name of the project. None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
-        name: Name of the run, as the website shows it. None lets W&B draw one.
+        name: Name of the run, as the website shows it. None lets W&B choose one.
         save_dir: Directory in which W&B makes its directory ``wandb``.
-        entity: A user or a team. None for the account's own.
+        entity: User or team that owns the run. None for the account's default.
         group: Name of a group of runs that belong together.
         job_type: Kind of job, such as ``"pretrain"``.
         tags: Words to find the run by.
         notes: Text about the run.
-        id: Id of the run. None goes on with the run of the checkpoint, or draws a new id.
+        id: Id of the run. None continues the run of the checkpoint, or generates a new id.
         offline: Whether to record to ``save_dir`` only; ``wandb sync`` uploads the run.
         checkpoints: What to do with the checkpoints of ``ModelCheckpoint``, once they are complete: ``"reference"``
             logs an artifact that says where they are, ``"upload"`` logs one that holds them, in the background, and
@@ -89,7 +89,7 @@ class WandbLogger(loggers.WandbLogger):
             )
         details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
-        self._wandb_init.pop("anonymous", None)  # an option that W&B has given up
+        self._wandb_init.pop("anonymous", None)  # an option that W&B has dropped
         self.offline = offline
         self.checkpoints = checkpoints
         self._is_id_given = id is not None
@@ -114,7 +114,7 @@ class WandbLogger(loggers.WandbLogger):
         return self._experiment
 
     def get_optional_problem(self) -> str | None:
-        """Return why W&B would ask for an API key, which nobody answers in a job; None if it has one or needs none."""
+        """Return why W&B would ask for an API key, though nobody can answer in a job; None if it would not ask."""
         import wandb
 
         try:
@@ -134,17 +134,17 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
-        """Put off the start of the run until :meth:`release`.
+        """Postpone the start of the run until :meth:`release`.
 
         The Trainer asks for the run before it reads the checkpoint.
 
         Args:
             when_complete: Function that calls its argument once the checkpoint just saved is complete.
-            others: The other loggers in words, for a warning.
+            others: The other loggers' names as text, for a warning.
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory by it
+            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory after it
 
     def release(self) -> None:
         """End :meth:`hold`."""
@@ -152,7 +152,7 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run whose :meth:`get_state` a checkpoint holds, unless an ``id`` was given."""
+        """Continue the run whose :meth:`get_state` a checkpoint holds, unless an ``id`` was given."""
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:
@@ -165,7 +165,7 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the run: its id, and the number of the row to go on with."""
+        """Return the run's state for a checkpoint: its id, and the number of the row to continue with."""
         return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
@@ -199,7 +199,7 @@ class WandbLogger(loggers.WandbLogger):
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
-        if run.step < self._first_row:  # offline, nobody tells W&B where the run has stopped
+        if run.step < self._first_row:  # offline, W&B does not know where the run stopped
             run.log({}, step=self._first_row)
         run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
         return run
@@ -209,7 +209,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         try:
-            wandb.teardown()  # else the service goes on trying, and would not take the id again
+            wandb.teardown()  # else the service keeps trying, and would not accept the id again
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -238,7 +238,7 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # if the newest checkpoints are kept by step or epoch, every one would be the best
+        # if the step or epoch is monitored, to keep the newest checkpoints, every one would be the best
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)
@@ -256,7 +256,7 @@ class WandbLogger(loggers.WandbLogger):
         if self.checkpoints == "reference":
             self._log_artifact(_add_references, path, aliases, metadata)
             return
-        # in the background, since it reads all files for their checksums
+        # in the background, since W&B reads all files for their checksums
         self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self._uploads.append(self._uploader.submit(self._log_artifact, _add_files, path, aliases, metadata))
 
@@ -299,7 +299,7 @@ class WandbLogger(loggers.WandbLogger):
 
 
 class _StandIn:
-    """Stand-in for a run, which takes every call and does nothing."""
+    """Stand-in for a run, which accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> "_StandIn":
         if name.startswith("__"):
@@ -330,6 +330,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # otherwise W&B would first copy everything twice: in case it changes, and in case it is wanted again
+    # otherwise W&B would first copy everything twice: in case the files change, and for its cache
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

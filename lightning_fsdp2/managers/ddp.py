@@ -16,7 +16,7 @@ from lightning_fsdp2.recipes.ddp import prepare_for_ddp
 
 
 class DDPManager:
-    """Manager that replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on a mesh made elsewhere.
+    """Manager that replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on an existing mesh.
 
     Args:
         config: Flags of DDP.
@@ -43,7 +43,7 @@ class DDPManager:
             )
 
     def parallelize(self, model: nn.Module) -> DistributedDataParallel:
-        """Give every rank the same ``model``, and return it wrapped, so that backward averages the gradients.
+        """Give ``model`` the same weights on all ranks, and wrap it in DDP, which averages the gradients in backward.
 
         Raises:
             ValueError: When the model is sharded.
@@ -64,11 +64,11 @@ class DDPManager:
         prepare_for_ddp(model, self.device_mesh, self.config, materializes=materializes)
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
-        """Wrap a model that :meth:`prepare` was called with. Gradients in bfloat16 are reduced in float32.
+        """Wrap a model after :meth:`prepare`. Gradients in bfloat16 are reduced in float32.
 
         Args:
             model: Model with the same weights on all ranks.
-            broadcast_buffers: Whether the wrapper gives all ranks rank 0's buffers before each forward.
+            broadcast_buffers: Whether the wrapper copies rank 0's buffers to all ranks before each forward.
 
         Raises:
             RuntimeError: When no parameter of the model requires a gradient (raised by torch).
@@ -92,6 +92,6 @@ class DDPManager:
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any] | None:
-        """Return the hook that averages a bucket of gradients of ``parameters``; None for DDP's own way."""
+        """Return the hook that averages gradient buckets of ``parameters``; None for DDP's default."""
         is_bfloat16 = any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad)
         return reduce_in_float32 if is_bfloat16 else None

@@ -11,17 +11,17 @@ from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_
 
 
 class FSDP2Manager:
-    """Manager that parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on a mesh made elsewhere.
+    """Manager that parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on an existing mesh.
 
     Args:
         config: Flags of FSDP2.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
-        moe_mesh: Mesh of expert parallelism, which is not part of this release: None, or a mesh whose axis ``"ep"``
-            has one rank. Experts are sharded over ``device_mesh``, as all parameters are.
+        moe_mesh: None, or a mesh whose axis ``"ep"`` has one rank, because this release has no expert parallelism.
+            Experts are sharded over ``device_mesh``, like all parameters.
 
     Raises:
-        ValueError: When ``moe_mesh`` would divide the experts.
+        ValueError: When ``moe_mesh`` asks for expert parallelism.
 
     Attributes:
         mp_policy: The policy in effect: the config's, or bfloat16 compute with float32 reduction and output.
@@ -55,7 +55,7 @@ class FSDP2Manager:
     def maybe_compile(self, model: nn.Module) -> None:
         """Compile the layers of a model that was sharded without compilation, if the config asks for it.
 
-        :meth:`parallelize` has already compiled what it returned. A compiled model is left as it is.
+        :meth:`parallelize` already compiles the models that it shards. A compiled model is left as it is.
 
         Raises:
             ValueError: When the model has no layers, or asynchronous tensor parallelism is not possible.

@@ -11,7 +11,7 @@ from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 
 class MegatronFSDPManager:
-    """Manager that shards models as a :class:`~lightning_fsdp2.MegatronFSDPConfig` says, on a mesh made elsewhere.
+    """Manager that shards models as a :class:`~lightning_fsdp2.MegatronFSDPConfig` says, on an existing mesh.
 
     Args:
         config: Flags of Megatron-FSDP.
@@ -28,7 +28,7 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[Any, Optimizer | None]:
-        """Wrap ``model``, and let ``optimizer`` step its shards.
+        """Wrap ``model``, and make ``optimizer`` step the shards.
 
         Raises:
             ImportError: When ``megatron-fsdp`` is not installed, or too old.

@@ -61,8 +61,8 @@ class CausalLM(LightningModule):
             (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
             Give either this or ``pretrained``.
         optimizer: Callable that builds the optimizer from the parameter groups. Adam and AdamW use torch's fused kernel
-            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given; ``fused=True``
-            is dropped, with a warning, if there is none.
+            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. ``fused=True``
+            is dropped, with a warning, if the device has none.
         lr_scheduler: Callable that builds the schedule from the optimizer; it is stepped after every optimizer step.
             None keeps the learning rate constant. :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run
             if it is given no ``total_steps``.
@@ -74,9 +74,9 @@ class CausalLM(LightningModule):
             on their parts of the vocabulary.
         allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack;
             they are initialised like those of a new model. Any other missing tensor is an error.
-        lora: Adapters of low rank to train instead of the model, which is frozen: fields of peft's ``LoraConfig``
+        lora: Low-rank adapters to train instead of the model, which is frozen: fields of peft's ``LoraConfig``
             (``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` for r=16, alpha=32 on all linear layers), or the
-            directory of an adapter that peft or ``export_hf`` wrote, to go on training it. None trains the model.
+            directory of an adapter that peft or ``export_hf`` wrote, to continue training it. None trains the model.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.
@@ -158,12 +158,12 @@ class CausalLM(LightningModule):
             self._logits_tail = trace_logits_tail(self.model)
 
     def _check_causal(self) -> None:
-        if type(self).training_step is CausalLM.training_step:  # another loss may want later tokens to be seen
+        if type(self).training_step is CausalLM.training_step:  # another loss may let tokens see later ones
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
 
     def _build_model(self) -> None:
-        # our strategies shard the model before they give it weights; `self.trainer` raises without one
+        # our strategies shard the model before they give it weights; `self.trainer` raises if there is no trainer
         on_meta = getattr(getattr(self._trainer, "strategy", None), "materializes_models", False)
         options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.pretrained is None:
@@ -179,7 +179,7 @@ class CausalLM(LightningModule):
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # the checkpoint must load without the files that training began with; a subclass with arguments of its own
+        # the checkpoint must load without the files that training began with; a subclass with its own arguments
         # decides that itself
         if type(self).__init__ is not CausalLM.__init__:
             return
@@ -236,7 +236,7 @@ class CausalLM(LightningModule):
         self._log_evaluation_loss("test")
 
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every position, 0 if it has no label, and whether it has one. [batch, positions] each.
+        """Return the loss of every position (0 without a label), and whether it has a label. [batch, positions] each.
 
         The positions are those of this rank.
         """
@@ -255,7 +255,7 @@ class CausalLM(LightningModule):
         return losses, labels != IGNORE_INDEX
 
     def _check_batch(self, batch: Batch) -> None:
-        # a data module of the user's own does not tell the lengths and names of its tensors beforehand
+        # a user's own data module does not declare the lengths and names of its tensors beforehand
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
@@ -267,12 +267,12 @@ class CausalLM(LightningModule):
             return self(**inputs)
 
     def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
-        # ask the data module, which knows it on every rank: a batch may have no boundary between documents
+        # ask the data module, so that all ranks agree: a batch may have no boundary between documents
         datamodule = getattr(self._trainer, "datamodule", None)
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # positions that the model counts itself never restart: to look for restarts would wait for the device
+        # positions that the model counts itself never restart; looking for restarts would wait for the device
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -317,7 +317,7 @@ class CausalLM(LightningModule):
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step it is the next one's
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step, it would be the next step's
 
     def configure_gradient_clipping(
         self,
@@ -327,7 +327,7 @@ class CausalLM(LightningModule):
     ) -> None:
         is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
-        # our strategies tell the norm by which they have clipped
+        # our strategies report the norm that they have computed for clipping
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
         if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())

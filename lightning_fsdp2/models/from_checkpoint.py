@@ -35,9 +35,9 @@ def load_from_checkpoint(
 ) -> T:
     """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
 
-    This does for directories too what ``LightningModule.load_from_checkpoint`` does for single files. A module that
-    ``configure_model`` builds on the meta device gets its weights; its other buffers are initialised as their authors
-    do::
+    This does what ``LightningModule.load_from_checkpoint`` does, and reads directories too. A module that
+    ``configure_model`` builds on the meta device gets the checkpoint's weights. Buffers that the checkpoint lacks are
+    initialised as their authors do::
 
         module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
 
@@ -46,9 +46,9 @@ def load_from_checkpoint(
             holds.
         path: Checkpoint that this package or Lightning saved under any strategy, or a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None asks the module's
-            ``strict_loading``. If not, weights of a ``from_pretrained`` model that the checkpoint lacks are read from
+            ``strict_loading``. If false, weights of a ``from_pretrained`` model that the checkpoint lacks are read from
             the model's files. Weights that ``CheckpointConfig(frozen_parameters=False)`` has left out are always read
-            from these.
+            from those files.
         verify: Whether data that is read is compared with its checksums.
         weights_only: False has the same effect as ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
@@ -60,7 +60,7 @@ def load_from_checkpoint(
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        TypeError: When ``cls`` is no LightningModule or LightningDataModule, or the checkpoint lacks one of its
+        TypeError: When ``cls`` is not a LightningModule or LightningDataModule, or the checkpoint lacks one of its
             arguments.
         ValueError: When the checkpoint is incomplete, damaged, of another model (both missing and unexpected keys are
             listed), or holds objects and is not trusted.
@@ -77,7 +77,7 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # the files hold the rest
+    if left_out:  # the pretrained files hold the rest
         strict = False
     try:
         with warnings.catch_warnings():

@@ -25,7 +25,7 @@ def from_pretrained(
     allow_missing: str | Sequence[str] = (),
     on_meta: bool = True,
 ) -> "PreTrainedModel":
-    """Build a Hugging Face model whose weights are read as shards; for ``configure_model`` of any LightningModule.
+    """Build a Hugging Face model whose weights are read as shards, in ``configure_model`` of any LightningModule.
 
     The model is on the meta device until the strategy (in a plain loop ``fsdp2_strategy_parallelize`` or a manager) has
     sharded it; each rank then reads its slices of the files. It is in training mode::
@@ -78,7 +78,7 @@ def build_pretrained_model(
     on_meta: bool,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` with the weights in ``folder``; if ``on_meta``, it takes them once it is sharded."""
+    """Build a model of ``config`` with the weights in ``folder``; if ``on_meta``, they are read once it is sharded."""
     from transformers import GenerationConfig
 
     _check_not_quantized(config, folder)
@@ -222,11 +222,11 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
 
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
-    """Refuse unknown fields: transformers would keep them, and build another model than the one meant."""
+    """Refuse unknown fields: transformers would keep them, and build a model other than the one meant."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    # attention reads `head_dim` even if the config's class does not declare it, such as that of Qwen3 MoE
+    # attention reads `head_dim` even if the config's class does not declare it, as in Qwen3 MoE
     undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
         # `hasattr` alone raises for fields that Gemma 4 has per layer

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _OF_TOKENIZERS = {"token_type_ids", "mm_token_type_ids", "special_tokens_mask", "length"}
-"""Names that tokenizers give to outputs that not every model takes; they may resemble those of other arguments."""
+"""Names of tokenizer outputs that not every model takes; they may resemble the names of other arguments."""
 
 
 def check_causal(config: "PretrainedConfig", source: str) -> None:
@@ -42,7 +42,7 @@ def check_causal(config: "PretrainedConfig", source: str) -> None:
 
 
 def check_length(config: "PretrainedConfig", length: int, source: str, *, restarts: bool) -> None:
-    """Refuse sequences that are longer than a model's positions, or warn of them.
+    """Refuse, or warn of, sequences with more tokens than a model has positions.
 
     Args:
         config: Config of the model.
@@ -99,9 +99,9 @@ def _is_causal_by_config(config: "PretrainedConfig") -> bool:
 
 
 def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
-    """Return the field that says how many positions a model has, their number, and whether it cannot take more.
+    """Return the config's field for the number of positions, that number, and whether the model fails beyond it.
 
-    The number is None for a model that takes any, such as one with a linear bias, or positions that it scales itself.
+    The number is None if the model takes any length, as it does with a linear bias or if it scales positions itself.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)

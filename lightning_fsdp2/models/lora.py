@@ -28,13 +28,13 @@ _FIELDS = (
 
 _NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields of adapter files that training ignores: files are marked for inference, which would freeze the adapter."""
+"""Fields of adapter files that training ignores; ``inference_mode``, which files have set, would freeze the adapter."""
 
 _FIXED = {
     "task_type": ("CAUSAL_LM", "is another task than CausalLM's; leave it out"),
     "inference_mode": (False, "would freeze the adapters; leave it out"),
 }
-"""Values that some fields must have here, and the reason against others."""
+"""Values that some fields must have here, and the reason why others are refused."""
 
 
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
@@ -67,7 +67,7 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
     """Compare the base that the adapter in ``folder`` names with ``pretrained``, whose files are in ``weights``.
 
     Raises:
-        ValueError: When it is another model, if the files of that base are at hand to compare.
+        ValueError: When the base is another model; only if its files are available for comparison.
     """
     base = config.base_model_name_or_path
     if not base or base == pretrained:
@@ -97,7 +97,7 @@ def add_lora(
         model: Model to change in place.
         config: Config of :func:`build_lora_config`.
         base: Name of the base model to record in the adapters' files.
-        folder: Directory of an adapter to go on from; None for a new one.
+        folder: Directory of an adapter to continue training; None for a new one.
 
     Raises:
         ValueError: When ``model`` has no modules with the names in the config, or ``folder`` holds another model's

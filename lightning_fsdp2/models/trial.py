@@ -1,8 +1,8 @@
 """Trial of how a language model treats the tokens of a sequence, with a small copy of the model.
 
-Configs say two things differently, or not at all: whether tokens see later ones, which are the labels that they learn
-to predict, and whether the model can take more positions than its config names. So a copy of the config is cut to two
-small layers, and its model runs on the CPU, in a fraction of a second.
+Configs state two things in different ways, or not at all: whether tokens see later ones, which are the labels that they
+learn to predict, and whether the model can take more positions than its config names. So a copy of the config is cut to
+two small layers, and a model built from it runs on the CPU, in a fraction of a second.
 """
 
 import copy
@@ -61,7 +61,7 @@ class Trial:
     """Whether the logits at a position are the same whatever tokens follow."""
 
     lost_positions: int | None
-    """Number of positions that the config names and the model cannot take; None if the model takes even more."""
+    """Number of positions that the config names but the model cannot take; None if the model takes more than named."""
 
 
 _TRIALS: dict[str, Trial | None] = {}

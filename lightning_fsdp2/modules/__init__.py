@@ -1,1 +1,1 @@
-"""Basis of every pass: the structure of a model, and methods wrapped in place."""
+"""Foundation of every pass: the structure of a model, and methods wrapped in place."""

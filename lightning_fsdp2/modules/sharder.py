@@ -1,4 +1,4 @@
-"""Interface of sharders other than FSDP2: what passes ask of a sharder without knowing its kind.
+"""Interface of sharders other than FSDP2, for passes that need not know the kind of sharder.
 
 FSDP2 keeps its state on each of its units, so its modules have no sharder.
 """
@@ -19,10 +19,10 @@ class Sharder(Protocol):
     """Name that users know, for error messages."""
 
     def check_can_unshard(self) -> None:
-        """Refuse to keep all weights gathered for the duration of a block, if that is not possible.
+        """Check that it is possible to keep all weights gathered for the duration of a block.
 
         Raises:
-            ValueError: When it is not possible; the message says what to do instead.
+            ValueError: If it is not possible; the message says what to do instead.
         """
         ...
 
@@ -41,7 +41,7 @@ def set_sharder(module: nn.Module, sharder: Sharder) -> None:
 
 
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
-    """Return the sharder of ``module`` as a whole; None if it is not sharded, or FSDP2 shards it."""
+    """Return the sharder of ``module`` as a whole; None if the module is not sharded, or sharded by FSDP2."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
@@ -49,7 +49,7 @@ def check_not_sharded(model: nn.Module) -> None:
     """Refuse a model if a part of it is sharded already.
 
     Raises:
-        ValueError: When it is; the message names the sharder, or the modules that ``fully_shard`` was applied to.
+        ValueError: If one is sharded. The message names the sharder, or the modules that ``fully_shard`` sharded.
     """
     sharder = next(filter(None, map(get_optional_sharder, model.modules())), None)
     if sharder is not None:

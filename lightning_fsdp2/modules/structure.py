@@ -38,14 +38,14 @@ class ModelParts:
     """See :func:`get_layer_lists`."""
 
     hf_models: list[nn.Module]
-    """The model itself and those in it, such as its base model and its towers, in registration order."""
+    """The model itself and the models in it, such as its base model and its towers, in registration order."""
 
     @cached_property
     def towers(self) -> frozenset[nn.Module]:
-        """Modules of models in it that have another config: of one that sees, or hears.
+        """Modules of inner models (vision, audio) of another type than the model and its text config.
 
         Raises:
-            ValueError: When the config has several text configs, as that of a model of music has (transformers).
+            ValueError: If the config has several text configs, as transformers' music models have.
         """
         return frozenset(_iterate_towers(self.module, self.hf_models))
 
@@ -99,7 +99,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def is_hf_model(module: nn.Module) -> bool:
-    """Return whether ``module`` is a Hugging Face ``PreTrainedModel``; transformers is not imported to find out."""
+    """Return whether ``module`` is a Hugging Face ``PreTrainedModel``, without importing transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
@@ -118,37 +118,37 @@ def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Mod
 
 
 def is_lightning_module(module: nn.Module) -> bool:
-    """Return whether ``module`` is a ``LightningModule``; lightning is not imported to find out."""
+    """Return whether ``module`` is a ``LightningModule``, without importing lightning."""
     lightning = sys.modules.get("lightning.pytorch.core.module")
     return lightning is not None and isinstance(module, lightning.LightningModule)
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Return whether ``module`` is a torchmetrics ``Metric``; torchmetrics is not imported to find out."""
+    """Return whether ``module`` is a torchmetrics ``Metric``, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics.metric")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 def find_metrics(root: nn.Module) -> list[Any]:
-    """Return every torchmetrics ``Metric`` in ``root``, itself included; torchmetrics is not imported to find out."""
+    """Return every torchmetrics ``Metric`` in ``root``, itself included, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics.metric")
     return [] if torchmetrics is None else [m for m in root.modules() if isinstance(m, torchmetrics.Metric)]
 
 
 def find_peft_models(root: nn.Module) -> list[Any]:
-    """Return every ``PeftModel`` of peft in ``root``, itself included; peft is not imported to find out."""
+    """Return every ``PeftModel`` of peft in ``root``, itself included, without importing peft."""
     peft = sys.modules.get("peft.peft_model")
     return [] if peft is None else [module for module in root.modules() if isinstance(module, peft.PeftModel)]
 
 
 def get_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module was made from, also after ``fully_shard`` has put its own class in front."""
+    """Return a module's original class, even after ``fully_shard`` has replaced it."""
     bases = type(module).__bases__
     return bases[1] if bases[0] is FSDPModule else type(module)
 
 
 def get_class_name(module: nn.Module) -> str:
-    """Return the name of the class that a module was made from."""
+    """Return the name of a module's original class."""
     return get_class(module).__name__
 
 
@@ -164,7 +164,7 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
     """Return ``root`` and all modules in it, except metrics and what they hold, in registration order.
 
     A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
-    it finds its state of a module by the module's hash, and a metric's hash changes with what it has counted.
+    FSDP2 looks up a module's state by the module's hash, and a metric's hash changes whenever the metric is updated.
     """
     torchmetrics = sys.modules.get("torchmetrics.metric")
     modules: dict[nn.Module, None] = {}
@@ -179,7 +179,7 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_metrics(root: nn.Module) -> Iterator[None]:
-    """Take the metrics out of ``root`` inside the block, which shards what it finds; see :func:`get_modules`."""
+    """Remove the metrics from ``root`` inside the block, so that it does not shard them; see :func:`get_modules`."""
     children = {module: dict(module._modules) for module in get_modules(root)}
     for module, held in children.items():
         for name, child in held.items():
@@ -216,10 +216,10 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     """Return the lists of blocks in ``root`` that are sharded, compiled and checkpointed layer by layer.
 
     A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters. It may be at any depth, but not inside a
-    block of another list: the experts of a mixture are part of their block. Containers inside a container are lists of
-    their own. Whole Hugging Face models inside a ``ModuleList`` are no blocks but have lists of their own. Modules
-    without a forward only hold others. A ``Sequential`` of composite modules of one class counts as a list too. A block
-    that is registered twice is returned once.
+    block of another list: the experts of a mixture are part of their block. A container inside a container is a
+    separate list. A Hugging Face model inside a ``ModuleList`` is not a block but has its own lists. The same holds for
+    a module without a forward, which only holds other modules. A ``Sequential`` of composite modules of one class
+    counts as a list too. A block that is registered twice is returned once.
     """
     with_models = _find_ancestors(root, find_hf_models(root))
     passed = set(get_modules(root))
@@ -245,7 +245,7 @@ def get_called_children(module: nn.Module) -> list[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether ``module`` can be called, so that its weights can be gathered for the call."""
     if isinstance(module, torch.jit.ScriptModule):
-        return hasattr(module, "forward")  # in C++; its class has a descriptor that cannot be read
+        return hasattr(module, "forward")  # the forward is in C++; the class has a descriptor that cannot be read
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -268,7 +268,7 @@ def get_optional_head(model: Any) -> nn.Module | None:
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map every parameter to the modules that hold it directly, with its name there: two or more if it is tied."""
+    """Map every parameter to the modules that hold it directly, with its name there: two or more if tied."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -355,7 +355,7 @@ def _iterate_container(
 def _is_adapter(module: nn.Module) -> bool:
     """Return whether peft has put ``module`` in place of another module.
 
-    ``module`` keeps the other one, and its adapters in dicts by their names.
+    ``module`` then holds the other module, and holds its adapters in dicts by name.
     """
     return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 

@@ -8,9 +8,9 @@ from torch import nn
 
 
 def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:
-    """Replace ``module.forward`` (or the method ``name``) of this instance by ``wrapper(method, ...)``.
+    """Replace ``module.forward`` (or the method ``name``) of this instance with ``wrapper(method, ...)``.
 
-    As ``fully_shard`` does, this gives the module a class of its own: the layers of transformers put activation
+    As ``fully_shard`` does, this gives the module its own class: the layers of transformers put activation
     checkpointing around the ``forward`` of any subclass, and recomputation must include the wrapper. Hooks would not
     do: they are not called after an exception, and recomputation ends with one on purpose.
     """
@@ -26,7 +26,7 @@ def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "for
 
 @functools.cache
 def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
-    """Make one class for all modules of a class, so that what is compiled for one of them serves the others."""
+    """Make one class for all modules of a class, so that code compiled for one of them serves the others."""
     method = getattr(base, name)
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Simulations of earlier searches, in a folder."""
+"""Cache of the simulations of earlier searches, in a folder."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ class Cache:
 
     Args:
         folder: Path of the folder, which is created if it does not exist.
-        run: Text that tells runs apart.
+        run: Text that identifies the run.
 
     Raises:
         ValueError: When ``folder`` cannot be written to.
@@ -42,15 +42,15 @@ class Cache:
             )
 
     def get(self, knobs: Knobs) -> Summary | str | None:
-        """Return the summary of a layout, or the reason why it was refused; None if it was not tried."""
+        """Return the summary of a layout, or the reason why it was refused; None if it is not in the cache."""
         path = self._get_path(knobs)
         try:
             return pickle.loads(path.read_bytes()) if path.exists() else None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
-            return None  # damaged: it will be written again
+            return None  # the file is damaged, and will be written again
 
     def put(self, knobs: Knobs, result: Summary | str) -> None:
-        """Keep a result. Its file is either complete or absent."""
+        """Store a result. Its file is either complete or absent."""
         path = self._get_path(knobs)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
@@ -61,10 +61,10 @@ class Cache:
 
 
 def get_run_fingerprint(run: Run) -> str:
-    """Return a text that differs if the model, the batch, the Trainer's options or the code differs.
+    """Return a text that changes if the model, the batch, the Trainer's options or the code changes.
 
-    The code is every Python file that is loaded once the model is built: those of the run, of torch and of all others.
-    To build the model, this changes ``run``.
+    The code is every Python file that is loaded once the model is built: the run's own files, torch's and all others.
+    This builds the model, which changes ``run``.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)

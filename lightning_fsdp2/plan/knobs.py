@@ -16,7 +16,7 @@ _FLAGS = ("activation_checkpointing", "sequence_parallel", "loss_parallel", "off
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """Settings of a run that plans vary. Gradients stay the same, up to rounding."""
+    """Settings of a run that plans may vary. They change gradients only by rounding."""
 
     dp: int
     """Number of data parallel ranks (replicas x shards), which follows from the other sizes."""
@@ -47,7 +47,8 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
     """Read the knobs of a run.
 
     Raises:
-        ValueError: When the sizes do not fit the ranks, or ``batch`` holds no tensors with a common first dim.
+        ValueError: When the parallel sizes do not fit the number of ranks, or ``batch`` holds no tensors with a common
+            first dim.
     """
     strategy = trainer.strategy
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
@@ -68,7 +69,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
 
 
 def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
-    """Set the knobs on the run, in place, and return ``batch`` with the knobs' number of samples."""
+    """Apply the knobs to the trainer and the module in place, and return ``batch`` with the knobs' batch size."""
     strategy = trainer.strategy
     if isinstance(strategy.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
@@ -114,7 +115,7 @@ def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
 
 
 def describe_differences(before: Knobs, after: Knobs) -> str:
-    """Write the options that differ, by their names in the config, with their values in ``after``."""
+    """Return the options that differ as text, with their names in the config and their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
     return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
 
@@ -122,14 +123,14 @@ def describe_differences(before: Knobs, after: Knobs) -> str:
 def build_config(
     before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool
 ) -> dict[str, Any]:
-    """Build what to add to the YAML of the run.
+    """Build the additions to the run's YAML that lead from ``before`` to ``after``.
 
     Args:
-        before: Knobs that the run has.
-        after: Knobs that the run is to have.
+        before: Current knobs of the run.
+        after: New knobs of the run.
         strategy: Class path of the run's strategy.
         names_batch_size: Whether the data module has the option ``batch_size``.
-        has_global_batch: Whether the data module sets the accumulation by itself.
+        has_global_batch: Whether the data module sets the accumulation itself.
     """
     different = get_differences(before, after)
     flags = {name: different[name] for name in _FLAGS if name in different}

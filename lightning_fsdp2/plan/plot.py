@@ -9,7 +9,7 @@ from lightning_fsdp2.plan.simulation.recorder import CATEGORIES
 _GIB = 2**30
 
 _COLORS = ("#0072B2", "#56B4E9", "#004D73", "#E69F00", "#F0C75E", "#CC79A7", "#009E73", "#D55E00", "#999999")
-"""Colors of the categories, told apart even by people who see no red or no green (https://jfly.uni-koeln.de/color/)."""
+"""Colors of the categories, distinguishable with red-green color blindness (https://jfly.uni-koeln.de/color/)."""
 
 _PHASES = {"forward": "#ffffff", "backward": "#f2f2f2", "optimizer": "#e3e3e3"}
 
@@ -38,7 +38,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Check before there is a plan that it can be drawn. Raise the errors of :func:`draw_plan` if it cannot."""
+    """Check, before there is a plan, that it can be drawn. If not, raise the errors of :func:`draw_plan`."""
     known = _import_figure()().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1].removeprefix(".") not in known:
         names = ", ".join(f".{name}" for name in sorted(known))
@@ -63,7 +63,7 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
     axes.axhline(memory, color="black", linestyle="--", linewidth=1)
     axes.set(
         xlim=(0, seconds[-1]),
-        ylim=(0, 1.15 * peak),  # the device's memory may be far above, or below
+        ylim=(0, 1.15 * peak),  # the device's memory may be far above the peak, or below it
         xlabel=f"seconds since the begin of the step, if nothing overlaps{part}",
         ylabel="GiB",
         title=f"Memory: at its peak {peak:.1f} of {memory:.1f} GiB, in the {rank.peak_at}",

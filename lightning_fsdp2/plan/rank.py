@@ -33,7 +33,7 @@ class PlannedRank:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the devices that it is to run on."""
+    """A run, and the devices that it is planned for."""
 
     trainer: Any
     module: Any
@@ -45,7 +45,7 @@ class Run:
     device: Device
 
     def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
-        """Simulate a rank. Call this in a process of its own, since it changes the trainer and the module."""
+        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module."""
         batch, simulation = self._simulate(knobs, rank)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
         return PlannedRank(
@@ -57,7 +57,7 @@ class Run:
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
         """Simulate rank 0 with a few repetitions of the model's layers and ``further`` more.
 
-        Call this in a process of its own, since it changes the trainer and the module.
+        Call this in a separate process, since it changes the trainer and the module.
 
         Returns:
             The summary of the step, and the number of repetitions that the model has beyond the few; 0 if the model was
@@ -77,12 +77,12 @@ class Run:
         return summarize(simulation.recording, names), left_out
 
     def describe_model(self) -> str:
-        """Return a text that describes the module as it is built. Call this in a process of its own."""
+        """Return a text that describes the module once it is built. Call this in a separate process."""
         return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages are about a real run
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages only make sense for a real run
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
@@ -107,7 +107,7 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes whose collectives run beside operations, as those of FSDP2's units do on any axis."""
+    """Return the axes whose collectives overlap with computation. Collectives of FSDP2's units do so on any axis."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

@@ -25,7 +25,7 @@ def find_changes(
 ) -> list[Change]:
     """Plan the changes that might help, and return those that help most.
 
-    Changes with which the run fits come first, ordered by step time. The others follow, ordered by memory.
+    Changes that make the run fit come first, ordered by step time. The others follow, ordered by memory.
     """
     shards = isinstance(run.trainer.strategy.config, FSDP2Config)
     remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
@@ -53,7 +53,7 @@ def find_changes(
 
 
 def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
-    """Yield runs that train the same and may need less memory, each for a different reason."""
+    """Yield knobs that leave the training the same and may need less memory, each for a different reason."""
     for amount in ("selective", "full"):
         yield replace(knobs, activation_checkpointing=amount)
     if knobs.loss == "full":

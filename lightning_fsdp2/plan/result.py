@@ -1,4 +1,4 @@
-"""Contents of a plan: memory, traffic and time of ranks, as plain values."""
+"""Contents of a plan: memory, traffic and step time of ranks, as plain values."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ class Traffic:
 
     kind: str
     axis: str
-    """Axis of the mesh; ``"other"`` for a group of the module's own."""
+    """Axis of the mesh; ``"other"`` for a group that the module made itself."""
 
     ranks: int
     nodes: int
@@ -40,10 +40,10 @@ class Traffic:
     """Size of the whole tensors: after an all-gather, before a reduce-scatter."""
 
     seconds: float
-    """Time of all calls, one after the other, at the rate that NCCL reaches on the slowest link."""
+    """Total time of all calls, at the rate that NCCL reaches on the slowest link."""
 
     overlaps: bool
-    """Whether the collectives can run beside operations."""
+    """Whether the collectives can overlap with computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +63,33 @@ class RankPlan:
 
     rank: int
     peak: dict[str, int]
-    """Bytes by category at the peak, when the most are in use."""
+    """Bytes by category at the peak of memory use."""
 
     peak_at: str
-    """Part of the step in which the peak is."""
+    """Part of the step in which the peak occurs."""
 
     reserved: Reserved
-    """Memory of its device that the process holds, including unused parts of segments and what libraries take."""
+    """Device memory that the process holds, including unused parts of segments and the memory of libraries."""
 
     flops: int
-    """Floating-point operations of products and attention, including recomputation."""
+    """Floating-point operations of matrix products and attention, including recomputation."""
 
     time: StepTime
-    """Step time at the rates of the data sheet: a bound."""
+    """Lower bound of the step time, at the rates of the data sheet."""
 
     reached: StepTime
-    """Step time at the rates that kernels reach: an estimate."""
+    """Estimate of the step time, at the rates that kernels reach."""
 
     traffic: list[Traffic]
     phases: list[tuple[float, str]]
     """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, on the clock of the timeline."""
 
     timeline: list[Moment] = field(repr=False)
-    """Memory over the step, thinned out. It contains the peak."""
+    """Memory over the step, at a limited number of moments that include the peak."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of all categories together at the peak."""
+        """Total bytes of all categories at the peak."""
         return sum(self.peak.values())
 
 
@@ -112,10 +112,10 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the run's options, with the memory and the time that it leads to."""
+    """A change of the run's options, with the resulting memory and step time."""
 
     name: str
-    """Text of the change, such as ``activation_checkpointing='full'``."""
+    """Description of the change, such as ``activation_checkpointing='full'``."""
 
     config: dict[str, Any]
     """Additions to the YAML of the run."""
@@ -125,10 +125,10 @@ class Change:
 
     reserved: Reserved
     at_least: float
-    """Lower bound of the seconds of a step, which has as many samples as before."""
+    """Lower bound of the step time in seconds. A step has as many samples as before."""
 
     estimate: float
-    """Estimated seconds of a step, at the rates that kernels reach."""
+    """Estimated step time in seconds, at the rates that kernels reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +142,12 @@ class Plan:
     parameters: int
     trained_parameters: int
     placements: list[dict[str, Any]]
-    """Groups of parameters that are placed alike: ``placement`` by axis, numbers of ``tensors`` and ``parameters``, and
-    ``bytes`` on rank 0."""
+    """Groups of parameters with the same placement: ``placement`` by axis, numbers of ``tensors`` and ``parameters``,
+    and ``bytes`` on rank 0."""
 
     device: Device
     peak_flops: float
-    """Peak floating-point operations per second of a device, in the dtype of compute."""
+    """Peak floating-point operations per second of a device, in the compute dtype."""
 
     nodes: int
     batch: Batch
@@ -167,12 +167,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of the rank that needs most."""
+        """Bytes at the peak of the rank that needs the most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def reserved(self) -> Reserved:
-        """Memory that the process holds, on the rank that needs most."""
+        """Memory that the process holds, on the rank that needs the most."""
         return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
@@ -182,22 +182,23 @@ class Plan:
 
     @property
     def at_least(self) -> float:
-        """Lower bound of the seconds of a step: the slowest rank at data sheet rates, if all overlaps that can."""
+        """Lower bound of the step time in seconds: the slowest rank at data sheet rates, with all possible overlap."""
         return max(rank.time.shortest for rank in self.ranks)
 
     @property
     def estimate(self) -> float:
-        """Estimated seconds of a step: the slowest rank at the rates that kernels reach, if nothing overlaps.
+        """Estimated step time in seconds: the slowest rank at the rates that kernels reach, without any overlap.
 
-        A collective that runs beside operations takes multiprocessors and bandwidth from them.
+        A collective that overlaps with computation takes multiprocessors and bandwidth from it.
         """
         return max(rank.reached.longest for rank in self.ranks)
 
     def get_utilisation(self, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step that takes ``seconds``; None if the model's FLOPs are not known.
 
-        FLOPs are counted as by :class:`~lightning_fsdp2.callbacks.Throughput`, which takes all products of attention.
-        Those that a causal mask leaves out are not computed, so the result may be above 1 for long sequences.
+        FLOPs are counted as by :class:`~lightning_fsdp2.callbacks.Throughput`, which includes all products of
+        attention. Products that a causal mask leaves out are not computed, so the result may be above 1 for long
+        sequences.
         """
         if self.model_flops is None:
             return None
@@ -223,7 +224,9 @@ class Plan:
 
 
 def get_verdict(allocated: int, reserved: Reserved, device: Device) -> Verdict:
-    """Return whether a run fits: ``"tight"`` if what it allocates fits, but not all that its process may hold."""
+    """Return the verdict: "fits" if the upper end of the reserved memory fits on the device, "tight" if only the
+    allocated memory does, else "does not fit".
+    """
     if reserved.most <= device.memory:
         return "fits"
     return "tight" if allocated <= device.memory else "does not fit"
@@ -256,10 +259,10 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
 
 
 def without_offloaded(recording: Recording) -> Recording:
-    """Leave out what FSDP2's ``CPUOffloadPolicy`` keeps in host memory, and the optimizer, which runs there.
+    """Leave out what FSDP2's ``CPUOffloadPolicy`` keeps in host memory, and the optimizer, which runs on the host.
 
-    Simulations use the CPU, the only device that needs no driver. On a CPU the recipe leaves the policy out, since the
-    shards are in host memory anyway.
+    Simulations use the CPU, the only device that needs no driver. On a CPU, the recipe does not apply the policy, since
+    the shards are in host memory anyway.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]
@@ -268,7 +271,7 @@ def without_offloaded(recording: Recording) -> Recording:
 
 
 def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
-    """Return the bytes by category when the most are in use, and that moment."""
+    """Return the bytes by category at the peak of memory use, and the moment of the peak."""
     current: Counter[str] = Counter()
     total, highest, peak, at = 0, 0, current.copy(), 0
     for moment, category, size, _ in recording.changes:
@@ -305,7 +308,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
 def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
     """Return the moment of highest memory in each of ``samples`` stretches of the step.
 
-    Micro-batches that are alike appear once.
+    Identical micro-batches appear once.
     """
     current: Counter[str] = Counter()
     highest: dict[int, tuple[int, Moment]] = {}

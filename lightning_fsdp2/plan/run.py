@@ -53,7 +53,7 @@ _CHANGE_STEPS = (
     "StochasticWeightAveraging",
     "WeightAveraging",
 )
-"""Stock callbacks that hold weights, or change how many micro-batches a step has."""
+"""Stock callbacks that hold weights themselves, or change the number of micro-batches in a step."""
 
 _ALIKE = "All ranks hold as much: rank 0 stands for them."
 
@@ -85,33 +85,33 @@ def plan_run(
 ) -> Plan:
     """Compute the memory, the traffic and the step time of a run without its devices.
 
-    Each planned rank is simulated in a process of its own, with fake tensors and a fake process group. There the recipe
-    shards the module, and the Trainer's loop trains it for two steps. ``trainer`` and ``module`` stay as they are.
+    Each planned rank is simulated in a separate process, with fake tensors and a fake process group. There the recipe
+    shards the module, and the Trainer's loop trains it for two steps. ``trainer`` and ``module`` are not changed.
 
     Args:
         trainer: Trainer with :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its
-            precision, clipping and accumulation count; its devices, callbacks and loggers do not.
+            precision, clipping and accumulation are used; its devices, callbacks and loggers are ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``.
         batch: Micro-batch of one data parallel rank, with tensors on any device. None takes it from ``datamodule``, or
             from the module's own ``train_dataloader``.
-        datamodule: Data module of the run. A data module of this package gives the shapes of its batches and reads
-            nothing. From any other one, the first batch is read.
+        datamodule: Data module of the run. A data module of this package gives the shapes of its batches without
+            reading data. From any other data module, the first batch is read.
         world_size: Number of ranks.
         device: Device of each rank: a name in :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
             :class:`~lightning_fsdp2.plan.timing.devices.Device`.
-        ranks: Ranks to plan. None for the first and the last one, or for the first one alone if all hold as much.
+        ranks: Ranks to plan. None for the first and the last rank, or for the first alone if all hold the same amount.
         suggest: Whether to look for changes that would help if the run does not fit. Each of them is planned, too.
-        processes: Number of plans that are computed at once. None for as many as there are CPUs.
-        on_progress: Callback that gets the number of plans that are done, and their total as far as it is known.
+        processes: Number of plans that are computed at once. None for one per CPU.
+        on_progress: Callback that gets the number of finished plans, and their total as far as it is known.
 
     Returns:
         The plan.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the strategy is another one.
+        TypeError: When the trainer has another strategy.
         ValueError: When the device is not known, a rank does not exist, the strategy would refuse these sizes or this
-            model, there is no batch, or the step depends on values.
+            model, there is no batch, or the step depends on the values of tensors.
     """
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
     plan = _plan(run, knobs, _check_ranks(ranks, world_size), adds_last=ranks is None, processes=processes)
@@ -136,7 +136,7 @@ def search_run(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Find the layout in which a run takes the shortest steps. Its samples per step and its numerics stay the same.
+    """Find the layout with the shortest step time. The samples per step and the numerics stay the same.
 
     The search varies tensor parallel sizes within a node, context parallel sizes, replicas (one, or one per node),
     recomputation in backward, and micro-batch sizes.
@@ -144,24 +144,24 @@ def search_run(
     Args:
         trainer: See :func:`plan_run`.
         module: See :func:`plan_run`.
-        batch: See :func:`plan_run`. The samples of a step follow from its samples and the accumulation.
+        batch: See :func:`plan_run`. The number of samples per step follows from its size and the accumulation.
         datamodule: See :func:`plan_run`.
         world_size: See :func:`plan_run`.
         device: See :func:`plan_run`.
-        seconds: Time limit in seconds. No other layout is started after it.
-        cache_dir: Folder that keeps the simulations for the next search of this run. None keeps nothing.
-        cache_key: Text that tells runs apart that are otherwise the same in the cache. The cache already tells apart
-            the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files, but
-            not, for example, what the step reads from elsewhere.
-        processes: Number of simulations that run at once. None for as many as there are CPUs.
-        on_progress: Callback that gets the number of simulations that are done, and their total as far as it is known.
+        seconds: Time limit in seconds. No further simulation starts after that.
+        cache_dir: Folder that keeps the simulations for the next search of this run. None for no cache.
+        cache_key: Text that distinguishes runs that would be the same to the cache. The cache already distinguishes
+            the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files. It
+            does not know other inputs, such as files that the step reads.
+        processes: Number of simulations that run at once. None for one per CPU.
+        on_progress: Callback that gets the number of finished simulations, and their total as far as it is known.
 
     Returns:
-        The result of the search. The plan of the best layout is that of the whole model.
+        The result of the search. The best layout is planned with the whole model.
 
     Raises:
         TypeError: When the strategy is not ``FSDP2Strategy``.
-        ValueError: As for :func:`plan_run`, when ``seconds`` is negative, and when ``cache_dir`` cannot be written to.
+        ValueError: See :func:`plan_run`; also when ``seconds`` is negative, or ``cache_dir`` cannot be written to.
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds} (--search_seconds) are in the past; use a number >= 0.")
@@ -185,7 +185,7 @@ def search_run(
         on_progress=on_progress,
     )
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    # planned whole, a layout may need more than a few of its layers have shown
+    # the whole model may need more memory than was extrapolated from a few of its layers
     planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
@@ -218,7 +218,7 @@ def _prepare(
 
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
-    """Plan ``ranks``. With ``adds_last``, plan the last rank, too, unless all ranks hold as much."""
+    """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all ranks hold the same amount."""
     tasks = [partial(run.plan_rank, knobs, rank) for rank in ranks]
     planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
     is_even = planned[0].is_even
@@ -239,7 +239,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return notes on the callbacks and plugins that may change what a step takes, given the class paths of all."""
+    """Return notes on the callbacks and plugins among the class paths that may change what a step needs."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []
@@ -253,7 +253,7 @@ def get_batch(source: "LightningDataModule | LightningModule") -> Any:
     """Return a micro-batch of one data parallel rank.
 
     Raises:
-        ValueError: When the data module, or the module in its place, has no batch.
+        ValueError: When ``source`` has no batch.
     """
     if isinstance(source, SequenceDataModule):
         return source.build_example_batch()

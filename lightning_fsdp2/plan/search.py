@@ -1,7 +1,7 @@
 """Search for the layout of a run: plan layouts that obey rules of thumb, and rank those that fit by step time.
 
-Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The winner is planned
-whole.
+Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The best one is
+planned again with the whole model.
 """
 
 import itertools
@@ -26,22 +26,22 @@ from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 _LARGEST_MICRO_BATCH = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
 _SHORTEST_PART = 1024
-"""Smallest number of tokens of a sequence that a context parallel rank gets."""
+"""Smallest number of tokens of a sequence on a context parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, with the memory and the time that its step takes on rank 0."""
+    """A layout, with the memory and the time of a step on rank 0."""
 
     knobs: Knobs
     peak_bytes: int
     reserved: Reserved
     verdict: Verdict
     at_least: float
-    """Lower bound of the seconds of a step."""
+    """Lower bound of the step time in seconds."""
 
     estimate: float
-    """Estimated seconds of a step, at the rates that kernels reach."""
+    """Estimated step time in seconds, at the rates that kernels reach."""
 
     reason: str
     """Largest parts of the estimated time, with their shares."""
@@ -62,10 +62,10 @@ class Search:
     """Number of layouts that do not fit."""
 
     refused: dict[str, int]
-    """Reasons why layouts were dropped before they were planned to the end, and the number of layouts for each."""
+    """Number of layouts that were refused, by reason."""
 
     left_out: int
-    """Number of layouts that there was no time for."""
+    """Number of layouts that were not tried for lack of time."""
 
     is_interrupted: bool
     """Whether the search was ended by a ``KeyboardInterrupt``."""
@@ -85,12 +85,12 @@ def search(
 
     Args:
         run: Run to find a layout for.
-        knobs: Knobs that the run has now.
-        sequence_length: Tokens per sample. None leaves out context parallelism.
-        seconds: Time limit in seconds. No other layout is started after it.
-        cache: Cache of earlier simulations. None keeps nothing.
-        processes: Number of simulations that run at once. None for as many as there are CPUs.
-        on_progress: Callback that gets the number of simulations that are done, and their total as far as it is known.
+        knobs: Current knobs of the run.
+        sequence_length: Number of tokens per sample. None leaves out context parallelism.
+        seconds: Time limit in seconds. No further simulation starts after that.
+        cache: Cache of earlier simulations. None for no cache.
+        processes: Number of simulations that run at once. None for one per CPU.
+        on_progress: Callback that gets the number of finished simulations, and their total as far as it is known.
     """
     options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
     simulate = partial(simulate_all, run, end=time.monotonic() + seconds, **options)
@@ -99,7 +99,7 @@ def search(
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
-    # layouts that send most come last, so that they are the ones left out if the time runs out
+    # layouts that communicate the most come last, so they are the ones left out if the time runs out
     outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
     is_interrupted = False
     try:
@@ -125,7 +125,7 @@ def search(
 
 
 def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate | str | None]:
-    """Try layouts, and then the layouts that follow from what they need.
+    """Try layouts, and then the layouts that :func:`_get_next` derives from the results.
 
     Yields:
         For each layout, the candidate, the reason why it is refused, or None if there was no time for it.
@@ -149,7 +149,7 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
     """Yield the layouts that the rules of thumb allow: tensor parallelism within a node, one replica or one per node.
 
-    They have one sample per micro-batch and no recomputation. :func:`search` goes on from there.
+    They have one sample per micro-batch and no recomputation. :func:`search` continues from there.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
@@ -175,8 +175,8 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
 def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
     """Return the layout to try after this one; None if there is none.
 
-    If the layout fits, the next one has more samples in a micro-batch: recomputation would only take time. If it does
-    not fit, the next one recomputes more: a larger micro-batch would not fit either.
+    If the layout fits, the next one has a larger micro-batch, since recomputation would only cost time. If the layout
+    does not fit, the next one recomputes more, since a larger micro-batch would not fit either.
     """
     if fits:
         larger = 2 * layout.batch_size

@@ -1,4 +1,4 @@
-"""Tables that show a :class:`~lightning_fsdp2.plan.simulation.sharding.Description`, with equal layers in one line."""
+"""Tables that show a :class:`~lightning_fsdp2.plan.simulation.sharding.Description`, with equal layers on one line."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def write_tables(description: Description, file: TextIO) -> None:
-    """Write the tables of units and of parameters, 100 columns wide or as wide as the terminal is."""
+    """Write the tables of units and of parameters, as wide as the terminal, or 100 columns wide."""
     console = make_console(file)
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]
@@ -51,7 +51,7 @@ def _get_sharding_axes(description: Description) -> list[str]:
 
 
 def _get_common_prefix(description: Description) -> str:
-    """Return the prefix that all units and parameters share, such as ``model.base_model.model.`` of adapters."""
+    """Return the prefix that all units and parameters share, such as ``model.base_model.model.`` with adapters."""
     parameters = [parameter.name for unit in description.units for parameter in unit.parameters]
     modules = [name for unit in description.units for name in unit.modules if name != _ROOT]
     paths = [name.split(".")[:-1] for name in (*parameters, *modules)]
@@ -127,7 +127,7 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
 
 
 def build_table(name: str, *numbers: str) -> Table:
-    """Begin a table of names and numbers."""
+    """Create a table with a column of names and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(name, overflow="fold")
     for number in numbers:
@@ -136,7 +136,7 @@ def build_table(name: str, *numbers: str) -> Table:
 
 
 def _get_kind(unit: UnitDescription) -> object:
-    """Return a key that is equal for units that differ only in numbers in names and in what they keep after forward."""
+    """Return a key that is equal for units that differ only in the numbers in their names and in resharding."""
     modules = [_NUMBER.sub("#", name) for name in unit.modules]
     parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
     return modules, parameters, unit.gathered_bytes
@@ -147,7 +147,7 @@ def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescript
 
     Returns:
         For each group, its name within the unit, such as ``experts.0-7.up_proj.weight``, its first parameter, and the
-        number of its parameters.
+        number of parameters.
     """
     prefix = f"{unit.modules[0]}." if len(unit.modules) == 1 and unit.modules != [_ROOT] else ""
     alike: dict[object, list[tuple[str, ParameterDescription]]] = {}
@@ -172,7 +172,7 @@ def _get_unit_name(group: list[UnitDescription]) -> str:
 
 
 def _fold_names(names: Sequence[str]) -> str:
-    """Write ``layers.0-2`` for ``layers.0``, ``layers.1`` and ``layers.2``."""
+    """Return ``layers.0-2`` for ``layers.0``, ``layers.1`` and ``layers.2``."""
     numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
     ranges = iter([_fold_numbers(sorted(set(column))) for column in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda match: next(ranges), names[0])
@@ -201,7 +201,7 @@ def _name_resharding(reshard_after_forward: bool | int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """Write a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
@@ -210,7 +210,7 @@ def format_bytes(number: int) -> str:
 
 
 def format_count(number: int) -> str:
-    """Write a number of parameters."""
+    """Format a number of parameters."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Tables that show a :class:`~lightning_fsdp2.plan.Plan` to a reader."""
+"""Tables that show a :class:`~lightning_fsdp2.plan.Plan`."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 
 def describe(plan: Plan) -> str:
-    """Return the tables that ``lightning-fsdp2 plan`` prints, as text of 100 columns."""
+    """Return the tables that ``lightning-fsdp2 plan`` prints, as text 100 columns wide."""
     with StringIO() as file:
         write_plan(plan, file)
         return file.getvalue()
 
 
 def write_plan(plan: Plan, file: TextIO) -> None:
-    """Write the tables of a plan, 100 columns wide or as wide as the terminal is."""
+    """Write the tables of a plan, as wide as the terminal, or 100 columns wide."""
     console = make_console(file)
     console.print(_build_summary(plan), "")
     console.print(_build_placement_table(plan), "")
@@ -42,7 +42,7 @@ def write_plan(plan: Plan, file: TextIO) -> None:
 
 
 def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
-    """Write the best layouts of a search, and what became of the others."""
+    """Write the best layouts of a search, and what happened to the others."""
     console, found = make_console(file), result.search
     if found.best:
         table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
@@ -216,7 +216,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def write_json(plan: Plan, path: str) -> None:
-    """Write all numbers of a plan to a file, or to stdout for ``"-"``."""
+    """Write all numbers of a plan to a file, or to stdout if ``path`` is ``"-"``."""
     text = f"{json.dumps(plan.to_dict(), indent=2)}\n"
     if path == "-":
         sys.stdout.write(text)
@@ -226,7 +226,7 @@ def write_json(plan: Plan, path: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr if that is a terminal, and yield the function that sets it."""
+    """Show a progress bar on stderr if stderr is a terminal, and yield a function that updates it."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("planning", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""Run simulations in forked processes, since each needs a process group and a module of its own."""
+"""Run simulations in forked processes, since each needs its own process group and module."""
 
 import multiprocessing
 import os
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None = None) -> Iterator[tuple[int, T]]:
-    """Run each task in a forked process, which inherits the objects of this process and cannot change them here.
+    """Run each task in a forked process, which inherits this process's objects and cannot change the originals.
 
     Args:
         tasks: Functions without arguments. Their results are pickled; the functions are not.
         processes: Number of tasks that run at once. None for the number of CPUs that this process may use.
 
     Yields:
-        The number of a task and its result, in the order in which tasks end.
+        The number of a task and its result, in the order in which tasks finish.
 
     Raises:
         Exception: The first refusal that a task raises. The other tasks are stopped.
-        RuntimeError: When a task raises another error (with its traceback), or when its process was killed.
+        RuntimeError: When a task raises another error (with its traceback), or its process was killed.
         ValueError: When ``processes`` is less than 1.
     """
     if processes is not None and processes < 1:
@@ -66,7 +66,7 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     except BaseException as error:
         answer = pickle.dumps((None, error if is_refusal(error) else RuntimeError(traceback.format_exc())))
     sender.send_bytes(answer)
-    os._exit(0)  # exit handlers are for the parent to run
+    os._exit(0)  # the parent runs the exit handlers
 
 
 def _receive(receiver: Any, process: Any) -> Any:

@@ -14,12 +14,12 @@ reduce_scatter       summands -> shards                    reduce-scatter      a
 sum_over_ranks       summands -> equal, used differently   all-reduce          all-reduce
 ===================  ====================================  ==================  =====================
 
-:data:`KINDS` says the same to :mod:`~lightning_fsdp2.parallel.tensor.verification`.
+:data:`KINDS` is the same table for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
 
 *Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
-that each rank computes another part of the result, so that its gradient is a summand. The first two functions are *f*
-and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and ``reduce_scatter`` are those of its
-sequence parallelism (https://arxiv.org/abs/2205.05198). All of them can be traced by ``torch.compile``.
+that each rank computes a different part of the result, so its gradient is a summand. The first two functions are *f*
+and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and ``reduce_scatter`` are those of
+Megatron-LM's sequence parallelism (https://arxiv.org/abs/2205.05198). ``torch.compile`` can trace all functions.
 
 Shards are those of :func:`torch.chunk`: if the size is not divisible, the last ranks hold less, or nothing.
 """
@@ -36,7 +36,7 @@ from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, r
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor``, whose gradient becomes the sum over the ranks."""
+    """Return ``tensor``. In backward, its gradient is summed over the ranks."""
     return _Copy.apply(group, tensor)[0]
 
 
@@ -56,22 +56,22 @@ def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks, which each rank goes on to use differently."""
+    """Return the sum over the ranks, which each rank then uses differently."""
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
 def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the shards of all ranks along ``dim``, which has ``size`` elements in all."""
+    """Concatenate the shards of all ranks along ``dim``, which has ``size`` elements in total."""
     return _Gather.apply(tensor, dim % tensor.ndim, size, group)
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate shards of equal size along ``dim``, for each rank to compute another part of what follows."""
+    """Concatenate shards of equal size along ``dim``, for each rank to compute a different part of what follows."""
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 
 def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, with one all-gather in one memory."""
+    """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, by one all-gather, in one memory."""
     size = tensor.size(dim) * group.size()
     complete = gather_shards(tensor, dim, size, group)
     return complete, _Twin.apply(tensor, complete, dim % tensor.ndim, group)
@@ -83,7 +83,7 @@ def split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard, along ``dim``, of the sum over the ranks; the size of ``dim`` is divisible."""
+    """Return this rank's shard, along ``dim``, of the sum over the ranks; the size of ``dim`` must be divisible."""
     return _ReduceScatter.apply(tensor, dim % tensor.ndim, group)
 
 
@@ -204,7 +204,7 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _ReduceScatter: (Kind.OWN, Kind.OWN),
     _Twin: (Kind.EITHER, Kind.OWN),  # it reads the gathered tensor too
 }
-"""Kinds of what goes into and of what comes out of each autograd function."""
+"""Kinds of the input and of the output of each autograd function."""
 
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -214,7 +214,7 @@ def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards that may be of unequal size. Only the last ones are short, so that the padding comes last."""
+    """All-gather shards that may be of unequal size. Only the last ones are short, so the padding comes last."""
     chunk = -(-size // group.size())
     missing = chunk - tensor.size(dim)
     if missing:

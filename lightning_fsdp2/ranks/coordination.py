@@ -22,11 +22,11 @@ def get_rank() -> int:
 
 
 def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return the process's CPU group of all ranks for one purpose: only one, however many Trainers the process sees.
+    """Return the process's CPU group of all ranks for one purpose; all Trainers of the process share it.
 
     Args:
         purpose: Name of the purpose. Communication for one purpose cannot be mixed up with that for another.
-        timeout: Timeout of the group's collectives, and of the ranks' meeting to make it.
+        timeout: Timeout of the group's collectives, and of the ranks' meeting to create it.
     """
     key = (dist.group.WORLD, purpose)
     if key not in _groups:
@@ -36,9 +36,9 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
-    """Wait until every rank has come to the same place, or explain which did not.
+    """Wait until every rank has reached the same place, or explain which ranks did not.
 
-    ``monitored_barrier`` would not do: it keeps its timeout on rank 0 only, and does not notice that ranks are at
+    ``monitored_barrier`` would not do: it observes its timeout on rank 0 only, and does not notice if ranks are at
     different places.
 
     Args:
@@ -47,7 +47,7 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         remedy: What to do instead, for the error message.
 
     Raises:
-        RuntimeError: When some rank did not come, or came to do something else.
+        RuntimeError: If a rank did not come, or came to do something else.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -114,7 +114,7 @@ def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, in their order."""
+    """Return the values of all ranks, in rank order."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Errors that are raised on every rank: a rank that goes on alone waits for the others in the next collective."""
+"""Errors that are raised on every rank. Otherwise the other ranks would wait for the failed one in a collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
             process.
 
     Raises:
-        Exception: The error of the block, or that of the first other rank that has one.
+        Exception: The error of this rank's block, or else of the first other rank that has one.
     """
     failure: Exception | None = None
     try:
@@ -35,7 +35,7 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
 
 
 def list_names(names: Collection[str], most: int = 20) -> str:
-    """Return names for an error message, in order; all beyond ``most`` are only counted, as there may be thousands."""
+    """Return names for an error message, sorted; names beyond ``most`` are only counted, as there may be thousands."""
     more = len(names) - most
     return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
@@ -45,7 +45,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
     Args:
         ranks: Ranks in ascending order.
-        hosts: Hosts of all ranks, or of as many as are known; "" for a host that is not known.
+        hosts: Host of each rank, for as many ranks as are known; "" for an unknown host.
     """
     parts = []
     for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):
@@ -57,7 +57,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
 
 def make_portable(error: Exception | None) -> Exception | None:
-    """Return an exception that can be sent: some cannot be pickled, and some can, but not unpickled."""
+    """Return an exception that can be sent. Some exceptions cannot be pickled, and others cannot be unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

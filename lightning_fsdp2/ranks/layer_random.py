@@ -14,7 +14,7 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 
 
 class LayerRandom:
-    """Random state of a layer's forward: the common one of all ranks, or one of this rank alone.
+    """Random state of a layer's forward: the state common to all ranks, or this rank's own.
 
     A rank's own state begins with a seed drawn from the common state. So nothing has to be remembered between forwards,
     and activation checkpointing, which restores the common state, gets the same numbers again.

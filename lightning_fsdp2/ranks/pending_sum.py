@@ -1,4 +1,4 @@
-"""Sum over the tensor parallel ranks that is computed only once it is known what it is for."""
+"""Sum over the tensor parallel ranks that is computed only when it is known how it will be used."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 registers one for its backward, and looks for a base first
+    Tensor.register_hook,  # FSDP2 registers a hook for its backward, and reads `_base` first
     torch.is_floating_point,
 }
 """Functions that do not read the values of the tensor that they are given."""
@@ -48,7 +48,7 @@ class Summands:
         return self._sum is not None
 
     def add(self) -> Tensor:
-        """Return the whole sum, without gradients. It is computed once, and changes in place stay."""
+        """Return the whole sum, without gradients. It is computed once; in-place changes to it stay."""
         if self._sum is None:
             if self.is_watched:
                 raise RuntimeError(
@@ -91,7 +91,7 @@ class PendingSum(Tensor):
     the tensor (learned positions that are added, a scale, the embeddings of an image) gets the whole sum, by one
     all-reduce.
 
-    Autograd knows it as a tensor of the whole shape, whose gradient is equal on all ranks.
+    Autograd sees it as a tensor of the whole shape, whose gradient is equal on all ranks.
     """
 
     summands: Summands
@@ -102,7 +102,7 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor; with that annotation jsonargparse would list every class of tensors within each of them
+    # `like` is a Tensor; with that annotation, jsonargparse would list every tensor class within each tensor class
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = make_wrapper_subclass(cls, like)
@@ -113,7 +113,7 @@ class PendingSum(Tensor):
     def get_whole(self) -> Tensor:
         """Return the sum as a plain tensor. It is computed once."""
         if self._whole is None:
-            # the first reader may want no gradients, and a later one may
+            # the first reader may need no gradients, but a later one may
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
@@ -135,7 +135,7 @@ class PendingSum(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # autograd saves the input of a checkpoint
             return PendingSum(args[0].summands, args[0])
-        # calls that come without __torch_function__ have their gradients from autograd, which is above
+        # calls that bypass __torch_function__ get their gradients from autograd, which is the layer above
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

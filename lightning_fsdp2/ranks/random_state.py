@@ -20,7 +20,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states that :func:`get_random_state` returned; a state of another device type is left out."""
+    """Restore the states that :func:`get_random_state` returned; the state of another device type is ignored."""
     set_torch_random_state(state, device)
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, _unpack(keys), position, has_gauss, cached))
@@ -37,14 +37,14 @@ def get_torch_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states of torch; a state of another device type is left out."""
+    """Restore the states of torch; the state of another device type is ignored."""
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of ``group`` the random state of its first rank; processes start with different ones."""
+    """Give all ranks of ``group`` the random state of its first rank; processes start with different states."""
     if group.size() > 1:
         states = [get_random_state(device)]
         dist.broadcast_object_list(states, group=group, group_src=0)

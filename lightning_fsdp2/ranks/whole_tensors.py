@@ -1,9 +1,9 @@
-"""DTensors whose shards are whole rows, but not as many on each rank as torch would put there.
+"""DTensors whose shards are whole rows, but not the number of rows on each rank that torch would choose.
 
-Megatron-FSDP cuts a buffer of many parameters into equal parts, so that small parameters lie on one rank as a whole and
-larger ones break at some row. Their DTensors still say ``Shard(0)``, so that ``full_tensor``, ``redistribute`` and
-checkpoints would take some rows for others. Such DTensors are recognised by the axis of their mesh, which has a name of
-its own. So all ranks agree, and states and gradients made from a parameter are recognised too.
+Megatron-FSDP cuts a buffer of many parameters into equal parts. A small parameter may lie on one rank as a whole, and a
+larger one is cut at some row. Their DTensors still say ``Shard(0)``, so ``full_tensor``, ``redistribute`` and
+checkpoints would mix up rows. These DTensors are recognised by the special name of their mesh axis. So all ranks agree,
+and states and gradients made from a parameter are recognised too.
 """
 
 from typing import Any, TypeGuard
@@ -23,12 +23,12 @@ _EVEN_SHARD = "even_shard"
 
 
 def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` may have uneven shards, or is whole on a mesh of such shards. All ranks agree."""
+    """Return whether ``tensor`` may have uneven shards, or is whole on a mesh for these. All ranks agree."""
     return isinstance(tensor, DTensor) and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, even or not; a plain tensor as it is.
+    """Return the whole tensor of a DTensor, with even shards or not; return a plain tensor as it is.
 
     Every rank of the mesh must call it.
     """
@@ -38,7 +38,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def to_even(tensor: DTensor) -> DTensor:
-    """Return the same tensor in the shards that torch would make. Every rank must call it."""
+    """Return the same tensor with the shards that torch would make. Every rank must call it."""
     mesh = get_even_mesh(tensor)
     shards = split_evenly(_gather(tensor), mesh.size())
     return DTensor.from_local(

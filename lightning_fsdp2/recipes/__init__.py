@@ -1,1 +1,1 @@
-"""THE ORDER OF THE PASSES: one recipe per strategy, each a function of (model, mesh, config) on one screen."""
+"""The order of the passes: one recipe per strategy, each a function of (model, mesh, config) that fits on a screen."""

@@ -1,4 +1,4 @@
-"""The recipe of DDP, up to the wrapper."""
+"""The recipe for DDP, except for the wrapper."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ def prepare_for_ddp(
     Args:
         model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`; it may be on the meta device. Changed
             in place.
-        device_mesh: Mesh whose ranks get the same weights: those of rank 0 if the model has any.
+        device_mesh: Mesh whose ranks get the same weights: rank 0's, if the model already has weights.
         config: Flags of DDP.
         materializes: Whether a model on the meta device gets its weights.
 

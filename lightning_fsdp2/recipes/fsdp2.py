@@ -1,4 +1,4 @@
-"""The recipe of FSDP2 with tensor, sequence and context parallelism."""
+"""The recipe for FSDP2 with tensor, sequence and context parallelism."""
 
 import logging
 from dataclasses import replace
@@ -43,8 +43,8 @@ def parallelize_with_fsdp2(
     """Shard a model and give it its weights. The same code runs on one rank and on a thousand.
 
     A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model with weights first gets those of rank 0
-    on all ranks.
+    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model that already has weights first
+    gets rank 0's weights on all ranks.
 
     Args:
         model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
@@ -52,8 +52,8 @@ def parallelize_with_fsdp2(
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
         config: Flags of FSDP2.
         names: Names of the mesh's axes.
-        materializes: Whether a model on the meta device gets its weights; False leaves its shards there, to be looked
-            at.
+        materializes: Whether a model on the meta device gets its weights; False leaves its shards there, for
+            inspection.
 
     Returns:
         ``model`` itself.
@@ -133,7 +133,7 @@ def resolve_mp_policy(
 ) -> MixedPrecisionPolicy:
     """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
 
-    To torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14 and the gradient's dtype from 2.15 on.
+    In torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14, and the gradient's dtype from 2.15 on.
 
     Raises:
         ValueError: For compute in float16 or float64.
@@ -149,11 +149,11 @@ def resolve_mp_policy(
 
 
 def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return the policy of where shards live between uses.
+    """Return the policy that says where shards are kept between uses.
 
-    It is None on a CPU, where shards are in host memory anyway and nothing could pin it.
+    This is None on a CPU, where shards are in host memory anyway and nothing could pin that memory.
     """
-    # a bool became a policy when the config was made
+    # the config has already turned a bool into a policy
     return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)
 
 

@@ -1,4 +1,4 @@
-"""Imports of what users name by path: classes, tensor parallel plans, units."""
+"""Imports of objects that users name by their path: classes, tensor parallel plans, units."""
 
 import importlib
 import logging
@@ -38,11 +38,11 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
 
 
 def import_plan(plan: PlanOption) -> PlanOption:
-    """Replace an import path by the plan that it names.
+    """Replace an import path with the plan that it names.
 
     Raises:
         TypeError: When the path names neither a mapping nor a function.
-        ValueError: When there is nothing of that name.
+        ValueError: When there is no such object.
     """
     if not isinstance(plan, str) or plan == "hf":
         return plan
@@ -62,8 +62,8 @@ def import_unit_classes(paths: Sequence[str]) -> list[type[nn.Module]]:
     """Import the classes of modules that Megatron-FSDP gathers as one unit.
 
     Raises:
-        TypeError: When a path names something else.
-        ValueError: When there is nothing of that name.
+        TypeError: When a path names something other than a module class.
+        ValueError: When there is no such object.
     """
     return [_import_unit_class(path) for path in paths]
 

@@ -1,4 +1,4 @@
-"""The recipe of NVIDIA's Megatron-FSDP."""
+"""The recipe for NVIDIA's Megatron-FSDP."""
 
 from typing import Any
 
@@ -39,14 +39,14 @@ def parallelize_with_megatron_fsdp(
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
             ranks.
         config: Flags of Megatron-FSDP.
-        optimizer: Optimizer of the model's parameters that has made no step yet; its groups are kept.
+        optimizer: Optimizer of the model's parameters that has not made a step yet; its parameter groups are kept.
 
     Returns:
         The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When that package gets a flag wrong or lacks it, the mesh has other axes, or there are no units.
+        ValueError: When the package lacks a flag or handles it wrongly, the mesh has other axes, or there are no units.
     """
     check_not_sharded(model)
     check_peft(model)

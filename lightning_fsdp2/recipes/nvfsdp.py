@@ -44,7 +44,7 @@ def nvfsdp_strategy_parallelize(
 ) -> tuple[Any, Optimizer | None]:
     """Shard a model with Megatron-FSDP, under the names from when the package was called nvFSDP.
 
-    Arguments that are not described here are those of
+    Arguments that are not described here are the same as those of
     :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
 
     * ``nvfsdp_unit_modules``: called ``megatron_fsdp_unit_modules`` there.
@@ -54,7 +54,7 @@ def nvfsdp_strategy_parallelize(
     * ``init_nvfsdp_with_meta_device``: called ``init_fsdp_with_meta_device`` there.
     * ``check_for_nan_in_grad``: called ``report_nan_in_param_grad`` there.
     * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: called ``keep_fp8_transpose_cache`` there.
-    * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: only the names that these axes have in a mesh of
+    * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: must be the names that these axes have in a mesh of
       :func:`~lightning_fsdp2.create_device_mesh`.
 
     Returns:
@@ -62,7 +62,7 @@ def nvfsdp_strategy_parallelize(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: For the same reasons as there, and for a plan, another axis name or an unknown sharding strategy.
+        ValueError: For the reasons of that function, and for a plan, another axis name or an unknown sharding strategy.
     """
     if tp_shard_plan is not None:
         raise ValueError(

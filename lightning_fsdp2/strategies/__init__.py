@@ -1,4 +1,4 @@
-"""Lightning strategies. They drive a manager through the Trainer's stages and hold no sharding code."""
+"""Lightning strategies. They drive a manager through the Trainer's stages and contain no sharding code."""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

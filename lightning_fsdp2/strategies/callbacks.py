@@ -32,10 +32,10 @@ class OwnCallbacks:
     def attach(self, trainer: Trainer) -> None:
         """Add the callbacks after the Trainer's own.
 
-        An evaluation needs none: it has nothing to save when SIGTERM tells it to end, so the signal just ends it.
+        An evaluation gets none: it has nothing to save, so SIGTERM just ends it.
 
         Raises:
-            ValueError: When the Trainer already has a :class:`ProcessGroupTimeout` and the strategy should add one.
+            ValueError: When the Trainer already has a :class:`ProcessGroupTimeout` and ``steady_timeout`` is set, too.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             end_by_sigterm(trainer)
@@ -56,7 +56,7 @@ class OwnCallbacks:
         cast(Any, trainer).callbacks += self._added
 
     def detach(self, trainer: Trainer) -> None:
-        """Remove the added callbacks, and give the Trainer its signal handling back."""
+        """Remove the added callbacks, and restore the Trainer's signal handling."""
         for callback in self._added:
             cast(Any, trainer).callbacks.remove(callback)
         self._added.clear()
@@ -97,7 +97,7 @@ def refuse_graphs(trainer: Trainer) -> None:
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:
     """Tell Lightning's throughput monitors the peak FLOP/s of the device for ``dtype``.
 
-    Lightning takes every precision that is not its own for float32, so the utilisation would come out too high.
+    Lightning treats every precision plugin other than its own as float32, and would overstate the utilisation.
     """
     for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, ThroughputMonitor):

@@ -44,7 +44,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # what Lightning looks for on SLURM
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # names that Lightning looks for on SLURM
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -61,7 +61,7 @@ class MeshCheckpointIO(CheckpointIO):
             config: How checkpoints are written and read.
             device: This rank's device.
             group: CPU group of all ranks for the main thread.
-            thread_group: CPU group of all ranks for the thread that writes with ``async_save``.
+            thread_group: CPU group of all ranks for the background thread of ``async_save``.
         """
         if not config.async_save:
             self._writer = None
@@ -85,11 +85,11 @@ class MeshCheckpointIO(CheckpointIO):
 
         Args:
             checkpoint: The Trainer's checkpoint dict, with sharded tensors.
-            path: Local path, or one in a store that fsspec knows. A checkpoint that is already there is replaced once
-                the new one is complete.
+            path: Local path, or one in a store that fsspec supports. An existing checkpoint is replaced once the new
+                one is complete.
             storage_options: Must be None.
             summary: Entries for ``meta.json``.
-            wait: Whether to return only once the checkpoint is on the disk.
+            wait: Whether to return only after the checkpoint is written.
 
         Raises:
             TypeError: When ``storage_options`` is given.
@@ -112,11 +112,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # Lightning asks for an empty list too
+            if states := checkpoint.get("optimizer_states"):  # keep an empty list: Lightning asks for it
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # tensors made for the save can be freed once they are copied
+            bare = snapshot.with_tensors({})  # so tensors made for the save can be freed once copied
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
@@ -135,10 +135,10 @@ class MeshCheckpointIO(CheckpointIO):
 
         Args:
             path: Path of a directory or a file.
-            model: Module whose parameters say how tensors are sharded.
+            model: Module whose parameters determine how tensors are sharded.
             with_optimizers: Whether to read optimizer states.
             in_place: Whether to read the model's own keys straight into its tensors.
-            weights_only: Overrides ``weights_only`` of the config, unless it is None.
+            weights_only: Value to use instead of the config's ``weights_only``, unless it is None.
         """
         self.wait()
         return read_checkpoint(
@@ -155,7 +155,7 @@ class MeshCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint once the save in progress is complete.
 
-        While a link in its folder points to the checkpoint, it is kept.
+        The checkpoint is kept as long as a link in its folder points to it.
         """
         self._pending[get_path(path)] = False
         if get_rank() == 0:
@@ -178,11 +178,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.then(lambda: self._link(Path(target), Path(link)))
 
     def clean(self, folder: str | Path, last: str = ModelCheckpoint.CHECKPOINT_NAME_LAST) -> None:
-        """Remove what interrupted saves have left in ``folder``; keep the checkpoints whose removal was put off.
+        """Remove what interrupted saves left in ``folder``; keep the checkpoints whose removal was postponed.
 
         Args:
             folder: Folder of a ``ModelCheckpoint``.
-            last: The callback's name for its last checkpoint, maybe with fields, such as ``"{epoch}-last"``.
+            last: The callback's name for its last checkpoint, possibly with fields, such as ``"{epoch}-last"``.
         """
         self._linked.clear()
         name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))
@@ -190,19 +190,19 @@ class MeshCheckpointIO(CheckpointIO):
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once the save in progress is complete, or now if there is none; never if the save fails."""
+        """Run ``action`` once the save in progress is complete, or now if there is no save; never if the save fails."""
         if self._writer is None:
             action()
         else:
             self._writer.then(action)
 
     def wait_for_copies(self) -> None:
-        """Wait until the tensors that are being saved may be changed. Called before the optimizer steps."""
+        """Wait until the tensors that are being saved may be changed. Called before each optimizer step."""
         if self._writer is not None:
             self._writer.wait_for_copies()
 
     def poll(self) -> None:
-        """Finish a background save that is complete: raise its error, or run the actions that wait for its end."""
+        """Finish a background save that has ended: raise its error, or run the actions that were waiting for it."""
         if self._writer is not None:
             self._writer.poll()
 
@@ -228,7 +228,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.start(tensors, write)
 
     def _get_trust(self, weights_only: bool | None) -> bool:
-        """Return whether checkpoints may hold any object, given the ``weights_only`` of a call."""
+        """Return whether checkpoints may hold arbitrary objects, given the ``weights_only`` of a call."""
         choice = weights_only if weights_only is not None else self.config.weights_only
         return self.config.trust_checkpoint if choice is None else not choice
 
@@ -238,7 +238,7 @@ class MeshCheckpointIO(CheckpointIO):
         if foreign:
             rank_zero_warn(f"{path} is kept, although it would be removed now: {', '.join(foreign)} points to it.")
         elif links:
-            # ModelCheckpoint removes before it links: if it were killed in between, `last.ckpt` would point to nothing
+            # ModelCheckpoint removes before it links: after a kill in between, `last.ckpt` would point to nothing
             self._linked.append(path)
         else:
             _remove(path)
@@ -252,7 +252,7 @@ class MeshCheckpointIO(CheckpointIO):
         self._remove_linked()
 
     def _is_lightnings(self, link: Path) -> bool:
-        """Return whether Lightning made the link, in this run or an earlier one, and moves it to newer checkpoints."""
+        """Return whether Lightning made ``link``, in this run or an earlier one, and moves it to newer checkpoints."""
         return any(name.fullmatch(link.name) for name in self._link_names)
 
     def _remove_linked(self) -> None:
@@ -270,7 +270,7 @@ def _remove(path: AnyPath) -> None:
 
 
 def _get_links(path: AnyPath) -> list[Path]:
-    """Return the links in the folder of a checkpoint that point to it."""
+    """Return the links to a checkpoint that are in the same folder."""
     if not is_local(path) or not path.exists():
         return []
     links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.exists()]

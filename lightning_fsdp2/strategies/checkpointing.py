@@ -1,4 +1,4 @@
-"""The checkpoint half of the mesh strategies, between Lightning's checkpoint dict and the files."""
+"""The checkpoint half of the mesh strategies: it connects Lightning's checkpoint dict with the files."""
 
 import platform
 from abc import abstractmethod
@@ -57,8 +57,8 @@ _SAVE_TIMEOUT_AFTER_ERROR = timedelta(minutes=1)
 class CheckpointingStrategy(WorldStrategy):
     """Strategy that saves and loads Lightning checkpoints as :class:`CheckpointConfig` says.
 
-    Hooks see the same as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole
-    dict, with sharded tensors in ``state_dict`` and ``optimizer_states``, and may change it.
+    Hooks work as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole dict and may
+    change it. The tensors in its ``state_dict`` and ``optimizer_states`` are sharded.
     """
 
     checkpoint_config: CheckpointConfig
@@ -75,16 +75,16 @@ class CheckpointingStrategy(WorldStrategy):
 
     @abstractmethod
     def parallelize(self) -> None:
-        """Shard the LightningModule unless that has been done. Every stage calls this."""
+        """Shard the LightningModule unless it is already sharded. Every stage calls this."""
 
     def release_parameters(self) -> None:
-        """Put the sharded parameters back, which optimizers and checkpoints use; a forward may leave gathered ones."""
+        """Put back the sharded parameters, which optimizers and checkpoints need. A forward may leave gathered ones."""
         reshard(self.lightning_module)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # only with False does Lightning pass `trainer.fit(weights_only=)` on; `load_checkpoint` shards if need be
+        # Lightning passes on `trainer.fit(weights_only=)` only if this is False; `load_checkpoint` shards if necessary
         return False
 
     @property
@@ -130,7 +130,7 @@ class CheckpointingStrategy(WorldStrategy):
                 self._warn_of_second_save(callback)
 
     def _take_over(self, callback: ModelCheckpoint, trainer: "Trainer") -> None:
-        """Let ``callback`` save only what all ranks write together, after optimizer steps and at the end of a fit."""
+        """Make ``callback`` save on all ranks together, only after optimizer steps, and also at the end of a fit."""
         replace = partial(get_ledger(trainer).replace, callback)
         replace("_link_checkpoint", self._link, reason="the old link is removed before the new one has a target")
         replace("file_exists", self._file_exists, reason="what is being written is not seen, and its name chosen again")
@@ -146,7 +146,7 @@ class CheckpointingStrategy(WorldStrategy):
             replace("on_train_end", lambda *args: None, reason=reason)
 
     def finish_checkpoints(self) -> None:
-        """Give Lightning back what :meth:`prepare_checkpoints` took over, and wait for the last save."""
+        """Undo what :meth:`prepare_checkpoints` took over, and wait for the last save."""
         trainer = self.lightning_module.trainer
         if self._tracking is not None:
             self._tracking.detach(trainer)
@@ -161,7 +161,7 @@ class CheckpointingStrategy(WorldStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint; every rank must call it.
 
-        With ``CheckpointConfig(format="full")`` tensors are whole, on the host of rank 0, and other ranks have none.
+        With ``CheckpointConfig(format="full")``, rank 0 has whole tensors in host memory, and other ranks have none.
         """
         module = self.lightning_module
         state = module.state_dict()
@@ -170,7 +170,7 @@ class CheckpointingStrategy(WorldStrategy):
         return gather_state(state) if self.checkpoint_config.format == "full" else state
 
     def wait_for_all_ranks_to_save(self) -> None:
-        """Wait until all ranks save. If some do not, raise an error that explains it instead of a hang."""
+        """Wait until all ranks save. If some never do, raise an error that explains this instead of hanging."""
         self._wait_for_all_ranks(
             "save a checkpoint",
             "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
@@ -178,8 +178,8 @@ class CheckpointingStrategy(WorldStrategy):
         )
 
     def _wait_for_all_ranks(self, purpose: str, remedy: str) -> None:
-        self.set_group_timeout(None)  # all ranks wait for the slowest to write
-        # give up before the collectives in which other ranks may be waiting
+        self.set_group_timeout(None)  # the full timeout: all ranks wait for the slowest one to write
+        # time out earlier than the collectives in which other ranks may be waiting
         timeout = self._timeout / 2
         if self.lightning_module.trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
@@ -195,10 +195,10 @@ class CheckpointingStrategy(WorldStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint ``filepath`` on all ranks; replace one of that name once the new one is complete.
+        """Write the checkpoint ``filepath`` on all ranks. An existing one is replaced once the new one is complete.
 
-        With ``async_save``, a checkpoint saved during a fit is complete at the latest when the next save begins or the
-        fit ends. Any other checkpoint is complete when this returns.
+        With ``async_save``, a checkpoint saved during a fit is complete by the time the next save begins or the fit
+        ends. Any other checkpoint is complete when this returns.
         """
         self._wait_for_all_ranks(
             "write a checkpoint",
@@ -223,13 +223,13 @@ class CheckpointingStrategy(WorldStrategy):
         )
 
     @override
-    @torch.inference_mode(False)  # the user's may surround the Trainer, and the module may be trained later
+    @torch.inference_mode(False)  # the user may run the Trainer in inference mode, and train the module later
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the checkpoint ``checkpoint_path`` on all ranks; from a directory, each rank reads only its shards.
 
         Raises:
             FileNotFoundError: When there is no such checkpoint.
-            ValueError: When it is incomplete or damaged, or holds objects that may not be unpickled.
+            ValueError: When the checkpoint is incomplete or damaged, or holds objects that may not be unpickled.
         """
         path = self.broadcast(checkpoint_path)
         module = self.lightning_module
@@ -243,7 +243,7 @@ class CheckpointingStrategy(WorldStrategy):
             in_place=not is_overridden("on_load_checkpoint", module),
             weights_only=weights_only,
         )
-        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
+        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has no version
         if (ranks := checkpoint.pop(_RANKS_KEY, None)) is not None:
             self._take_rank_states(checkpoint, ranks)
         if module.trainer.state.fn == TrainerFn.FITTING and "loops" in checkpoint:
@@ -275,7 +275,7 @@ class CheckpointingStrategy(WorldStrategy):
             )
 
     def keep_loader_states(self) -> None:
-        """Remember the positions of the data loaders at the end of a fit, for a checkpoint after they are reset."""
+        """Remember the data loaders' positions at the end of a fit, for a checkpoint after the loaders are reset."""
         self._last_loader_states = get_loader_states(self.lightning_module.trainer)
 
     def _warn_of_gradients(self, checkpoint: dict[str, Any]) -> None:
@@ -298,13 +298,13 @@ class CheckpointingStrategy(WorldStrategy):
         self.barrier()
 
     def restore_random_state(self) -> None:
-        """Restore the random state of the checkpoint. Call it once the data loaders' iterators have drawn seeds."""
+        """Restore the checkpoint's random state. Call this after the data loaders' iterators have drawn their seeds."""
         if self._random_state_to_restore is not None:
             set_random_state(self._random_state_to_restore, self.root_device)
             self._random_state_to_restore = None
 
     def _gather_rank_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Gather the states that differ by rank, where rank 0's alone will not do: random states, loader positions."""
+        """Gather the states that differ between ranks, such as random states and data loader positions."""
         own = (self.data_parallel_rank, get_random_state(self.root_device), _get_loader_states(checkpoint))
         everyone = [own] * self.world_size
         dist.all_gather_object(everyone, own, group=self._control_group)
@@ -352,9 +352,9 @@ class CheckpointingStrategy(WorldStrategy):
         return int(total) * self.data_parallel_size // self.world_size
 
     def _can_take_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
-        """Return whether this run can use random states that were saved by ``ranks`` ranks in a ``mesh`` of that shape.
+        """Return whether this run can use the random states that ``ranks`` ranks saved on a mesh of the shape ``mesh``.
 
-        The ranks of one replica must get the same state. With states of another mesh they would drop different
+        The ranks of one replica must get the same state. With the states of another mesh, they would drop different
         activations.
         """
         if mesh is None:  # a checkpoint of an earlier version
@@ -382,8 +382,8 @@ class CheckpointingStrategy(WorldStrategy):
 def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
     """Call Lightning's hook, except after micro-batches that no optimizer step followed.
 
-    Lightning's hook only looks at the number of steps. That number may still call for a save in micro-batches after the
-    step: in a run that was resumed, or after the end of an epoch, where it puts off a save until the next validation.
+    Lightning's hook only checks the number of steps. That number may still call for a save in the micro-batches after
+    the step: in a resumed run, or after the end of an epoch, where the hook postpones a save until the next validation.
     """
     if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
@@ -392,10 +392,10 @@ def _save_behind_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any
 def _save_last_step(
     callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
 ) -> None:
-    """Call Lightning's hook. If the fit ends now, then save the steps that are in no checkpoint yet.
+    """Call Lightning's hook. If the fit ends now, also save if the last steps are not in any checkpoint yet.
 
-    `on_train_end` would be too late: the schedulers have been updated for the epoch by then, and a run that resumes
-    from the checkpoint would update them again.
+    Saving in `on_train_end` would be too late: the schedulers would already be updated for the epoch, and a run that
+    resumes from the checkpoint would update them again.
     """
     own(trainer, module)
     _, step = get_last_saved(callback)
@@ -404,9 +404,9 @@ def _save_last_step(
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:
-    """Return whether all data loaders say that their positions are global.
+    """Return whether all data loaders report that their positions are global.
 
-    Equal states on all ranks would prove nothing: counts of a rank's own batches are equal, too.
+    Equal states on all ranks would not prove it: counts of each rank's own batches would be equal, too.
     """
     loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
     return all(getattr(loader, "has_global_position", False) for loader in loaders)

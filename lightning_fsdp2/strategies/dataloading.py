@@ -1,4 +1,4 @@
-"""Data loaders that stay in step on all ranks: a sharded forward is a collective, so a rank cannot stop alone."""
+"""Data loaders that stay in step on all ranks: a sharded forward is a collective, so no rank can stop alone."""
 
 import hashlib
 import itertools
@@ -17,13 +17,13 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     """Make the loaders of all data parallel ranks end together, without a hang.
 
     Loaders with the same known length are returned as they are. Loaders with different known lengths end with the
-    shortest. Loaders of unknown length ask each other before every batch, on the host, and end together.
+    shortest. Loaders of unknown length check with each other before every batch, on the host, and end together.
 
     Args:
         loader: This rank's data loader.
         group: CPU group of all ranks; None for a single process.
-        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If not, they are an error
-            where a length is unknown, and loaders of known lengths are returned as they are.
+        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If not, such batches
+            are an error if a length is unknown, and loaders with known lengths are returned as they are.
 
     Raises:
         ValueError: When a rank has no batch at all.
@@ -63,7 +63,7 @@ class _LoaderWrapper:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # asked before __init__, by pickle or copy
+        if name == "_loader":  # pickle and copy ask for it before `__init__`
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -81,12 +81,12 @@ class _ShortenedLoader(_LoaderWrapper):
 
 
 class _StatefulShortenedLoader(_ShortenedLoader):
-    """Shortened loader with a state. After the last batch, the state is that of a new epoch.
+    """Shortened loader with a state.
 
-    That holds even if the wrapped loader has batches left.
+    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
-    has_global_position = False  # whatever the loader says: it counts this rank's batches
+    has_global_position = False  # whatever the loader says: this wrapper counts the rank's own batches
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
@@ -153,9 +153,9 @@ class _LockstepLoader(_LoaderWrapper):
 
 
 class _StatefulLockstepLoader(_LockstepLoader):
-    """Lockstep loader whose state is that after the last batch that was trained on.
+    """Lockstep loader whose state is the one after the last batch that was trained on.
 
-    Lightning reads one batch ahead from a loader of unknown length, so the loader itself is one batch too far. After
+    Lightning reads one batch ahead from a loader of unknown length, so the wrapped loader is one batch ahead. After
     the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
@@ -186,14 +186,14 @@ class _StatefulLockstepLoader(_LockstepLoader):
 
 
 def _get_optional_length(loader: Any) -> int | None:
-    """Return the length of ``loader``; None if it has none, or only a guess (with an iterable dataset)."""
+    """Return the length of ``loader``; None if it is unknown, or only a guess (with an iterable dataset)."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
     return _get_optional_guess(loader)
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the length for progress bars and ``val_check_interval``: the shortest, or None if a rank has none."""
+    """Return the length for progress bars and ``val_check_interval``: the shortest; None if a rank's is unknown."""
     guesses: list[int | None] = [None] * group.size()
     dist.all_gather_object(guesses, _get_optional_guess(loader), group=group)
     known = [guess for guess in guesses if guess is not None]

@@ -34,10 +34,11 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDPStrategy(MeshStrategy[DDPManager]):
-    """Strategy that trains a LightningModule with torch's ``DistributedDataParallel``: every rank holds all of it.
+    """Strategy that trains a LightningModule with torch's ``DistributedDataParallel``: every rank holds all weights.
 
-    Losses, clipping, checkpoints and logs are the same as with :class:`~lightning_fsdp2.FSDP2Strategy`, and each of the
-    two reads the other's checkpoints. ``precision="bf16-mixed"`` keeps float32 weights and computes under autocast.
+    Losses, clipping, checkpoints and logs are the same as with :class:`~lightning_fsdp2.FSDP2Strategy`, and either
+    strategy reads the other's checkpoints. ``precision="bf16-mixed"`` keeps float32 weights and computes under
+    autocast.
 
     Args:
         config: The flags of DDP.
@@ -49,7 +50,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument is of another type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a mapping for a config.
 
     Example::
 
@@ -93,7 +94,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def teardown(self) -> None:
-        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks on the parameters end with it
+        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks on the parameters go with it
         super().teardown()
 
     @override
@@ -102,7 +103,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def share_buffers(self) -> None:
-        # here and not in torch's forward, which does so after some micro-batches only
+        # here and not in torch's forward, which shares buffers only after some micro-batches
         if self.config.broadcast_buffers:
             super().share_buffers()
 
@@ -164,7 +165,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @property
     def replica(self) -> Replica:
-        """The DDP replica of the module, which exists during a fit."""
+        """The DDP replica of the module. It exists only during a fit."""
         if self._replica is None:
             raise RuntimeError("The module is wrapped in DDP for the time of a fit.")
         return self._replica
@@ -178,7 +179,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
 
 def _check_manual_backward(optimizer: Optimizer, *, has_backward: bool) -> None:
-    """Refuse gradients of a plain ``loss.backward()``: they would differ between the ranks, without an error."""
+    """Refuse gradients of a plain ``loss.backward()``: they would silently differ between the ranks."""
     has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if has_gradients and not has_backward:
         raise ValueError(

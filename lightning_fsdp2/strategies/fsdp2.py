@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
-    """Strategy that shards a LightningModule over a device mesh with PyTorch's FSDP2; the module needs no code for it.
+    """Strategy that shards a LightningModule over a device mesh with PyTorch's FSDP2. The module needs no FSDP2 code.
 
     Build the model in ``__init__``, or under ``torch.device("meta")`` in ``configure_model`` if it is too large for
     one rank. A module that shards itself in ``configure_model`` is checked and left as it is.
 
     Args:
-        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` and ``tp_size``
-            leave.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` and
+            ``tp_size`` leave.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Number of tensor parallel ranks. Each holds a part of every layer, and all read the same batch.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
@@ -54,7 +54,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has another type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a mapping for a config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -88,7 +88,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before there are groups
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before groups exist
         super().setup_environment()
 
     @override
@@ -99,7 +99,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # not only around the forwards: activation checkpointing computes layers again in backward
+            # not only around the forwards: activation checkpointing recomputes layers in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -108,7 +108,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # whatever activated it: `setup`, or `parallelize` for a checkpoint that then could not be loaded
+            # no matter what activated it: `setup`, or `parallelize` for a checkpoint that then failed to load
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
@@ -135,7 +135,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):
-                if name != "forward":  # the Trainer calls the steps, but FSDP2 has its hooks around `forward`
+                if name != "forward":  # the Trainer calls the steps, but FSDP2's hooks surround `forward`
                     register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
@@ -144,7 +144,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         def clear() -> None:
-            # look the parameters up again: callbacks that unfreeze add groups
+            # look up the parameters again: callbacks that unfreeze layers add groups
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             drop_deferred_gradients(self.lightning_module, parameters)
 
@@ -153,7 +153,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # a single rank may skip the last micro-batch (a step that returns None), which would add up what is deferred
+        # a single rank may skip the last micro-batch (a step that returns None), so nothing can be deferred until then
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield

@@ -31,12 +31,12 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     """Strategy that shards a LightningModule with NVIDIA's Megatron-FSDP.
 
     It needs ``pip install "lightning-fsdp2[megatron]"``. Losses, clipping, checkpoints and logs are the same as with
-    :class:`~lightning_fsdp2.FSDP2Strategy`, and each of the two reads the other's checkpoints.
+    :class:`~lightning_fsdp2.FSDP2Strategy`, and either strategy reads the other's checkpoints.
     ``precision="bf16-true"`` computes and communicates in bfloat16 and keeps float32 weights for the optimizer;
-    ``"bf16-mixed"`` has float32 weights and computes under autocast.
+    ``"bf16-mixed"`` keeps float32 weights and computes under autocast.
 
     Args:
-        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all that ``cp_size`` leaves.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` leaves.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Must be 1: tensor parallelism is not supported.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
@@ -50,7 +50,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        TypeError: When an argument has another type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a mapping for a config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -113,7 +113,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.driver.install_distributed_parameters()
 
     def _finish_outside_call(self, root: nn.Module) -> None:
-        # after a forward with gradients, backward needs the parameters that the forward has used
+        # after a forward with gradients, backward still needs the parameters that the forward used
         if not torch.is_grad_enabled():
             self.release_parameters()
 
@@ -137,7 +137,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         if output is None and self.lightning_module.automatic_optimization and not self._is_accumulating:
             with self.surround_backward():
                 pass  # an empty backward: the optimizer steps with the gradients of the earlier micro-batches
-        # hooks may read parameters, and the ones that the forward has used may have no memory any more
+        # hooks may read parameters, but the memory of those that the forward used may be freed
         self.release_parameters()
         return output
 

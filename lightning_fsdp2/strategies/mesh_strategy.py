@@ -78,7 +78,7 @@ OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Run the block under ``no_grad`` in place of the user's inference mode, whose tensors cannot be trained later."""
+    """Run the block under ``no_grad`` instead of inference mode, whose tensors cannot be trained later."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -92,7 +92,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     A module may leave its models on the meta device: the strategy gives them weights once they are sharded.
 
     Attributes:
-        token_mean: Mean loss and token count of the last optimizer step, if the module computes
+        token_mean: Mean loss and token count of the last optimizer step, if the module uses
             :func:`~lightning_fsdp2.token_mean_loss`.
     """
 
@@ -102,10 +102,10 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         "needs whole weights and fails on sharded ones; remove it, and average with"
         " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
     )
-    """Lightning's callbacks that do not work on the strategy's weights, with what to do instead."""
+    """Lightning callbacks that do not work with the strategy's weights, each with what to do instead."""
 
     shards_module = True
-    """Whether a rank holds less than the whole module."""
+    """Whether each rank holds only a part of the module."""
 
     averages_gradients = True
     """Whether gradients are the mean over the data parallel ranks; otherwise they are the sum."""
@@ -116,7 +116,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         torch.optim.Rprop,
         ZeroRedundancyOptimizer,
     )
-    """Optimizers of torch that fail in their first step on sharded parameters, up to torch 2.15."""
+    """Optimizers of torch whose first step fails on sharded parameters, up to torch 2.15."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._buffer_owners: list[tuple[nn.Module, str]] = []
 
     def _check_arguments(self, config_class: type[DistributedConfig], **arguments: Any) -> None:
-        """Refuse arguments of another type, such as a mapping for a config, and timeouts that are not positive."""
+        """Refuse arguments of the wrong type, such as a mapping for a config, and timeouts that are not positive."""
         kinds = {"config": config_class, "checkpoint": CheckpointConfig}
         for name, value in arguments.items():
             kind = kinds.get(name, timedelta)
@@ -176,13 +176,13 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @abstractmethod
     def parallelize_module(self, module: "LightningModule") -> None:
-        """Let the manager parallelise a module that no Trainer has had before."""
+        """Let the manager parallelise a module that no earlier Trainer has parallelised."""
 
     # ------------------------------------------------------------------ stages
 
     @override
     def setup_environment(self) -> None:
-        # before the callbacks' `setup`, in which some copy the module, and before there are groups
+        # before the callbacks' `setup`, where some copy the module, and before any process group exists
         refuse_callbacks(self.lightning_module.trainer, self.refused_callbacks)
         check_clipping(self.lightning_module.trainer)
         if self.shards_module and self.lightning_module.example_input_array is not None:
@@ -249,8 +249,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        if not has_own(model, "log"):  # a user's own stays
-            # here and not in `setup`, because callbacks get their `log` from the module before that
+        if not has_own(model, "log"):  # keep a `log` that the user has set
+            # here and not in `setup`, because callbacks take their `log` from the module before `setup`
             log = partial(_log_whole, type(model).log, model)
             reason = "a metric made of a sharded parameter would be logged as this rank's part of it"
             get_ledger(model.trainer).replace(model, "log", log, reason=reason)
@@ -264,12 +264,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             get_ledger(trainer).replace(loop, "inference_mode", False, reason="what it gathers could not be trained")
         self.prepare_checkpoints(trainer)
         self._own_callbacks.attach(trainer)
-        with torch.inference_mode(False):  # the user's may surround the Trainer, and the module may be trained later
+        with torch.inference_mode(False):  # the user may run the Trainer in inference mode, and train later
             self.setup_module()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
-            # ranks that hold one replica of the model and read the same batch must drop the same activations
+            # the ranks of one replica read the same batch, and must drop the same activations
             share_random_state(self._replica_group, self.root_device)
         else:
             self.setup_precision_plugin()
@@ -285,7 +285,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._buffer_owners = _get_buffer_owners(self.lightning_module)
 
     def tell_branches_apart(self, module: nn.Module, units: Iterable[Any]) -> None:
-        """Let data parallel ranks check, before they gather weights, that they all run the same part of the model.
+        """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
         Their batches differ, and not every batch needs every part.
         """
@@ -317,7 +317,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         set_parallelisation(module, parallelisation)
 
     def _apply_layer_sync(self, module: nn.Module) -> None:
-        """Apply ``Trainer(sync_batchnorm=True)`` before sharding, because it replaces layers by new ones."""
+        """Apply ``Trainer(sync_batchnorm=True)`` before sharding, because it replaces layers with new ones."""
         if self._layer_sync is None:
             return
         if self.root_device.type == "cpu":
@@ -327,14 +327,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self._layer_sync.apply(module)
 
     def _synchronise_metrics_over_data(self, module: nn.Module) -> None:
-        """Let metrics synchronise over the data parallel ranks, so that ranks with the same batch count once."""
+        """Make metrics synchronise over the data parallel ranks, so that ranks with the same batch count once."""
         for metric in find_metrics(module):
             if metric.process_group is None:
                 metric.process_group = self._data_group
 
     @override
     def model_to_device(self) -> None:
-        """Move everything that is not sharded: buffers, metrics, and parameters outside of all units."""
+        """Move everything that is not sharded to the device: buffers, metrics, and parameters outside of all units."""
         for parameter in self.lightning_module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(self.root_device)
@@ -367,7 +367,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             ledger.replace(lightnings, "zero_grad", optimizer.zero_grad, reason=reason)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Let steps and ``zero_grad`` of ``optimizer`` reach weights and gradients which the strategy keeps apart."""
+        """Make steps and ``zero_grad`` of ``optimizer`` reach the weights and gradients that are stored elsewhere."""
 
     @override
     def on_train_end(self) -> None:
@@ -383,7 +383,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         self.restore_random_state()
 
     def _restore_loader_positions(self) -> None:
-        """Set Lightning's batch count to the number of batches that this run's loaders have given.
+        """Set Lightning's batch count to the position of the restored data loaders, in batches of this run.
 
         Lightning restores the count of the earlier run, which may have had another batch size or number of ranks.
         """
@@ -406,12 +406,12 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return super().lightning_module_state_dict()
 
     def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as DDP does: each rank's BatchNorm has seen only its own batches."""
+        """Give every rank the buffers of rank 0, as DDP does: BatchNorm has seen different batches on each rank."""
         buffers = [module._buffers.get(name) for module, name in self._buffer_owners]
         distributed.broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
     def begin_evaluation(self) -> None:
-        """Prepare the first step of a validation, test or prediction."""
+        """Prepare a validation, test or prediction before its first step."""
         self.share_buffers()
 
     def end_evaluation(self) -> None:
@@ -439,9 +439,9 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Run an evaluation step in the block, and then release the gathered weights, which no backward needs.
+        """Run the block as an evaluation step, and then release the gathered weights, which no backward needs.
 
-        Otherwise, what hooks write to the weights after the step would reach a gathered copy only.
+        Otherwise, hooks that write to the weights after the step would change only a gathered copy.
         """
         with _outside_inference_mode(), self._step_region():
             yield
@@ -454,7 +454,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # in every step, otherwise training would depend on how often an evaluation or a checkpoint interrupts it
         self.share_buffers()
-        # in every micro-batch, so that a background checkpoint becomes the last one as soon as it is complete
+        # in every micro-batch, so that links and removals follow a background save as soon as it is complete
         self.checkpoint_io.poll()
         with self._step_region():
             return super().training_step(*args, **kwargs)
@@ -475,7 +475,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             predictions = super().predict_step(*args, **kwargs)
         self._predict_steps += 1
         for _ in range(self._steps_of_others.get(self._predict_steps, 0)):
-            # other ranks have more batches, and their forwards are collectives: run along, keep nothing
+            # other ranks have more batches, and their forwards are collectives: run along and discard the output
             with self.evaluate():
                 super().predict_step(*args, **kwargs)
         return predictions
@@ -486,14 +486,14 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         own = torch.tensor(self.lightning_module.trainer.predict_loop.max_batches, dtype=torch.float64)
         most = own.clone()
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control_group)
-        # keys: the number of this rank's steps at the end of each data loader, after which it runs along with others
+        # keys: this rank's number of steps at the end of each data loader; values: how many more the others make
         missing = (most - own).nan_to_num(posinf=0.0)
         self._predict_steps = 0
         self._steps_of_others = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # the code of the base class with the region added, which must not cover the hooks before and after backward
+        # the base class's code plus the step region, which must not cover the hooks before and after backward
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -520,7 +520,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
             self.finish_manual_gradients(optimizer)
 
         def closure_before_step() -> Any:
-            # forward and backward run in the closure, while the tensors that the step will change are still copied
+            # forward and backward run in the closure, while the tensors that the step will change are being copied
             output = closure()
             if is_manual and closure is not do_nothing_closure:
                 self.finish_manual_gradients(optimizer)
@@ -535,12 +535,15 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return output
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Finish the gradients of a step under manual optimisation, after its closure if that may run the backward."""
+        """Finish the gradients of a step under manual optimisation.
+
+        This runs after the step's closure, if there is one, because the closure may run the backward.
+        """
         self._apply_token_mean()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run the block as a micro-batch that no optimizer step follows."""
+        """Run the block as a micro-batch that is not followed by an optimizer step."""
         self._is_accumulating = True
         try:
             yield
@@ -562,8 +565,8 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
-            # every iterator draws a seed. If it came from the global generator, a resumed run would draw another number
-            # of times than an uninterrupted one, and its dropout would differ
+            # every iterator draws a seed. If seeds came from the global generator, a resumed run would not draw as many
+            # as an uninterrupted one, and its dropout would differ
             dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(dataloader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed by global rank, and the ranks of one replica would augment differently
@@ -579,7 +582,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _check_same_batch(self, batch: Any, dataloader_idx: int) -> None:
-        """Compare the first batch of each data loader over the ranks that must read the same one."""
+        """Check that the ranks of each replica read the same first batch from each data loader."""
         stage = str(self.lightning_module.trainer.state.stage.dataloader_prefix)
         if self._replica_group.size() == 1 or (stage, dataloader_idx) in self._checked_batches:
             return
@@ -599,7 +602,7 @@ class MeshStrategy(CheckpointingStrategy, Generic[ManagerT]):
 def check_manual_optimization(module: Any) -> None:
     """Refuse trainable parameters of the LightningModule itself under manual optimisation.
 
-    The module gathers them once for its training step, in which optimizers may step several times.
+    These parameters are gathered once per training step, in which optimizers may step several times.
 
     Raises:
         ValueError: When there are such parameters. The message names them.
@@ -623,7 +626,7 @@ def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *ar
 
 
 def _get_buffer_owners(root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return module and name of each buffer that a checkpoint holds, in the same order on every rank."""
+    """Return the module and the name of each buffer that checkpoints hold, in the same order on every rank."""
     return [
         (module, name)
         for module in get_modules(root)

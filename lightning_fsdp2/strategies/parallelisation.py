@@ -1,4 +1,4 @@
-"""The way in which a module was parallelised. It outlives the Trainer, so a later Trainer must ask for the same."""
+"""Record of how a module was parallelised. This outlives the Trainer, so a later Trainer must ask for the same."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Parallelisation:
     config: DistributedConfig
 
     has_half_weights: bool
-    """Whether ``bf16-true`` has made the module's parameters bfloat16."""
+    """Whether ``bf16-true`` converted the module's parameters to bfloat16."""
 
 
 def get_optional_parallelisation(module: nn.Module) -> Parallelisation | None:
@@ -49,7 +49,7 @@ def set_parallelisation(module: nn.Module, parallelisation: Parallelisation) -> 
 
 
 def check_same_parallelisation(earlier: Parallelisation, current: Parallelisation) -> None:
-    """Refuse a module that an earlier Trainer has parallelised in another way.
+    """Refuse a module that an earlier Trainer parallelised in another way.
 
     Raises:
         ValueError: When the strategy, the mesh, or a flag that changes the module differs.
@@ -85,7 +85,7 @@ def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict
     return {
         name: (value, others[name])
         for name, value in flags.items()
-        # the styles of a plan are compared by identity, so compare what they print too
+        # the styles of a plan compare by identity, so compare their `repr` too
         if value != others[name] and repr(value) != repr(others[name])
     }
 

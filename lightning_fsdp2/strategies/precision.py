@@ -29,7 +29,7 @@ _REMEDIES = {
 
 
 class ShardedPrecision(Precision):
-    """Precision plugin for FSDP2's mixed-precision policy, or the autocast that other strategies put around models.
+    """Precision plugin for FSDP2's mixed-precision policy, or for the autocast that the other strategies use.
 
     Under FSDP2 (for the others see :func:`choose_autocast`):
 
@@ -61,9 +61,9 @@ class ShardedPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.gradient_norm: Tensor | None = None
-        """Norm of all gradients together, before they were last clipped by norm. [] float32."""
+        """Total norm of the gradients, before they were last clipped by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
-        """Functions that get the norm after gradients were clipped by it, before the optimizer uses them."""
+        """Functions that get this norm after gradients are clipped and before the optimizer uses them."""
         # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
@@ -131,9 +131,9 @@ def check_clipping(trainer: Trainer) -> None:
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the buffers of Hugging Face models that must stay in float32, each with its module and name.
 
-    These are the buffers that a model computes and uses in float32, such as rotary frequencies, because positions far
-    into a sequence amplify their rounding. And those that the authors always keep in float32, such as a router's
-    correction.
+    Some are buffers that a model computes and uses in float32, such as rotary frequencies, because positions far into a
+    sequence amplify rounding errors. The others are those that the model's authors always keep in float32, such as a
+    router's correction.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)
@@ -144,9 +144,9 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 
 
 def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
-    """Set ``autocast_dtype`` of ``config`` to bfloat16 under ``bf16-mixed``, unless it is set.
+    """Return ``config`` with bfloat16 as its ``autocast_dtype`` under ``bf16-mixed``, unless that is already set.
 
-    This is for strategies without FSDP2 units, which would cast.
+    This is for strategies without FSDP2, whose units would cast by themselves.
     """
     if precision == "bf16-mixed" and config.autocast_dtype is None:
         return replace(config, autocast_dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     }
     for name, (strategy, _, flags) in _STRATEGIES.items()
 }
-"""The strategies written out as in YAML, so that options can be added. Lightning's registry has the same names."""
+"""The strategies in their YAML form, to which options can be added. Lightning's registry has the same names."""
 
 
 def register_strategies() -> None:

@@ -1,7 +1,7 @@
 """Distinguish the forwards that all ranks run together from those that one rank may run alone.
 
 A forward of a sharded module is a collective. Inside a step of the Trainer every rank takes part. In a hook or a
-callback, users may guard it with ``if trainer.is_global_zero``, and the job would hang.
+callback, users may call it under ``if trainer.is_global_zero``, and the job would hang.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ class StepRegion:
 
     Args:
         timeout: How long to wait for the other ranks.
-        holds_units: Function that says whether the forward of a module is a collective.
-        after_forward: Function that is called with the root module after such a forward.
-        alternative: The alternative to a call on all ranks, if there is one, for the error.
+        holds_units: Function that returns whether the forward of a module is a collective.
+        after_forward: Function to call with the root module after such a forward.
+        alternative: Alternative to a call on all ranks, as text for the error message; empty if there is none.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StepRegion:
             self._depth -= 1
 
     def watch(self, root: nn.Module) -> None:
-        """Watch the forwards of the sharded modules in ``root``, except those in blocks, which the models call.
+        """Watch the forwards of the sharded modules in ``root``, except inside of blocks, which only models call.
 
-        The hooks outlive the Trainer, as the sharded module does. The hooks of an earlier Trainer are replaced.
+        The hooks outlive the Trainer, as the sharded module does. They replace those of an earlier Trainer.
         """
         for handle in root.__dict__.pop(_HANDLES_ATTRIBUTE, ()):
             handle.remove()

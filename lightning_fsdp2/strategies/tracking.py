@@ -1,4 +1,4 @@
-"""Data for the loggers of a run besides its metrics: what it is, how many tokens it has read, which run it resumes."""
+"""Data for the loggers besides metrics: the run's identity, the tokens it has read, and the run that it resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 
 
 class Tracking(Callback):
-    """Callback that gives every logger one row per step, with the tokens read so far, and logs once what the run is.
+    """Callback that gives every logger one row per step, with the tokens read so far, and logs the run's identity once.
 
-    The row of ``self.log`` and the rows of callbacks come one by one. They are held until the step is over.
+    Metrics from ``self.log`` and from callbacks arrive separately. They are held until the step is over.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch count once.
     Steps that are not logged only add to a count on the host.
@@ -40,7 +40,7 @@ class Tracking(Callback):
         self._total_tokens = 0
         self._own_tokens = 0  # tokens of this rank that are not in the total yet
         self._rows: list[_Row] = []  # one for each logger
-        self._runs: list[dict[str, Any]] = []  # states of the W&B runs in the checkpoint
+        self._runs: list[dict[str, Any]] = []  # states of the W&B runs from the checkpoint
 
     def attach(self, trainer: Trainer) -> None:
         """Begin a stage, before the Trainer asks its loggers for their experiments.
@@ -52,7 +52,7 @@ class Tracking(Callback):
         problems = [problem for logger in _get_wandb_loggers(loggers) if (problem := logger.get_optional_problem())]
         if problem := trainer.strategy.broadcast(problems[0] if problems else None):
             raise MissingKeyError(problem)
-        self.detach(trainer)  # from a stage that was aborted
+        self.detach(trainer)  # an aborted stage may have left it attached
         cast(Any, trainer).callbacks.insert(0, self)
         for logger in trainer.loggers:
             row = _Row(logger)
@@ -66,7 +66,7 @@ class Tracking(Callback):
                 wandb_logger.hold(self._when_complete, " and ".join(others))
 
     def detach(self, trainer: Trainer) -> None:
-        """End the stage: write the rows that are held, and give the loggers their own methods back."""
+        """End the stage: write the held rows, and restore the loggers' own methods."""
         if self in cast(Any, trainer).callbacks:
             cast(Any, trainer).callbacks.remove(self)
         self._write_rows()
@@ -81,14 +81,14 @@ class Tracking(Callback):
         return {"total_tokens": self._total_tokens, "wandb": runs}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state from a checkpoint, to go on where it was saved."""
+        """Restore the state from a checkpoint, to continue where it was saved."""
         self._total_tokens, self._own_tokens, self._runs = state["total_tokens"], 0, state["wandb"]
 
     # ------------------------------------------------------------------ hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the first hook after the Trainer has looked at the experiments; whoever asks for one now needs it
+        # the first hook after the Trainer has accessed the experiments; later accesses need a real one
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -121,7 +121,7 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_rows()  # before the validation, which may take long
+        self._write_rows()  # before the validation, which may take a long time
         self._count()
 
     @override
@@ -148,15 +148,15 @@ class Tracking(Callback):
 
 @dataclass
 class _Row:
-    """The metrics that a logger was given for the current step. By itself it would write a row per call."""
+    """The metrics that a logger was given for the current step. By itself, the logger would write one row per call."""
 
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
-        # loggers of other ranks write nothing, and holding would read tensors; values that are not numbers go straight
-        # to the logger, which may treat them in its own way
+        # loggers of other ranks write nothing, and holding rows there would read tensors for nothing. Values that are
+        # not numbers go straight to the logger, which may treat them in its own way
         is_held = step is not None and not options and rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if not is_held or not all(_is_number(name, value) for name, value in metrics.items()):
             type(self.logger).log_metrics(self.logger, metrics, step=step, **options)
@@ -164,7 +164,7 @@ class _Row:
         if step != self.step:
             self.write()
         self.step = step
-        # a tensor may change until the step is over
+        # read the values now: a tensor may change before the step is over
         self.metrics |= {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
 
     def write(self) -> None:
@@ -174,7 +174,7 @@ class _Row:
             self.logger.save()
 
     def finalize(self, status: str) -> None:
-        """Write the row and finalize the logger: after a stage, after an error, and before a job is queued again."""
+        """Write the row and finalize the logger: after a stage, after an error, and before a job is requeued."""
         self.write()
         type(self.logger).finalize(self.logger, status)
 

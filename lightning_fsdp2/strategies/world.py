@@ -37,20 +37,20 @@ from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launc
 T = TypeVar("T")
 
 _USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Name of the variable that torchrun's own agent sets. It starts the ranks from its main thread."""
+"""Environment variable that torchrun's own agent sets. This agent starts the ranks from its main thread."""
 
 
 class WorldStrategy(ParallelStrategy):
     """Strategy that starts the processes of a run, arranges them in a mesh and lets them communicate.
 
     Args:
-        sizes: The sizes of the mesh that the run asks for.
+        sizes: Requested sizes of the mesh.
         config: Config whose ``backend`` and ``bind_device_id`` are read here.
         timeout: Timeout of collectives.
         rendezvous_timeout: How long to wait for the other ranks at the start.
 
     Attributes:
-        hosts: Host names of all ranks, in the order of ranks.
+        hosts: Host names of all ranks, in rank order.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def dp_size(self) -> int | Literal["auto"] | None:
-        """Number of data parallel ranks; before setup, what was asked for."""
+        """Number of data parallel ranks; before setup, the requested value."""
         return self.asked_sizes.dp_size if self._full_device_mesh is None else self.sizes.dp
 
     @property
     def dp_replicate_size(self) -> int | Literal["auto"] | None:
-        """Number of replicas of the sharded model; before setup, what was asked for."""
+        """Number of replicas of the sharded model; before setup, the requested value."""
         return self.asked_sizes.dp_replicate_size if self._full_device_mesh is None else self.sizes.dp_replicate
 
     @property
@@ -109,7 +109,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the part of the data that this rank reads, out of ``data_parallel_size`` parts."""
+        """Index of the part of the data that this rank reads, out of ``data_parallel_size`` parts."""
         return get_mesh(self.full_device_mesh, DATA_PARALLEL).get_local_rank()
 
     @property
@@ -171,7 +171,7 @@ class WorldStrategy(ParallelStrategy):
         )
 
     def _check_variables(self) -> None:
-        """Refuse environment variables of another launcher or an earlier run, if Lightning starts the processes."""
+        """Refuse variables left by another launcher or an earlier run, if Lightning starts the processes."""
         environment = self.cluster_environment
         if not isinstance(environment, LightningEnvironment):
             return
@@ -194,17 +194,18 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def is_launched_by_lightning(self) -> bool:
-        """Whether the first process of the node has started the other ranks, and watches them."""
+        """Whether the first process of the node started the other ranks and watches them."""
         return isinstance(self.cluster_environment, LightningEnvironment) and is_of_launcher()
 
     def _take_nodes_of_torchrun(self) -> None:
         """Take the number of nodes from torchrun.
 
-        With ``--nnodes 2:4`` torchrun starts the run on as many nodes as there are, and again when a node is lost.
+        With ``--nnodes 2:4`` torchrun starts the run on as many nodes as are available, and restarts it when a node is
+        lost.
         """
         if not isinstance(self.cluster_environment, TorchElasticEnvironment):
             return
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))  # other launchers than torchrun may not set it
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.num_nodes))  # launchers other than torchrun may not set it
         if nodes != self.num_nodes:
             rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={self.num_nodes}).")
             self.num_nodes = nodes
@@ -231,8 +232,8 @@ class WorldStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         RankLauncher.has_failed = False
-        self._check_variables()  # again: in a notebook nothing is launched
-        sizes = self.sizes  # raises before there are groups
+        self._check_variables()  # again: the launcher does not run in a notebook
+        sizes = self.sizes  # raises before any process group exists
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -252,12 +253,12 @@ class WorldStrategy(ParallelStrategy):
         self.enter_mesh(distributed.get_device_mesh(sizes, self.root_device.type, self._timeout))
 
     def check_ranks(self) -> None:
-        """Refuse ranks that would not train the same. They can communicate here, but have no mesh yet."""
+        """Refuse ranks that would train differently. They can already communicate, but have no mesh yet."""
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Keep a mesh with all four axes, and this rank's groups in it."""
+        """Store a mesh with all four axes, and this rank's process groups in it."""
         self._full_device_mesh = mesh
-        # keep the groups, since slicing a mesh reads its ranks one by one
+        # cache the groups, since slicing a mesh reads its ranks one by one
         self._data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
         self._loss_group = get_mesh(mesh, DP_CP).get_group()
         self._replica_group = get_mesh(mesh, CP_TP).get_group()
@@ -265,9 +266,9 @@ class WorldStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ collectives
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
-        """Change the timeout of collectives that begin from now on; None for the ``timeout`` of the strategy.
+        """Change the timeout of collectives that start from now on; None restores the strategy's ``timeout``.
 
-        This applies to all groups in which steps communicate, but not to the group of background saves.
+        This applies to all groups that steps use, but not to the group for background saves.
         """
         timeout = timeout or self._timeout
         if timeout == self.group_timeout:
@@ -291,9 +292,9 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different data; copies on the ranks of one replica count once.
+        """Reduce over the ranks that read different data; ranks that read the same data count once.
 
-        A DTensor is gathered first. Anything but a tensor is returned as it is.
+        A DTensor is gathered first. Anything other than a tensor is returned unchanged.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -310,7 +311,7 @@ class WorldStrategy(ParallelStrategy):
         return bool(result)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Begin to find the largest ``number`` of all ranks, on the host. Return a function that waits for it."""
+        """Start to find the largest ``number`` of all ranks, on the host. Return a function that waits for it."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
 

@@ -1,4 +1,4 @@
-"""peft's adapters around a sharded model: taken off for a while, named as in files, and initialised.
+"""peft's adapters around a sharded model: temporarily removed, named as in files, and initialised.
 
 peft puts each of its layers in the place of a module, which the layer keeps as ``base_layer`` or ``original_module``.
 Only functions for models with adapters import peft.
@@ -20,7 +20,7 @@ INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
 def check_peft(root: nn.Module) -> None:
     """Refuse a version of peft that calls the inner model's ``forward`` directly, and so skips its hooks.
 
-    These hooks gather the model and divide its inputs: without them it would train on wrong numbers.
+    These hooks gather the model and divide its inputs: without them, the model would train on wrong numbers.
 
     Raises:
         ImportError: When ``root`` holds a ``PeftModel`` of peft before 0.21.
@@ -53,7 +53,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def get_plain_names(model: nn.Module) -> dict[str, str]:
-    """Return the names that parameters of ``model`` had before peft changed it, by their names now."""
+    """Return the names that parameters of ``model`` had before peft changed it, by their current names."""
     with without_adapters(model):
         plain = _get_slots(model)
     return {name: plain[slot] for slot, name in _get_slots(model).items() if slot in plain}
@@ -94,7 +94,7 @@ def initialize_adapters(root: nn.Module, is_new: Callable[[Tensor], bool]) -> No
 
     Args:
         root: Module whose base weights are loaded or initialised already.
-        is_new: Function that returns whether a tensor has no values of its own yet.
+        is_new: Function that returns whether a tensor has no values yet.
     """
     for model in find_peft_models(root):
         for layer in model.modules():

@@ -34,14 +34,14 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
 
     Args:
         module: Module, sharded or not.
-        tokenizer: Tokenizer of the training data, whose ``name_or_path`` is kept. None keeps that of the model.
+        tokenizer: Tokenizer of the training data, whose ``name_or_path`` is kept. None keeps the model's own.
 
     Returns:
         One description per model, in registration order.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # prompts and prefixes are trained beside the model, which then looks like any other
+    # prompts and prefixes are trained beside the model, which then looks like a model without adapters
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -72,7 +72,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build the described model as :func:`build_hf_skeleton` does, from classes of transformers or a user's own."""
+    """Build the described model as :func:`build_hf_skeleton` does, from classes of transformers or of the user."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:
@@ -93,7 +93,7 @@ def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str
     """Put the described adapters, without weights, around the modules of ``skeleton``.
 
     Returns:
-        peft's model around ``skeleton``, or None if not exactly one adapter is described.
+        peft's model around ``skeleton``; None unless exactly one adapter is described.
 
     Raises:
         ImportError: When peft is not installed.
@@ -119,7 +119,7 @@ def restore_generation_configs(module: nn.Module, descriptions: Sequence[Descrip
 
 
 def get_model_class(model: nn.Module) -> Any:
-    """Return a model's class before ``fully_shard`` and tensor parallelism gave it others of the same name."""
+    """Return a model's original class: ``fully_shard`` and tensor parallelism derive others of the same name."""
     name = get_class_name(model)
     return [base for base in type(model).__mro__ if base.__name__ == name][-1]
 
@@ -159,7 +159,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _list_tied(model: Any) -> list[str]:
-    """Return names whose tensors are stored under another name: tied when the model was built, and not untied since."""
+    """Return the names of tensors that are stored under another name: tied at first, and not untied since."""
     with without_adapters(model):
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         tensors = dict(named)
@@ -173,5 +173,5 @@ def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
 
 
 def _identify(transform: Any) -> list[str]:
-    """Return what identifies a ``WeightTransform`` in a model; saving with transformers changes its lists."""
+    """Return values that identify a ``WeightTransform`` in a model; its lists do not, since saving changes them."""
     return [transform.scope_prefix or "", transform.compiled_sources.pattern]

@@ -40,13 +40,13 @@ def is_meta(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Allocate the tensors on the meta device and initialise them as the model's authors do.
+    """Allocate the tensors that are on the meta device, and initialise them as the model's authors do.
 
-    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``; LoRA in them
-    is initialised as peft does, and any other module that holds tensors by its ``reset_parameters`` (or
+    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``. LoRA in them
+    is initialised as peft does. Any other module that holds tensors is initialised by its ``reset_parameters`` (or
     ``_reset_parameters``). Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. Tensors
     that are not on the meta device are left alone. Every rank uses the random state of the mesh's first rank; the
-    caller's random state is left as it was.
+    caller's random state is restored afterwards.
 
     Args:
         model: Any module; parameters may be DTensors of any placement.
@@ -91,10 +91,10 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
 
 @contextmanager
 def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
-    """Let DTensors inside the block be filled with the random numbers that one process would draw for whole tensors.
+    """Fill DTensors inside the block with the random numbers that one process would draw for whole tensors.
 
-    The random state of the mesh's first rank is used; the caller's is left as it was. Every rank must enter the block,
-    and draw the same numbers in the same order.
+    The random state of the mesh's first rank is used; the caller's is restored afterwards. Every rank must enter the
+    block, and draw the same numbers in the same order.
     """
     with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
         yield
@@ -124,7 +124,7 @@ class _Fresh:
 
 
 def allocate(model: nn.Module, device: torch.device) -> _Fresh:
-    """Replace every meta tensor by an uninitialised one; a tensor that several modules share stays shared."""
+    """Replace every meta tensor with an uninitialised one; a tensor that several modules share stays shared."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -143,7 +143,7 @@ def allocate(model: nn.Module, device: torch.device) -> _Fresh:
 def _initialize(
     module: nn.Module, fresh: _Fresh, hf_models: set[nn.Module], init: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Initialise ``module``, children first; ``init`` is from the Hugging Face model around it, if there is one."""
+    """Initialise ``module``, children first; ``init`` comes from the Hugging Face model around it, if there is one."""
     guard: AbstractContextManager[Any] = nullcontext()
     if module in hf_models:
         from transformers.initialization import guard_torch_init_functions

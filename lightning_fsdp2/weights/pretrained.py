@@ -30,7 +30,7 @@ from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_sh
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
 
 _FINGERPRINT_BYTES = 64
-"""Number of bytes of each tensor to look at: training changes all tensors in nearly all places."""
+"""Number of bytes of each tensor to compare. A few suffice: training changes nearly all values of a tensor."""
 
 _LOADED_ATTRIBUTE = "_lightning_fsdp2_loaded"
 
@@ -59,7 +59,7 @@ class PretrainedFiles:
     def fingerprint(self) -> str:
         """Result of :func:`get_folder_fingerprint`.
 
-        It is read on first use, since it takes a little of every tensor; the files may be unreadable by then.
+        It is computed on first use, since that reads a little of every tensor. The files may be unreadable then.
         """
         return get_folder_fingerprint(self.folder)
 
@@ -69,7 +69,7 @@ class _Loaded:
     files: PretrainedFiles
 
     slots: frozenset[Slot]
-    """Modules and keys of the weights that were read: names change with what is put around a model."""
+    """Modules and keys of the weights that were read; names change when a model is wrapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +79,11 @@ class Frozen:
     files: PretrainedFiles
 
     names: list[str]
-    """Names of the weights in the state dict of the module around the model."""
+    """Names of the weights in the state dict of the module that contains the model."""
 
 
 def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
-    """Let ``model``, built on the meta device, take its weights from ``folder`` once it is sharded.
+    """Make ``model``, built on the meta device, read its weights from ``folder`` once it is sharded.
 
     Args:
         model: A Hugging Face model, not sharded yet.
@@ -100,7 +100,7 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
     get_weight_files(folder)
     source = _Source(
         folder=Path(folder),
-        # found here, by the names of classes: `fully_shard` changes these
+        # looked up now, by class names: `fully_shard` changes these
         conversions=get_model_conversion_mapping(cast(Any, model)),
         allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
     )
@@ -108,13 +108,13 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 
 
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Load every model in ``model`` that :func:`set_pretrained` was called on and that has no weights yet.
+    """Load the weights of every model in ``model`` that has none yet and for which :func:`set_pretrained` was called.
 
     A model with peft's adapters is read as if it had none. Then its adapters are read, if
     :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called for them. Weights that the files
-    may lack are initialised as transformers does, to the same values on any mesh; tied weights and non-persistent
-    buffers are rebuilt. Checkpoints whose tensors are packed differently from the model's, such as a mixture's experts,
-    are converted on the fly.
+    may lack are initialised as transformers does, to the same values on any mesh. Tied weights and non-persistent
+    buffers are rebuilt. Tensors that the files pack differently from the model, such as MoE experts, are converted on
+    the fly.
 
     Args:
         model: Module that is sharded, or whole on one rank; on the meta device.
@@ -132,7 +132,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
         if source is None:
             continue
         with without_adapters(module):
-            # weights that the model has by now are from elsewhere, such as a checkpoint
+            # weights that the model already has are from elsewhere, such as a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
     if find_peft_models(model):
@@ -160,7 +160,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
-        model: Model of transformers on the meta device, not used for anything else: what is read stays in it.
+        model: Model of transformers on the meta device, used for nothing else: the tensors stay in it.
         folder: See :func:`set_pretrained`.
         names: Names of the tensors in the model.
         dtype: Dtype of the floating-point tensors.
@@ -292,10 +292,11 @@ class _StoredTensor:
 
 
 class _Reader:
-    """Reader that maps one file at a time, and maps it again after ``_MOST_BYTES``.
+    """Reader that memory-maps one file at a time, and maps it again after reading ``_MOST_BYTES``.
 
-    The pages of a whole model would add up, and opening a file for each of a mixture's experts can take a hundred times
-    longer than reading the expert. Several threads may read: if they replace each other's file, it is opened again.
+    Otherwise the pages of a whole model would add up. Opening a file for every MoE expert, however, can take a hundred
+    times longer than reading the expert. Several threads may read: if they replace each other's file, it is opened
+    again.
     """
 
     _MOST_BYTES = 64 * 1024**2
@@ -308,7 +309,7 @@ class _Reader:
         if mapped != file:
             handle, count = safe_open(file, framework="pt", device="cpu"), 0
         stored = handle.get_slice(name)
-        # a copy: weights that are pages of a file would change with the file
+        # copied: a memory-mapped weight would change if the file did
         part: Tensor = stored[index].clone()
         count += math.prod(stored.get_shape()) * part.element_size()
         self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
@@ -415,7 +416,7 @@ def _get_tied_names(model: Any, name: str) -> set[str]:
 
 
 def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Return whether the model has a stored tensor's module, with weights of its own, and would run without the tensor.
+    """Return whether the model has a stored tensor's module, with other weights, and would run without the tensor.
 
     Leaving out a bias or the scales of a quantised weight changes the results; leaving out a layer or head that the
     model lacks does not.

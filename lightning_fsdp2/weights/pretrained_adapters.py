@@ -32,7 +32,7 @@ class _Source:
 
 
 def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> None:
-    """Let a ``PeftModel``, once it is sharded, take the weights of ``adapter`` from peft's file in ``folder``.
+    """Make a ``PeftModel`` read the weights of ``adapter`` from peft's file in ``folder`` once it is sharded.
 
     Raises:
         ValueError: When the tensors in the file are not those of the adapter.
@@ -49,7 +49,7 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 
 @torch.no_grad()
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
-    """Load the adapters that :func:`set_adapter_weights` was called for into shards.
+    """Load into shards the adapters for which :func:`set_adapter_weights` was called.
 
     Each rank reads one tensor at a time and keeps its part.
 

@@ -26,7 +26,7 @@ Slot = tuple[nn.Module, str]
 
 
 def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
-    """Fill ``model`` with transformers' loader; weights that must not be cut first are converted first.
+    """Fill ``model`` with transformers' loader; weights that must not be cut before their conversion are cut after it.
 
     Each rank keeps its shards only. Parameters that must not be cut are read one after the other on every rank, whole
     along the dims that the conversion mixes. A rank does not read parameters that it has no part of: the loader cannot
@@ -36,7 +36,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         model: Model of transformers on the meta device; its DTensors have their final placements.
         stored: The tensors in the files, by name.
         config: transformers' ``LoadStateDictConfig``.
-        device: Device to keep the shards on. This may be the host, which the loader cannot do for a mesh of GPUs.
+        device: Device to keep the shards on. It may be the host even for a mesh of GPUs, unlike with the loader alone.
 
     Returns:
         transformers' ``LoadStateDictInfo``.
@@ -63,7 +63,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Return the stored tensors this rank reads, parameters it has no part of, and conversions by what they make."""
+    """Return the stored tensors that this rank reads, parameters it has no part of, and conversions by parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -98,12 +98,12 @@ class _ShardKeeper:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals: dict[Slot, Any] = {}
-        """Parameters that are replaced, until they are loaded, by others that are whole along some dims."""
+        """Parameters that are replaced, until they are loaded, with others that are whole along some dims."""
         self.on_host: set[str] = set()
         """Names of these parameters. They are converted on the host: an accelerator may have no room for it."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter that ``converter`` makes by one that is whole along the sharded dims that it mixes."""
+        """Replace a parameter with one that is whole along the sharded dims that ``converter`` mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -140,14 +140,14 @@ def _get_slot(model: nn.Module, name: str) -> Slot:
 
 
 def get_targets(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> dict[str, list[str]]:
-    """Return the model's tensors that each stored one is for."""
+    """Return the names of the model's tensors that each stored tensor is for."""
     return {name: targets for name, (targets, _) in _sort_targets(model, stored, conversions).items()}
 
 
 def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
-    """Return the model's tensors that each stored one is for, and the conversion that makes them if there is one."""
+    """Return, by stored tensor, the model's tensors that it is for, and the conversion to them if there is one."""
     # private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -184,7 +184,7 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # a rank has a part of each of this many pieces, as the loader cuts them when it stacks experts
+        # a rank has a part of each of this many pieces; the loader cuts each piece too when it stacks experts
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -193,7 +193,7 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
 
 
 def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """Return a meta parameter like ``original`` with ``placements``: each dim is sharded as it is there, or whole."""
+    """Return a meta parameter with ``placements``: each dim is whole, or sharded as in ``original``."""
     sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]

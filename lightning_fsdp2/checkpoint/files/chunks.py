@@ -1,11 +1,11 @@
-"""Chunks of checkpoint files: a rank's part of one tensor, with a checksum that is compared when it is read.
+"""Chunks of checkpoint files: each is a rank's part of one tensor, with a checksum to compare on reading.
 
 ``checksums.json`` has the checksums by file and by the chunk's offset in bytes::
 
     {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
 
-A checksum covers what a chunk holds, so that a rank can compare what it has read without reading it again. There is
-none for a file as a whole, since a rank reads only some of its chunks.
+A checksum covers the content of a chunk: a rank can verify what it has read without reading it again. A file as a whole
+has no checksum, since a rank reads only some of its chunks.
 """
 
 import io
@@ -28,7 +28,7 @@ _BLOCK_SIZE = 1 << 20
 
 
 class Chunk(io.RawIOBase):
-    """A part of a file, as a file of its own.
+    """A part of a file that can be read like a separate file.
 
     Args:
         file: File that is open for reading.
@@ -80,7 +80,7 @@ def describe_bytes(data: bytes) -> dict[str, Any]:
 
 
 def describe_file(path: AnyPath) -> dict[str, Any]:
-    """Return the same as :func:`describe_bytes` for a file of any size, which is read block by block."""
+    """Return the same as :func:`describe_bytes` for a file of any size, reading it block by block."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_SIZE):
@@ -90,7 +90,7 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset; empty if an older version wrote it."""
+    """Return the checksums of a directory's chunks by file and offset; empty for directories of older versions."""
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent: written to a hidden draft, synced to the disk, then renamed.
+"""Checkpoints that are complete or absent: written to a hidden draft, synced to disk, then renamed.
 
 While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
 
@@ -8,9 +8,9 @@ While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
                                      the checkpoint that had the name before, if the system cannot exchange two
                                      directories
 
-A checkpoint that is being removed is in such a folder too, so that no part of it is left under its name.
+A checkpoint that is to be removed is first moved into a folder like this, so that no part of it stays under its name.
 
-Object stores cannot exchange names: there a checkpoint is written in place, and is complete once it has its
+Object stores cannot exchange names. A checkpoint there is written in place, and is complete once it has its
 ``meta.json``, which is written last.
 """
 
@@ -90,7 +90,7 @@ class Draft:
         self.path = self._container.path / target.name
 
     def publish(self) -> None:
-        """Give the draft its final name, and replace what has it now; all in the draft must be on the disk."""
+        """Give the draft its final name, and replace what has that name now. The draft's files must be on disk."""
         if _is_folder(self.path):
             sync_folder(self.path)
         sync_folder(self._container.path)
@@ -122,7 +122,7 @@ def start_draft(target: AnyPath) -> Draft | StoreDraft:
     """Start the draft of ``target``, in the file system or in an object store.
 
     Raises:
-        FileExistsError: When ``target`` exists and is not a checkpoint, and would be lost.
+        FileExistsError: When ``target`` exists, is not a checkpoint, and would be lost.
         OSError: When the folder of ``target`` cannot be made or written to.
     """
     _check_replaceable(target)
@@ -175,7 +175,7 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
         link: Path of the link; an existing link or checkpoint is replaced.
 
     Raises:
-        FileExistsError: When ``link`` exists and is neither.
+        FileExistsError: When ``link`` exists and is neither a link nor a checkpoint.
     """
     target, link = Path(target), Path(link)
     _check_replaceable(link)
@@ -209,7 +209,7 @@ def check_free_space(path: AnyPath, size: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in ``folder`` to the disk."""
+    """Sync the names in ``folder`` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -238,7 +238,7 @@ def _check_replaceable(target: AnyPath) -> None:
 
 
 def _is_file_expendable(path: AnyPath) -> bool:
-    """Return whether a file is empty, or begins like one of ``torch.save``: other archives are not checkpoints."""
+    """Return whether a file is empty, or begins like one that ``torch.save`` wrote; other archives are kept."""
     with path.open("rb") as file:
         head = file.read(_HEAD_SIZE)
     return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
@@ -252,7 +252,7 @@ def _remove_in_place(path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and sync their names to the disk."""
+    """Make a folder and its missing parents, and sync their names to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -269,13 +269,13 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # first, so that what is left if this fails half way is not a checkpoint
+        (path / SUMMARY_FILE).unlink()  # first: if this fails halfway, the rest is not a checkpoint
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 
 
 class _Container:
-    """A hidden folder beside the checkpoints, with a lock that tells whether the process that made it still lives."""
+    """A hidden folder beside the checkpoints. Its lock tells whether the process that made it is still alive."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
@@ -288,7 +288,7 @@ class _Container:
             raise
 
     def discard(self) -> None:
-        """Remove the folder with all that is in it; what cannot be removed is left to the next :func:`clean_folder`."""
+        """Remove the folder and its content; what cannot be removed is left to the next :func:`clean_folder`."""
         shutil.rmtree(self.path, ignore_errors=True)
         if not self.path.exists():
             _get_lock_file(self.path).unlink(missing_ok=True)
@@ -297,7 +297,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # without a draft of the same name it is part of a checkpoint that is itself called `replaced`
+        # without a draft of the same name, this is part of a checkpoint that is itself called `replaced`
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
@@ -306,7 +306,7 @@ def _clean(container: Path) -> None:
 
 
 def _replace(draft: Path, target: Path, replaced: Path) -> None:
-    """Put ``draft`` in the place of ``target``; what was there ends up in the draft's container."""
+    """Put ``draft`` in the place of ``target``; a previous ``target`` ends up in the draft's container."""
     if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
         os.replace(draft, target)
     elif not _exchange(draft, target):
@@ -352,7 +352,7 @@ def _lock(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
-            pass  # a cleaner that looked before the file was locked has removed it
+            pass  # `clean_folder` in another process removed the file before it was locked here
         except OSError:
             return descriptor  # no locks on this file system: `clean_folder` will leave its drafts alone
         os.close(descriptor)

@@ -53,7 +53,7 @@ _METADATA_GLOBALS = {
 
 
 class DurableFile:
-    """A file that is written from start to end, and is on the disk once it is closed.
+    """A file that is written from start to end, and is on disk once it is closed.
 
     Args:
         path: Path of the file, which must not exist.
@@ -79,10 +79,10 @@ class DurableFile:
         return view.nbytes
 
     def _start_writeback(self) -> None:
-        """Start writing to the disk now: the system would collect gigabytes first, and the final flush wait for them.
+        """Start writing to disk now: otherwise the system collects gigabytes, and the final flush waits for them.
 
-        The memory of what the disk has is given back to the system. It would be slow to find new memory for a whole
-        checkpoint, and would take it from the files that training reads.
+        Pages that are on disk are dropped from the page cache. Finding new memory for a whole checkpoint would be slow,
+        and would evict the files that training reads.
         """
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
@@ -113,13 +113,13 @@ class DurableFile:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writer of this rank's part of a checkpoint: one file in a folder, tensor by tensor, synced to the disk.
+    """Writer of this rank's part of a checkpoint: one file in a folder, written tensor by tensor, synced to disk.
 
-    torch's writer keeps its copies on the host until the file is written: a second copy of the shard.
+    torch's own writer would keep a second copy of the shard on the host until the file is written.
 
     Attributes:
-        sizes: Bytes of each file that this rank has written, by name.
-        checksums: Checksums of all ranks' chunks, by file and offset; on rank 0, after the save.
+        sizes: Size in bytes of each file that this rank has written, by name.
+        checksums: Checksums of all ranks' chunks, by file and offset; available on rank 0 after the save.
     """
 
     def __init__(self, folder: AnyPath) -> None:
@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks; return the names of those that are not what was written, with their files."""
+        """Read all chunks, and return the names of the damaged ones, with their files."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []
@@ -244,7 +244,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def save_plain(value: Any, file: Any) -> None:
-    """Write a value without shards with ``torch.save``; numpy numbers become Python's, which load without trust.
+    """Write an unsharded value with ``torch.save``. Numpy numbers become Python numbers, which load without trust.
 
     Raises:
         TypeError: When a DTensor hides in an object: only this rank's part of it would be saved.
@@ -254,7 +254,7 @@ def save_plain(value: Any, file: Any) -> None:
 
 
 def warn_of_objects(value: Any) -> None:
-    """Warn, once per process, that the objects in a checkpoint will make it refused unless it is trusted.
+    """Warn, once per process, if a checkpoint holds objects: it will be refused unless it is trusted.
 
     Args:
         value: Content of the checkpoint; its tensors are ignored.
@@ -267,15 +267,15 @@ def warn_of_objects(value: Any) -> None:
 
 
 def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` to the host.
+    """Load into host memory a file that ``torch.save`` wrote.
 
     Args:
         path: Path of the file.
         trust: Whether the file may hold any object, which can run code when it is loaded.
-        mmap: Whether tensors stay in the (local) file until they are read.
+        mmap: Whether to memory-map the tensors, if the file is local.
 
     Raises:
-        ValueError: When it holds more than tensors and plain types, and is not trusted.
+        ValueError: When the file is damaged, or holds more than tensors and plain types and is not trusted.
     """
     if mmap and is_local(path):
         return load_archive(lambda: path, path, trust=trust, mmap=True)
@@ -284,16 +284,16 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
 
 
 def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Load an archive of ``torch.save`` to the host; if it is trusted, also what ``weights_only=True`` refuses.
+    """Load into host memory an archive that ``torch.save`` wrote; if trusted, also one that holds objects.
 
     Args:
-        open_archive: Function that returns the path of the archive, or a file at its beginning.
+        open_archive: Function that returns the path of the archive, or an open file at its start.
         path: Path of the checkpoint, for errors.
         trust: Whether the archive may hold any object, which can run code when it is loaded.
-        mmap: Whether tensors stay in the file until they are read.
+        mmap: Whether to memory-map the tensors.
 
     Raises:
-        ValueError: When it is damaged, or holds more than tensors and plain types and is not trusted.
+        ValueError: When the archive is damaged, or holds more than tensors and plain types and is not trusted.
     """
     _check_pickle(open_archive(), path)
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
@@ -316,7 +316,7 @@ def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
 
 
 def get_reason(error: Exception) -> str:
-    """Describe an error that caused another one; torch answers a damaged pickle with advice to trust it."""
+    """Describe the cause of an error, without torch's advice to trust a file whose pickle is damaged."""
     is_advice = isinstance(error, pickle.UnpicklingError)
     return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -360,7 +360,7 @@ class _PlainPickle:
 
 
 class _Store(FileSystem):
-    """File access of torch's reader and writer, to the file system or any store that fsspec knows."""
+    """File access for torch's reader and writer, on the file system or any store that fsspec knows."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -392,7 +392,7 @@ class _Store(FileSystem):
 
 @dataclass
 class _HashedInfo(StorageInfo):
-    """Place and checksum of a chunk, on their way to rank 0."""
+    """Place and checksum of a chunk, sent to rank 0."""
 
     checksum: str = ""
 
@@ -402,7 +402,7 @@ class _HashedInfo(StorageInfo):
 
 
 class RefusedError(pickle.UnpicklingError):
-    """Error for a ``.metadata`` that names a class or function it does not consist of."""
+    """Error for a ``.metadata`` that names a class or function other than those that it may consist of."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -415,9 +415,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check_pickle(archive: Any, path: AnyPath) -> None:
-    """Refuse an archive whose pickle, which says what it holds, differs from its CRC-32, if it was written with one.
+    """Refuse an archive whose pickle does not match its CRC-32, if it has one.
 
-    The pickle is small, and damage to it looks like objects that need trust, or like another checkpoint.
+    The pickle describes the content, and is small. Damage to it looks like objects that need trust, or like another
+    checkpoint.
     """
     try:
         with zipfile.ZipFile(archive) as file:
@@ -440,8 +441,8 @@ def _is_metadata(module: str, name: str) -> bool:
 def _without_crc32() -> Iterator[None]:
     """Run the block without ``torch.save``'s own checksums, which cost more than ours and are never compared.
 
-    In torch 2.11 the switch applies to the whole process. A thread that writes beside training leaves it alone, since
-    the user may save something at the same time.
+    In torch 2.11 the switch applies to the whole process. A background thread leaves it alone, since the user may be
+    saving something meanwhile.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -455,7 +456,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _write_chunk(file: DurableFile, data: Tensor | io.BytesIO) -> str:
-    """Write a chunk that DCP saves, part of a tensor or an object; return its checksum."""
+    """Write a chunk (part of a tensor, or an object), and return its checksum."""
     if isinstance(data, Tensor):
         data = _to_host(data)
         with _without_crc32():
@@ -466,7 +467,7 @@ def _write_chunk(file: DurableFile, data: Tensor | io.BytesIO) -> str:
 
 
 def _hand_over(chunk: Tensor | io.BytesIO, item: ReadItem, planner: LoadPlanner) -> None:
-    """Give ``planner`` the part of a chunk that it asks for."""
+    """Give ``planner`` the part of a chunk that ``item`` describes."""
     if not isinstance(chunk, Tensor):
         planner.load_bytes(item, chunk)
         return

@@ -1,10 +1,10 @@
 """Context parallelism: each rank computes a part of every sequence (https://arxiv.org/abs/2411.01783).
 
-A Hugging Face model is still called with whole sequences. Its forward takes this rank's positions of every argument
+A Hugging Face model is still called with whole sequences. Its forward selects this rank's positions from every argument
 that has a value per position, and runs on them as on a shorter sequence with explicit position ids. Only attention sees
-the whole sequence, see :mod:`~lightning_fsdp2.parallel.context.attention`. Labels are shifted while they are whole, and
-the loss that the model returns is that of all positions. Other results, such as ``logits``, cover this rank's positions
-only. :func:`shard_sequence` takes the same positions of any other tensor, and :func:`gather_sequence` puts the ranks'
+the whole sequence, see :mod:`~lightning_fsdp2.parallel.context.attention`. Labels are shifted before they are split,
+and the model returns the loss over all positions. Other results, such as ``logits``, cover this rank's positions only.
+:func:`shard_sequence` selects the same positions from any other tensor, and :func:`gather_sequence` puts the ranks'
 results together.
 """
 
@@ -48,17 +48,17 @@ def apply_context_parallel(
         structure: Structure of the module that contains the models. The module must not be sharded yet, and is changed
             in place.
         group: Process group of the context parallel ranks.
-        method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which takes ``"ulysses"`` if it moves less data and the
-            heads can be exchanged.
+        method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which chooses ``"ulysses"`` if it moves less data and the
+            heads can be divided over the ranks.
         inputs: Further tensor arguments of the models' forwards, with the dim in which each has a value per position;
             None for a tensor that stays whole.
-        tp_size: Number of tensor parallel ranks, which already divide the heads.
-        sequence_parallel: Whether the tensor parallel ranks divide this rank's part of the sequence further.
-        assumes_unpacked: Whether position ids are known never to restart, so that they need not be checked.
+        tp_size: Number of tensor parallel ranks. The heads are already divided over them.
+        sequence_parallel: Whether the tensor parallel ranks split this rank's part of the sequence further.
+        assumes_unpacked: Whether position ids are known never to restart. They are then not checked.
 
     Raises:
-        ValueError: If there is no Hugging Face model, if a model's layers mix positions by other means than
-            transformers' attention, or if ``"ulysses"`` is asked for and the heads cannot be exchanged.
+        ValueError: If there is no Hugging Face model, if a model's layers mix positions by means other than
+            transformers' attention, or if ``"ulysses"`` is requested and the heads cannot be divided over the ranks.
     """
     if not structure.models:
         raise ValueError(
@@ -94,15 +94,15 @@ def activate_context_parallel(model: nn.Module) -> None:
 
 
 def deactivate_context_parallel(model: nn.Module) -> None:
-    """Let models compute whole sequences on every rank, with their original attention."""
+    """Make models compute whole sequences on every rank, with their original attention."""
     for sharding in _get_shardings(model):
         sharding.deactivate()
 
 
 def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return the positions of ``tensor`` that this rank's forward of ``model`` computes.
+    """Return the positions of ``tensor`` that this rank computes in the forward of ``model``.
 
-    Without context parallelism these are all positions.
+    Without context parallelism, these are all positions.
 
     Args:
         model: A Hugging Face model, or a module around one.
@@ -114,13 +114,13 @@ def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Gather the ranks' results for their positions into one for the whole sequence.
+    """Gather the results of all ranks into one tensor for the whole sequence.
 
-    This is differentiable, and :func:`shard_sequence` undoes it by slicing alone.
+    This is differentiable. :func:`shard_sequence` undoes it by slicing only.
 
     Args:
         model: A Hugging Face model, or a module around one.
-        tensor: Result of the model, such as logits, with a value per position of this rank along ``dim``.
+        tensor: Result of the model, such as logits, with a value for each of this rank's positions along ``dim``.
         dim: Dim of the sequence.
 
     Returns:
@@ -132,7 +132,7 @@ def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Sum ``tensor`` over the ranks that compute positions of the same sequences, without gradient."""
+    """Sum ``tensor`` over the ranks that compute parts of the same sequences. The sum has no gradient."""
     sharding = get_optional_sharding(model)
     if sharding is None:
         return tensor
@@ -142,7 +142,7 @@ def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def get_optional_sharding(model: nn.Module) -> "SequenceSharding | None":
-    """Return how the sequences of the first Hugging Face model in ``model`` are split; None if they are not."""
+    """Return the sharding of the first model in ``model`` whose sequences are split; None if there is none."""
     return next((sharding for sharding in _get_shardings(model) if sharding.is_active), None)
 
 

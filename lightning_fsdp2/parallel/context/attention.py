@@ -1,16 +1,16 @@
-"""The attention of context parallel models: a function that transformers calls in place of its own.
+"""The attention of context parallel models: a function that transformers calls in place of its own attention.
 
-Sequences are split over the ranks of a group. There are two methods to attend to whole sequences:
+Sequences are split over the ranks of a group. There are two methods of attending to whole sequences:
 
 - ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of the other
-  ranks. Only key-value heads are moved. The traffic does not fall with the number of ranks.
-- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk. It exchanges the chunk for the whole
-  sequence of its share of the heads, and exchanges the result back.
+  ranks. Only key-value heads are communicated. The traffic does not fall as the number of ranks grows.
+- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk. An all-to-all exchanges the chunk for the
+  whole sequence of a share of the heads, and another all-to-all exchanges the result back.
 
-A model makes its mask once per forward and passes it to each of its layers. Their attention passes it on to the
-function here. :class:`SequenceMask` takes the place of the mask tensor: it says which keys are seen, in positions of
-the whole sequence, and which group holds the sequence. Activation checkpointing keeps it for the layers that it
-recomputes.
+A model makes its mask once per forward and passes it to each of its layers. Their attention passes the mask on to the
+function here. A :class:`SequenceMask` takes the place of the mask tensor. It says which keys a query sees, by
+position in the whole sequence, and which process group holds the sequence. Activation checkpointing keeps the mask for
+the layers that are recomputed.
 """
 
 import sys
@@ -55,13 +55,13 @@ _configs: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """The keys that queries see, and how the ranks hold the sequence; layers get it as their ``attention_mask``."""
+    """The keys that queries see, and how the sequence is split. Layers get this as their ``attention_mask``."""
 
     blocks: tuple[Block, ...]
-    """Blocks of the queries that this rank attends from."""
+    """Blocks of the queries whose attention this rank computes."""
 
     padding: Tensor | None
-    """[batch, queries that this rank attends from], bool: True for queries that see nothing. None without padding."""
+    """[batch, queries of ``blocks``], bool: True for queries that see nothing. None without padding."""
 
     length: int
     method: Method
@@ -71,7 +71,7 @@ class SequenceMask:
         """Return the whole mask. Gemma 4 asks for the last ``logits_to_keep`` queries, where 0 means all.
 
         Raises:
-            TypeError: If only a part is asked for.
+            TypeError: If only a part is requested.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{type(self).__name__} has no part {index}")
@@ -107,10 +107,10 @@ def run_sharded(
     method: Method,
     group: dist.ProcessGroup,
 ) -> Iterator[set[nn.Module]]:
-    """Let the masks that are made inside the block be those of whole sequences.
+    """Make masks that are built inside the block cover whole sequences.
 
     Yields:
-        The modules that have called attention over the whole sequence in the block, except those in compiled code.
+        The set of modules that call attention over the whole sequence in the block, except those in compiled code.
 
     Args:
         model: Name of the model, for messages.
@@ -131,7 +131,7 @@ def run_sharded(
 
 
 def is_running_sharded() -> bool:
-    """Return whether this runs inside of :func:`run_sharded`."""
+    """Return whether the current code runs inside :func:`run_sharded`."""
     return _running.get() is not None
 
 
@@ -142,7 +142,7 @@ def get_optional_whole_positions() -> Tensor | None:
 
 
 def install_attention(config: Any) -> None:
-    """Make the modules of ``config`` call context parallel attention inside of :func:`run_sharded`, else their own."""
+    """Make modules with this ``config`` call context parallel attention inside :func:`run_sharded`, else their own."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] += 1
@@ -171,9 +171,10 @@ def uninstall_attention(config: Any) -> None:
 
 
 class _AttentionName(str):
-    """The name under which attention is registered. A copy, also in a file, is the name of the original attention.
+    """The name under which attention is registered. Copied or pickled, it becomes the name of the original attention.
 
-    Configs keep the name, and hyper-parameters keep configs. A process that loads them has no attention of this name.
+    Configs contain the name, and saved hyper-parameters contain configs. A process that loads them has no attention
+    registered under this name.
     """
 
     original: str
@@ -239,12 +240,12 @@ def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | N
 
 
 def _describe(value: Any) -> Hashable:
-    """Return all that the results of a mask function depend on: its code and the constants that it was made with.
+    """Return everything that the results of a mask function depend on: its code and the constants in its closure.
 
     Models make a new function for each forward, so the functions themselves cannot be compared.
 
     Raises:
-        TypeError: If it depends on more, such as a tensor, or is not one of transformers' own functions.
+        TypeError: If the function depends on anything else, such as a tensor, or is not one of transformers' own.
     """
     from transformers import masking_utils
 
@@ -271,9 +272,9 @@ def _find_window_once(function: _MaskFunction, length: int) -> int | None:
 
 
 def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
-    """Find the causal window of a mask by asking which keys some queries see; None for any other mask.
+    """Find the causal window of a mask by checking which keys a few queries see.
 
-    The window of a causal mask without one is ``length``.
+    Return ``length`` for a causal mask without a window, and None for a mask of any other kind.
     """
     last, keys = length - 1, torch.arange(length)
 
@@ -284,7 +285,7 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # it reads tensors of this rank's positions, or on the device
+    except (IndexError, RuntimeError):  # the mask reads tensors that are split, or on the device
         return None
     return window if is_window else None
 
@@ -405,7 +406,7 @@ def _check_arguments(module: nn.Module, ranks: int, arguments: dict[str, Any]) -
 
 
 def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the function that transformers calls for an implementation.
+    """Return the function that transformers calls for an attention implementation.
 
     Each model file of transformers has its own ``eager_attention_forward``.
     """

@@ -1,10 +1,9 @@
-"""The keys that the queries of a part of a sequence see, cut into blocks that fused attention computes.
+"""The keys that one part of a sequence attends to, cut into blocks that fused attention computes.
 
 A block has some queries and some keys. In a *dense* block all queries see all keys, or the n-th query sees the first n
-keys, or a mask says which keys are seen. A block of *segments* has many pieces at once, each with its own keys, as
-kernels for sequences of various lengths take them: documents that are packed into a sequence, windows, or both. Such a
-block computes exactly the pairs that are seen, in one kernel call, no matter how many documents there are and how small
-the window is.
+keys, or a mask says which keys each query sees. A block of *segments* has many runs of queries, each with its own keys,
+in the form that variable-length kernels take. It serves packed documents, windows, or both. One kernel call computes
+exactly the pairs that attention needs, no matter how many documents there are or how small the window is.
 """
 
 from bisect import bisect_right
@@ -24,7 +23,7 @@ class Documents:
     """The documents of sequences. Only positions of the same document see each other."""
 
     starts: tuple[tuple[int, ...], ...] | None
-    """Positions where each sequence's documents begin, the first at 0. None if a document consists of several runs."""
+    """Positions where each sequence's documents begin, the first at 0. None if a document is in several pieces."""
 
     numbers: Tensor | None
     """[batch, whole sequence]: the number of each position's document. None unless ``starts`` is None."""
@@ -43,10 +42,10 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that a query sees: those of its document that are not after it, and not before its window."""
+    """The keys that a query sees: those of its document that are neither after the query nor before its window."""
 
     window: int | None = None
-    """Largest number of keys that a query sees, its own included. None for all."""
+    """Largest number of keys that a query sees, including its own. None for all."""
 
     documents: Documents | None = None
     """Documents of the sequences. None for one document."""
@@ -66,17 +65,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mask:
-    """The pairs of a block that are seen. The mask tensor is made for each use, and not kept."""
+    """A mask of a block's pairs of queries and keys. The mask tensor is built for each use, and not kept."""
 
     first: int
-    """Position of the first query, counted like the keys."""
+    """Position of the first query, counted in the same way as those of the keys."""
 
     window: int
     numbers: Tensor | None = None
     """[batch, sequence], the numbers of :class:`Documents`. None for one document."""
 
     def make(self, rows: int, keys: slice, device: torch.device) -> Tensor:
-        """Return which keys ``rows`` queries see: [1 or batch, 1, rows, keys], bool."""
+        """Build the mask of ``rows`` queries: [1 or batch, 1, rows, keys], bool, True where a query sees a key."""
         queries = slice(self.first, self.first + rows)
         distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
         distance = distance - torch.arange(keys.start, keys.stop, device=device)
@@ -88,7 +87,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Queries and keys of a dense block: every pair of them is computed, or every pair of a triangle."""
+    """A dense block: every pair of its queries and keys is computed, or every pair of a triangle."""
 
     rows: slice
     """Queries of the block, among those of the rank."""
@@ -106,8 +105,8 @@ class DenseBlock:
 class SegmentBlock:
     """Segments of sequences, one after the other in memory. The queries of a segment see only keys of that segment.
 
-    The last query of a segment sees the segment's last key and those before, the query before it sees all except that
-    key, and so on. No query sees more keys than the window. What changes from batch to batch is held in tensors, and in
+    The last query of a segment sees all keys of the segment, the query before it sees all except the last key, and so
+    on. No query sees more keys than the window. Everything that changes from batch to batch is held in tensors, or in
     numbers that compiled code need not know.
     """
 
@@ -115,16 +114,16 @@ class SegmentBlock:
     """Queries of the block, among those of the rank."""
 
     key_end: int
-    """End of the keys that the block may need of each sequence."""
+    """End of the keys that the block may need, the same in every sequence."""
 
     key_starts: Tensor
-    """[batch], int64, in host memory: the first key that is needed of each sequence."""
+    """[batch], int64, in host memory: the first key that the block needs, for each sequence."""
 
     query_ends: Tensor
     """[segments + 1], int32: a zero, then the end of each segment's queries."""
 
     key_ends: Tensor
-    """[segments + 1], int32: a zero, then the end of each segment's keys, among those that are needed."""
+    """[segments + 1], int32: a zero, then the end of each segment's keys, counted among the needed keys."""
 
     most_queries: int
     most_keys: int
@@ -132,16 +131,16 @@ class SegmentBlock:
 
     window: int | None
     pairs: int
-    """Number of pairs of a query and a key that are seen, in all sequences together, for each head."""
+    """Number of query-key pairs that attention covers, per head, in all sequences together."""
 
 
 Block = DenseBlock | SegmentBlock
 
 
 def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chunk]:
-    """Return the chunks of ``rank`` among ``2 * ranks`` of a sequence: one from its head and one from its tail.
+    """Return the two of a sequence's ``2 * ranks`` chunks that ``rank`` holds: one from the head, one from the tail.
 
-    Causal attention, where the n-th query has n keys, is then the same work for all ranks.
+    Causal attention, where the n-th query sees n keys, is then the same amount of work for all ranks.
     """
     size = length // (2 * ranks)
     return Chunk(rank * size, size), Chunk((2 * ranks - 1 - rank) * size, size)
@@ -150,10 +149,10 @@ def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chu
 def get_blocks(
     chunks: tuple[Chunk, ...], pattern: Pattern, *, batch_size: int, device: torch.device
 ) -> tuple[Block, ...]:
-    """Return the blocks of the queries of ``chunks``.
+    """Return the blocks for the queries in ``chunks``.
 
     Args:
-        chunks: Positions of the queries, in the order of the queries.
+        chunks: Chunks of the sequence that the queries come from, in the order of the queries.
         pattern: Keys that the queries see.
         batch_size: Number of sequences.
         device: Device of the queries.
@@ -188,12 +187,12 @@ def get_masked_blocks(
 
     Args:
         rows: Queries to cut, among those of the rank.
-        first: Position of the first query, counted like the keys.
-        window: Largest number of keys that a query sees, its own included.
+        first: Position of the first query, counted in the same way as those of the keys.
+        window: Largest number of keys that a query sees, including its own.
         first_key: First key that the queries may see; earlier keys belong to other segments.
         numbers: [batch, sequence], the numbers of :class:`Documents`. None for one document.
     """
-    # few rows compute little outside of the window, many rows keep the device busy
+    # with few rows little is computed outside the window, with many rows the device stays busy
     size = min(_MASKED_ROWS, max(window // 4, 64))
     for start in range(rows.start, rows.stop, size):
         end = min(start + size, rows.stop)
@@ -233,7 +232,7 @@ def _get_segment_block(
 
 
 def _count_pairs(begin: int, end: int, window: int | None) -> int:
-    """Return the numbers of keys that the queries ``begin`` to ``end`` of a document see, added up."""
+    """Return the total number of keys that the queries ``begin`` to ``end`` of a document see."""
     if window is None:
         return (begin + 1 + end) * (end - begin) // 2
     growing = slice(min(begin, window), min(end, window))  # queries that see all keys before them

@@ -1,11 +1,12 @@
-"""Attention of some queries of a sequence to all of its keys, computed block by block and merged exactly.
+"""Attention from some queries of a sequence to all its keys, computed block by block and merged exactly.
 
 A rank of a context parallel group holds a few *chunks* of each sequence. The keys that a chunk's queries may see are
-cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). The results of the blocks add up to the
-result of one softmax over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query may
-see are in no block.
+cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). Merged, the results of the blocks equal
+the result of one softmax over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query
+may see are left out.
 
-A learned sink is a score in every softmax that no value belongs to. It counts as one more block, without work.
+A learned sink is a score that takes part in every softmax but has no value. It is merged like one more block, which
+costs no work.
 """
 
 from typing import Any
@@ -32,9 +33,9 @@ def block_attention(
     sinks: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the attention of the queries of a rank's chunks.
+    """Return the attention of the queries in a rank's chunks.
 
-    With a ``group``, the gathered keys and values are not kept for backward, but gathered again.
+    With a ``group``, the gathered keys and values are not kept for backward, which gathers them again.
 
     Args:
         query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
@@ -42,10 +43,10 @@ def block_attention(
             sequence.
         value: [batch, key-value heads, positions, value dim].
         blocks: Blocks of the queries, from :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
         padding: [batch, positions of the chunks], bool: True for queries whose result is zero. None without padding.
         sinks: [heads], a score per head that takes part in the softmax of every query. None without sinks.
-        group: Process group of the ranks that hold the sequence's other chunks, in the order of
+        group: Process group of the ranks that share the sequence, each with its chunks from
             :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`.
 
     Returns:
@@ -68,7 +69,7 @@ class _BlockAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         keys, values = _gather(key, value, group)
-        # laid out position by position, as the model uses it next: else the model would keep a copy for its backward
+        # laid out position by position, as the model needs it next; otherwise it would keep a copy for backward
         shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
         output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
@@ -76,8 +77,8 @@ class _BlockAttention(torch.autograd.Function):
             normalizer[:] = sinks.float()[:, None]
         for block in blocks:
             merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
-        # copy even if the dtype is the same: compiled by torch 2.11, a tensor that a forward has changed in place gets
-        # no gradient (https://github.com/pytorch/pytorch/issues/180642)
+        # copy even if the dtype is the same: under torch.compile of torch 2.11, a tensor that forward changed in place
+        # gets no gradient (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.blocks, ctx.scale, ctx.group = blocks, scale, group
@@ -124,7 +125,7 @@ def _add_segment_gradients(
     block: SegmentBlock,
     scale: float,
 ) -> None:
-    """Add the block's summands of the gradients to ``sums``, as ``add_dense_gradients`` does for dense blocks."""
+    """Add the gradients from one block to ``sums``, as ``add_dense_gradients`` does for dense blocks."""
     rows = block.rows
     own = query[:, :, rows]
     parts = segment_attention_backward(
@@ -176,8 +177,8 @@ def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tupl
 def _scatter(key: Tensor, value: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Sum the gradients of the gathered keys and values over the ranks, and return those of this rank's chunks.
 
-    Each rank sends its summands, rounded once, and adds up the received ones in float32. A reduce-scatter of as many
-    bytes would round after every addition, which is noticeable from 16 ranks on.
+    Each rank rounds its summands once, sends them, and adds up the received ones in float32. A reduce-scatter of the
+    same number of bytes would round after every addition, which is noticeable from 16 ranks on.
     """
     if group is None:
         return key.to(dtype), value.to(dtype)

@@ -13,7 +13,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_context_parallel(parts: ModelParts, ranks: int) -> None:
-    """Refuse a model whose layers mix positions by other means than transformers' attention functions.
+    """Refuse a model whose layers mix positions by means other than transformers' attention functions.
 
     Raises:
         ValueError: If the model is refused; the message names the model and the reason.
@@ -27,13 +27,13 @@ def check_context_parallel(parts: ModelParts, ranks: int) -> None:
 
 
 def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method:
-    """Choose how attention sees the whole sequence.
+    """Choose the method by which attention sees the whole sequence.
 
-    ``"auto"`` takes the method that moves less data. In forward and backward together, Ulysses moves a ``1 / cp_size``
-    part of queries, keys, values and results twice; the all-gather moves keys and values three times.
+    ``"auto"`` chooses the method that moves less data. In forward and backward together, Ulysses moves ``1 / cp_size``
+    of queries, keys, values and results twice; the all-gather moves keys and values three times.
 
     Raises:
-        ValueError: If ``"ulysses"`` is asked for, but the heads cannot be divided over the ranks.
+        ValueError: If ``"ulysses"`` is requested, but the heads cannot be divided over the ranks.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads

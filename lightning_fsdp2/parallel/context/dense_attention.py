@@ -1,8 +1,8 @@
 """Dense blocks of attention, merged exactly.
 
 Each block is one call of the device's fused attention, which also returns the logarithm of its softmax's denominator.
-With it the blocks' results add up to the result of one softmax over all keys. In backward each block is given the
-merged result, and returns its summand of the gradients (https://arxiv.org/abs/2310.01889,
+With this logarithm, the blocks' results can be merged into the result of one softmax over all keys. In backward, each
+block is given the merged result, and returns its contribution to the gradients (https://arxiv.org/abs/2310.01889,
 https://arxiv.org/abs/2205.14135).
 """
 
@@ -14,12 +14,12 @@ from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock
 
 
 def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_normalizer: Tensor) -> None:
-    """Merge the attention of some queries to further keys into ``output`` and ``normalizer``, in place.
+    """Merge attention to further keys into ``output`` and ``normalizer``, in place.
 
     Args:
         output: [batch, heads, queries, value dim], float32: attention to the keys of earlier blocks.
         normalizer: [batch, heads, queries], float32: logarithm of the denominator of that attention's softmax.
-        rows: Queries that see the further keys.
+        rows: The queries that see the further keys.
         part: [batch, heads, rows, value dim]: attention to the further keys alone.
         part_normalizer: [batch, heads, rows]: logarithm of the denominator of the softmax of ``part``.
     """
@@ -37,7 +37,7 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock,
         keys: [batch, key-value heads, positions, dim].
         values: [batch, key-value heads, positions, value dim].
         block: Block of queries and keys.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
     """
     query = query[:, :, block.rows]
     inputs = _match_heads(query, keys, values, block)
@@ -57,10 +57,10 @@ def add_dense_gradients(
     block: DenseBlock,
     scale: float,
 ) -> None:
-    """Add the block's summands of the gradients of queries, keys and values to ``sums``, which are float32.
+    """Add one block's contribution to the gradients of queries, keys and values to ``sums``, which are float32.
 
     Args:
-        sums: Three tensors of the shapes of ``query``, ``keys`` and ``values``, changed in place.
+        sums: Three tensors with the shapes of ``query``, ``keys`` and ``values``, changed in place.
         gradient: Gradient of ``output``.
         query: See :func:`attend_dense`.
         keys: See :func:`attend_dense`.
@@ -68,7 +68,7 @@ def add_dense_gradients(
         output: [batch, heads, queries, value dim], merged from all blocks.
         normalizer: [batch, heads, queries], merged from all blocks.
         block: Block of queries and keys.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
     """
     rows = block.rows
     own = query[:, :, rows]
@@ -99,8 +99,8 @@ def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:
 def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Return the queries, and the block's keys and values, with the same number of heads.
 
-    If all queries see all keys, the queries of the heads that share a key become those of one head. Otherwise the block
-    is small, and its keys and values are repeated.
+    If all queries see all keys, the query heads that share a key-value head are joined into one head. Otherwise the
+    block is small, and its keys and values are repeated.
     """
     key, value = keys[:, :, block.keys], values[:, :, block.keys]
     heads = keys.size(1)

@@ -33,7 +33,7 @@ _REFUSED = {
     "start_positions": "which are places in the whole sequence",
     "end_positions": "which are places in the whole sequence",
 }
-"""Arguments that are about whole sequences, with the reasons why they are refused."""
+"""Arguments that concern whole sequences, with the reason why each is refused."""
 
 _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
 
@@ -47,7 +47,7 @@ _known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", 
 
 @contextmanager
 def assume_documents(position_ids: Tensor) -> Iterator[None]:
-    """Let all batches inside the block have the documents of ``position_ids``, [batch, sequence], as a plan needs."""
+    """Treat every batch inside the block as having the documents of ``position_ids``, [batch, sequence], for a plan."""
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
     try:
@@ -64,12 +64,12 @@ class ShardedForward:
         self.sharding = sharding
         self.name = get_class_name(model)
         self._parameters = list(inspect.signature(model.forward).parameters)
-        # as OPT's position embedding does
+        # OPT's position embedding, for example, counts the tokens in the mask
         self._counts_tokens = any(
             isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             for module in model.modules()
         )
-        # as RoBERTa does, from 2 on
+        # RoBERTa, for example, counts positions from 2
         self._makes_positions = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
         config: Any = model.config
         self._has_image_positions = "mrope_section" in str(getattr(config.get_text_config(), "rope_parameters", ""))
@@ -81,7 +81,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # the base model, called in the model's own forward
+        if is_running_sharded():  # the base model, called by the model's own forward
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -112,7 +112,7 @@ class ShardedForward:
         return output if loss is None else loss.finish(output)
 
     def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
-        """Run the model's own forward. The first time, check that every layer that runs attends to the other ranks."""
+        """Run the model's own forward. The first time, check that every layer that runs sees the other ranks' parts."""
         ran: set[nn.Module] = set()
         lists = [] if self._is_checked else self._get_layer_lists()
         hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
@@ -127,7 +127,7 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list in which no layer attends may be one of projections, if layers of another list attend
+            # if layers of another list call attention, a list in which no layer does may be one of projections
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers: it"
@@ -138,7 +138,7 @@ class ShardedForward:
 
     def _get_layer_lists(self) -> list[list[nn.Module]]:
         lists = get_layer_lists(self.model)
-        # calls inside of compiled code cannot be observed
+        # calls inside compiled code cannot be observed
         return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
@@ -166,10 +166,10 @@ class ShardedForward:
             del given[name]
 
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """Take the mask out of ``given``, and return the documents, which do not see each other, and the padding.
+        """Remove the mask from ``given``, and return the documents, which do not see each other, and the padding.
 
-        As without context parallelism, position ids that restart separate documents, unless there is a mask. Reading
-        either costs one synchronisation with the device, as in transformers.
+        As without context parallelism, documents begin where position ids restart, unless there is a mask. Reading the
+        position ids or the mask costs one synchronisation with the device, as in transformers.
         """
         batch, length = inputs.shape[:2]
         mask, positions = given.pop("attention_mask", None), given.get("position_ids")
@@ -212,16 +212,16 @@ class ShardedForward:
                 " cannot leave out the padding; set it to False, or pack the sequences instead"
             )
         if (is_token[:, 1:] <= is_token[:, :-1]).all():
-            return None, None  # padding after all tokens, where causal attention does not look
+            return None, None  # padding after all tokens, which causal attention hides from them
         if self._counts_tokens and not has_positions:
             raise self._make_error(
                 "counts positions by its attention_mask, which begins with padding; give position_ids"
             )
-        # padding sees padding, as its own document: a query that sees no key has no softmax
+        # treat padding as a document that sees itself: a query that sees no key has no softmax
         return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
-        """Shift and count the labels while they are whole; return None without labels."""
+        """Shift and count the labels before they are split. Return None if there are no labels."""
         if "labels" not in given and "shift_labels" not in given:
             return None
         ignore_index = given.get("ignore_index", IGNORE_INDEX)
@@ -249,9 +249,9 @@ class ShardedForward:
         return self.sharding.shard(value, dim)
 
     def _gather_router_logits(self, output: Any) -> Any:
-        """Gather the router logits, [tokens, experts] each.
+        """Gather the router logits of all ranks, [tokens, experts] each.
 
-        The auxiliary loss of a mixture of experts is over all tokens, in any order.
+        The auxiliary loss of a mixture of experts covers all tokens, in any order.
         """
         if getattr(output, "router_logits", None) is not None:
             group = self.sharding.group
@@ -260,9 +260,9 @@ class ShardedForward:
 
     @contextmanager
     def _draw_own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Let ranks draw different random numbers inside the block, since they drop elements of different positions.
+        """Make ranks draw different random numbers inside the block, since they apply dropout to different positions.
 
-        Outside of the model they draw the same numbers.
+        Outside of the model, all ranks draw the same numbers.
         """
         random = LayerRandom(self.model, self.sharding.group, device)
         if self._draws_random_numbers:
@@ -276,7 +276,7 @@ class ShardedForward:
         local = length // self.sharding.group.size()
         for name in ("logits", "last_hidden_state"):
             result = getattr(output, name, None)
-            # under the chunked loss a head returns a loss per position, without a third dim
+            # with the chunked loss, the head returns a loss per position, without a third dim
             if result is not None and result.size(1) != local:
                 raise self._make_error(
                     f"returned {name} of shape {tuple(result.shape)}, not a value for each of this rank's {local}"
@@ -311,7 +311,7 @@ class WholeRotary:
 
 
 class _ShardedLoss:
-    """The loss that a model computes from the labels of this rank's positions, turned into that of all positions."""
+    """The loss that a model computes from this rank's labels, turned into the loss over all positions."""
 
     def __init__(self, forward: ShardedForward) -> None:
         self.forward = forward
@@ -320,7 +320,7 @@ class _ShardedLoss:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Find out inside the block whether the model's loss function takes the labels that are already shifted."""
+        """Record in the block whether the model's loss function is given the labels that are already shifted."""
         own = get_optional_own_loss(self.model)
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters
@@ -336,10 +336,10 @@ class _ShardedLoss:
             set_own_loss(self.model, own)
 
     def finish(self, output: Any) -> Any:
-        """Replace the loss in the model's output by the mean of all ranks' losses.
+        """Replace the loss in the model's output with the mean of all ranks' losses.
 
         Raises:
-            ValueError: If the model shifted the labels itself, and so lost one label at each border of a part.
+            ValueError: If the model shifted the labels itself, which loses one label at each border between parts.
         """
         if not self._is_shifted:
             raise self.forward._make_error(
@@ -355,7 +355,7 @@ class _ShardedLoss:
 
 
 class _MeanOfValues(torch.autograd.Function):
-    """The mean over the ranks. Its gradient goes to the rank's own value unchanged, since FSDP averages gradients."""
+    """The mean over the ranks. The rank's own value gets the gradient unchanged, since FSDP averages gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -367,8 +367,8 @@ class _MeanOfValues(torch.autograd.Function):
 
 
 def _is_generating(given: dict[str, Any]) -> bool:
-    """Return whether the model generates.
+    """Return whether the model is generating.
 
-    Tokens that come one by one cannot be split: all ranks compute them alike.
+    Tokens that come one by one cannot be split, so all ranks compute the same ones.
     """
     return not torch.is_grad_enabled() and "past_key_values" in given

@@ -46,10 +46,10 @@ def segment_attention(
         key_ends: [segments + 1], the block's ``key_ends``.
         most_queries: Largest number of queries of a segment.
         most_keys: Largest number of keys of a segment.
-        window: Largest number of keys that a query sees, its own included. None if it sees all keys of its segment up
-            to its own.
-        scale: Factor of the scores.
-        pairs: Number of pairs that are seen, for FLOP counters; the result does not depend on it.
+        window: Largest number of keys that a query sees, including its own. None if a query sees all keys of its
+            segment up to its own.
+        scale: Factor by which scores are multiplied.
+        pairs: Number of query-key pairs that attention covers, for FLOP counters. The result does not depend on it.
 
     Returns:
         The attention, [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries],
@@ -93,8 +93,8 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, given the gradient of :func:`segment_attention`'s output.
 
-    ``output`` and ``normalizer`` may be those of a softmax over more keys. The gradients are then the summands that
-    these keys contribute.
+    ``output`` and ``normalizer`` may be those of a softmax over more keys. The results are then what the given keys
+    contribute to the gradients.
     """
     keys, values = _pack(key, key_starts), _pack(value, key_starts)
     saved = (gradient, query, keys, values, output, normalizer)
@@ -134,7 +134,7 @@ def _compute_gradients(
 def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
     """Join the needed positions of all sequences: [batch, positions, heads, dim] to [keys, heads, dim].
 
-    If they start at the same position in all sequences, nothing is copied if the memory layout allows it.
+    If these positions start at the same place in all sequences, and the memory layout allows it, nothing is copied.
     """
     first, *others = starts.tolist()
     if all(other == first for other in others):

@@ -19,7 +19,7 @@ class SequenceSharding:
         group: Process group of the context parallel ranks.
         method: ``"allgather"`` or ``"ulysses"``.
         divisor: Number that must divide the length of a sequence.
-        is_active: Whether the sequences are split at the moment.
+        is_active: Whether the sequences are currently split.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class SequenceSharding:
         self.is_active = True
 
     def deactivate(self) -> None:
-        """Make the model compute whole sequences, and leave transformers as it was."""
+        """Make the model compute whole sequences, and restore transformers."""
         if self.is_active:
             for config in _get_attention_configs(self.model):
                 uninstall_attention(config)
         self.is_active = False
 
     def get_chunks(self, length: int) -> tuple[Chunk, ...]:
-        """Return this rank's positions of sequences of ``length``.
+        """Return this rank's chunks of a sequence with ``length`` positions.
 
         Raises:
             ValueError: If ``length`` is not divisible by ``divisor``.
@@ -74,7 +74,7 @@ class SequenceSharding:
         return (Chunk(self.group.rank() * size, size),)
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's positions of the whole sequences in ``tensor``."""
+        """Return this rank's positions from the whole sequences in ``tensor``."""
         chunks = self.get_chunks(tensor.size(dim))
         return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
 

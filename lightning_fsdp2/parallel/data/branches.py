@@ -1,7 +1,7 @@
 """Parts of a model that not every batch needs, such as an image tower, run on all data parallel ranks or on none.
 
-Ranks gather a unit's weights together. A rank whose batch has no image would enter the language model while the others
-gather the tower. The two collectives would be taken for one, which crashes or hangs.
+All ranks gather a unit's weights together. A rank whose batch has no image would enter the language model while the
+others gather the tower. The ranks would then match two different collectives, which crashes or hangs.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ End = Literal["the backward pass", "the end of the step"]
 
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Let the ranks tell each other which part of ``root`` they enter, before its weights are gathered.
+    """Make the ranks compare which part of ``root`` they enter, before its weights are gathered.
 
-    A part is a unit outside of layers, or a list of layers. Each part costs an exchange of a number on the host, and so
-    does the event after the last part (:func:`check_end`). If there is only one list of layers, and nothing beside a
-    Hugging Face model, there is nothing to choose from, and no exchange.
+    A part is a list of layers, or a unit outside the layers. Each part costs an exchange of one number on the host, and
+    so does the event after the last part (:func:`check_end`). If there is only one list of layers, and no part outside
+    a Hugging Face model, there is nothing to choose from, and nothing is exchanged.
 
     Args:
         root: Module that is sharded.
@@ -50,12 +50,12 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Let the ranks tell each other that they enter no further part of ``root``.
+    """Make the ranks check that all of them enter no further part of ``root``.
 
     This does nothing if :func:`check_branches` found nothing to check.
 
     Raises:
-        RuntimeError: On every rank, if one of the ranks enters a part.
+        RuntimeError: On every rank, if any rank enters a further part.
     """
     if (check := root.__dict__.get(_CHECK_ATTRIBUTE)) is not None:
         check.compare(check.names.index(end))
@@ -77,7 +77,7 @@ class _Check:
         """Compare the part that this rank enters with the other ranks' parts.
 
         Raises:
-            RuntimeError: On every rank, if the parts differ. The message names them, and the ranks that enter them.
+            RuntimeError: On every rank, if the parts differ. The message names the parts and the ranks that enter each.
         """
         entered = [torch.tensor(0) for _ in range(self.group.size())]
         dist.all_gather(entered, torch.tensor(index), group=self.group)

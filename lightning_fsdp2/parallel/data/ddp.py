@@ -1,8 +1,8 @@
-"""DDP around a module whose trained parameters may change, as when callbacks freeze and unfreeze them.
+"""DDP around a module whose trained parameters may change, for example when callbacks freeze and unfreeze them.
 
-torch's reducer knows the parameters that required a gradient when it was made. It never reduces parameters that are
-unfrozen later, and it waits for those that are frozen later. Neither raises an error when it happens, and each rank
-goes on with its own weights.
+torch's reducer knows only the parameters that required a gradient when it was built. It never reduces parameters that
+are unfrozen later, and it waits for those that are frozen later. Neither case raises an error when it happens, and each
+rank continues with its own weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class Replica:
-    """A module, and the wrapper around it while it is trained.
+    """A module, and the DDP wrapper around it while it has trained parameters.
 
     Args:
         module: Module that is trained on every rank.
         wrap: Function that makes the wrapper. All ranks already have the same weights when it is called.
-        group: Process group of these ranks.
-        before_wrapping_again: Function that is called before a wrapper is replaced, which all ranks must do together.
+        group: Process group of the ranks that train the module.
+        before_wrapping_again: Function that is called before a wrapper is replaced. All ranks must replace it together.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Replica:
 
     @property
     def root(self) -> nn.Module:
-        """Module that a step is called through."""
+        """Module to call in a step: the wrapper, or the module itself if there is no wrapper."""
         return self.wrapper or self.module
 
     def refresh(self) -> None:
@@ -63,10 +63,10 @@ class Replica:
         self._wrap()
 
     def check_known(self) -> None:
-        """Refuse to train parameters that the reducer does not know, since each rank would train them by itself.
+        """Refuse to train parameters that the reducer does not know, since each rank would train its own copy.
 
         Raises:
-            ValueError: If parameters were unfrozen inside of the step.
+            ValueError: If parameters were unfrozen inside the step.
         """
         unknown = self._get_trained().keys() - self._known.keys()
         if unknown:
@@ -77,7 +77,7 @@ class Replica:
             )
 
     def finish_backward(self, *, is_manual: bool) -> None:
-        """Make torch check now, and not in the next step, whether all gradients were reduced.
+        """Make torch check now, rather than in the next step, whether all gradients were reduced.
 
         Raises:
             RuntimeError: If parameters took no part in the loss.
@@ -91,7 +91,7 @@ class Replica:
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run a micro-batch that no optimizer step follows, without reducing its gradients."""
-        # a static graph is learnt from a backward that synchronises; to average averaged gradients again does no harm
+        # torch learns a static graph from a backward that synchronises; averaging averaged gradients again does no harm
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 
@@ -121,7 +121,7 @@ def reduce_in_float32(
 
     Args:
         group: Process group of the ranks whose mean is taken.
-        bucket: Bucket of gradients; torch insists on the annotation.
+        bucket: Bucket of gradients; torch requires the annotation.
     """
     wide = bucket.buffer().float().div_(group.size())
     work = dist.all_reduce(wide, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""FSDP2 applied to the units of a model: sharding, prefetching, and gathering a whole model for a while."""
+"""FSDP2 applied to the units of a model: sharding, prefetching, and temporarily gathering a whole model."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def apply_fully_shard(
             False keeps every block gathered; an int reshards blocks to that many ranks.
 
     Raises:
-        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can serve.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
     """
     plan = build_unit_plan(structure, reshard_after_forward)
     _shard_units(plan.units, structure.root, mesh, mp_policy, offload_policy)
@@ -51,7 +51,7 @@ def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks:
     """Refuse to reshard to a number of ranks that does not divide the ``ranks`` that parameters are sharded over.
 
     Raises:
-        ValueError: If it does not; the message names the numbers that do.
+        ValueError: If the number does not divide ``ranks``; the message names the numbers that do.
     """
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
@@ -69,12 +69,12 @@ def apply_layer_sharding(
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> None:
-    """Shard a model's blocks alone. Arguments and errors are those of :func:`apply_fully_shard`."""
+    """Shard a model's blocks only. Arguments and errors are those of :func:`apply_fully_shard`."""
     _shard_units(build_layer_units(structure, reshard_after_forward), structure.root, mesh, mp_policy, offload_policy)
 
 
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
-    """Let every unit start the all-gather of the next units in its chain.
+    """Make every unit start the all-gather of the next units in its chain.
 
     Args:
         plan: Units and chains that :func:`apply_fully_shard` returned.
@@ -90,8 +90,8 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
-                # an empty list would mean torch's own guess, which may be a unit that backward does not need (an
-                # embedding, a frozen model that ran before); the root is gathered already
+                # with an empty list torch would guess, and might gather a unit that backward does not need (an
+                # embedding, a frozen model that ran before); naming the root costs nothing, it is gathered already
                 module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
@@ -105,12 +105,12 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: If Megatron-FSDP shards the model.
-        RuntimeError: If ``state_dict`` is called inside the block: it is made of shards, and would shard the model
-            again. Also in a backward after the block, if it needs weights that were gathered for the block.
+        RuntimeError: If ``state_dict`` is called inside the block: a state dict is made of shards, and building it
+            would shard the model again. Also if a backward after the block needs weights that were gathered for it.
     """
     for sharder in filter(None, map(get_optional_sharder, model.modules())):
         sharder.check_can_unshard()
-    # modules that an outer block has gathered stay gathered at the end of this one
+    # modules that an outer block has gathered stay gathered at the end of this block
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in marked]
@@ -212,22 +212,22 @@ def _shard_units(
 
 
 class _Unregistered(FSDPModule):
-    """FSDP2's class, except that the user's class is not told about its new subclass."""
+    """FSDP2's class, except that the user's class is not notified of the new subclass."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
 
 
 def _check_class(cls: type[nn.Module]) -> None:
-    """Refuse a class that FSDP2 cannot combine with its own class, while nothing is sharded yet.
+    """Refuse a class that FSDP2 cannot combine with its own class, before anything is sharded.
 
     Raises:
-        TypeError: If Python lays out the instances of the two classes in different ways.
+        TypeError: If Python cannot combine the instance layouts of the two classes.
     """
     if issubclass(cls, FSDPModule):
         return
     try:
-        # bypasses a `__new__` and `__setattr__` that the class may have
+        # bypasses `__new__` and `__setattr__`, which the class may define
         object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
     except TypeError as error:
         bases = [base.__name__ for base in cls.__bases__]
@@ -267,15 +267,15 @@ def _shard_unit(
 
 
 def _keep_class_name(module: nn.Module) -> None:
-    """Keep the user's class name for the messages and summaries of Lightning and transformers, not ``FSDP...``."""
+    """Keep the user's class name, not ``FSDP...``, in messages and summaries of Lightning and transformers."""
     cls, own = type(module), get_class(module)
     cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
 
 
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """Return FSDP2's placement of ``parameter``: None for dim 0, or dim 1 if tensor parallelism packed shards in dim 0.
+    """Return FSDP2's placement of ``parameter``: None for dim 0, or dim 1 if dim 0 packs tensor parallel shards.
 
-    DTensor has no placement for a shard of each of several packed shards.
+    DTensor has no placement that takes a shard of every packed shard.
     """
     placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
     if not isinstance(placement, StridedShard) or placement.dim != 0:
@@ -290,7 +290,7 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:
-    """Return what users set on parameters, such as ``_no_weight_decay``: sharding makes parameters without it."""
+    """Return the attributes that users set on parameters, such as ``_no_weight_decay``, which sharding would drop."""
     return {
         (module, name): dict(parameter.__dict__)
         for top in modules

@@ -27,22 +27,22 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
     This is :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch refuses
-    (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, as torch's own tensor parallelism leaves them
-    on replicated parameters, are reduced first. Every rank must call it.
+    (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, which torch's own tensor parallelism leaves
+    on replicated parameters, are reduced first. Every rank must call this function.
 
     Args:
         parameters: Parameters of the optimizer, sharded or not. Those without a gradient are skipped.
         max_norm: Largest total norm; ``inf`` only measures.
         norm_type: Order p of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise, before any gradient is changed, if the norm is NaN or infinite. The check
-            waits for the device; without it nothing does.
+            waits for the device; nothing else does.
 
     Returns:
         The total norm before clipping: a plain float32 scalar, the same on every rank.
 
     Raises:
         RuntimeError: See ``error_if_nonfinite``.
-        ValueError: If the bound is negative or NaN. Under Megatron-FSDP also if the model was called after its
+        ValueError: If ``max_norm`` is negative or NaN. Under Megatron-FSDP also if the model was called after its
             backward, and now holds parameters without gradients.
     """
     _check_bound("max_norm", max_norm)
@@ -54,17 +54,17 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped."
             " No gradient was changed. Pass `error_if_nonfinite=False` to clip them nevertheless."
         )
-    # the same formula as torch's clip_grads_with_norm_, so that one rank and many clip alike
+    # the same formula as torch's clip_grads_with_norm_, so that clipping is the same on one rank and on many
     scale_gradients(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place; only partial gradients communicate.
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place. Only partial gradients are communicated.
 
     Raises:
-        ValueError: If the bound is negative or NaN; under Megatron-FSDP also as in :func:`clip_grad_norm_`.
+        ValueError: If ``clip_value`` is negative or NaN. Under Megatron-FSDP, also see :func:`clip_grad_norm_`.
     """
     _check_bound("clip_value", clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -78,10 +78,10 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 
 @torch.no_grad()
 def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients together, each element counted once, no matter how many ranks hold a copy.
+    """Return the norm of all gradients together.
 
-    Norms are accumulated in float32. One scalar is communicated per group of parameters that share mesh and sharded
-    axes, and one between replicas (HSDP).
+    Each element counts once, no matter how many ranks hold a copy. Norms are accumulated in float32. One scalar is
+    communicated per group of parameters that share a mesh and its sharded axes, and one between replicas (HSDP).
     """
     parameters = list(parameters)
     _reduce_partial(parameters)
@@ -101,7 +101,7 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
     for group in copies:
         if not any(group in spread for spread in groups):
-            # each replica adds up by itself, in any order: clipped by norms an ulp apart, replicas would diverge
+            # replicas may add up in different orders: clipped by norms an ulp apart, they would diverge
             dist.broadcast(total, group=group, group_src=0)
     return total
 
@@ -117,7 +117,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         if dtype in (torch.bfloat16, torch.float16):
             scale_in_float32(group, factor.to(device))
         else:
-            # a factor of another dtype would take torch's slow path: a kernel for each gradient
+            # a factor of another dtype would force torch's slow path, with a kernel for each gradient
             torch._foreach_mul_(group, factor.to(device, dtype))
 
 
@@ -125,14 +125,14 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
     """Keep gradients unsynchronised inside the block; the next backward outside synchronises their sum.
 
-    Use it around all micro-batches of an accumulation window except the last. :func:`drop_deferred_gradients` throws
-    the gradients away; under a Trainer the ``zero_grad`` of the optimizer does so too.
+    Use it around all micro-batches of an accumulation window except the last. :func:`drop_deferred_gradients` discards
+    the gradients; under a Trainer, so does the ``zero_grad`` of the optimizer.
 
     Args:
-        model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; any other is left alone.
+        model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; other modules are left alone.
         reduce_scatter: Whether to reduce-scatter the gradients of every micro-batch. False saves all communication and
             keeps the whole gradient in memory on every rank. True keeps only shards, and saves only the all-reduce over
-            the replicas (HSDP). Megatron-FSDP decides by its ``zero_dp_strategy`` instead.
+            the replicas (HSDP). Under Megatron-FSDP, ``zero_dp_strategy`` decides instead.
     """
     modules = get_fsdp_modules(model)
     for module in modules:
@@ -147,7 +147,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # separate them before the next backward adds to them: here for a loop inside the block, below at its end
+    # separate the gradients before the next backward adds to them: here for a loop in the block, below at its end
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
@@ -161,13 +161,13 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
 
 def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Forget the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
+    """Discard the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
 
-    torch keeps them apart from ``parameter.grad``, so that the ``zero_grad`` of an optimizer does not reach them.
+    torch keeps them apart from ``parameter.grad``, so the ``zero_grad`` of an optimizer does not clear them.
 
     Args:
         model: A module that holds FSDP2 units.
-        parameters: Parameters whose gradients are cleared, as an optimizer has them.
+        parameters: Parameters whose gradients are discarded, as held by an optimizer.
     """
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
@@ -177,7 +177,7 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
 def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
     """Call ``clear`` after the ``zero_grad`` of ``optimizer``, for gradients that are not in ``parameter.grad``.
 
-    torch has no hook for that.
+    torch has no hook for ``zero_grad``.
     """
     zero_grad = optimizer.zero_grad
 
@@ -243,7 +243,7 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; zero for none."""
+    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 if none exist."""
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)

@@ -40,7 +40,7 @@ class Unit:
     """
 
     casts_output: bool = False
-    """Whether ``MixedPrecisionPolicy.output_dtype`` applies. It is for whole models, so that blocks do not cast."""
+    """Whether ``MixedPrecisionPolicy.output_dtype`` applies. Only whole models cast their output; blocks do not."""
 
     is_container: bool = False
     """Whether this is the LightningModule, which computes in its own dtype and leaves the batch as it is."""
@@ -65,7 +65,7 @@ def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int
         reshard_after_forward: See :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
 
     Raises:
-        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can serve.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
     """
     model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
@@ -93,7 +93,7 @@ def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int
 
 
 def build_layer_units(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> list[Unit]:
-    """Decide on the units of a model's blocks alone. Arguments and errors are those of :func:`build_unit_plan`."""
+    """Decide on the units of a model's blocks only. Arguments and errors are those of :func:`build_unit_plan`."""
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
@@ -127,7 +127,7 @@ def _build_end_units(
         return None, tied if _owns_all([embedding, *tail], owners) else None
     embedding_unit = head_unit = None
     if embedding is not None and _owns_all([embedding], owners):
-        # the gradient of an embedding needs no weights, but that of a norm inside of it does
+        # the gradient of an embedding needs no weights, but the gradient of a norm inside it does
         embedding_unit = Unit(modules=[embedding], unshard_in_backward=len(list(embedding.parameters())) > 1)
     if head is not None and _owns_all(tail, owners):
         head_unit = Unit(modules=tail, reshard_after_forward=not keep)
@@ -140,7 +140,7 @@ def _build_child_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
-    """Build units for the models inside of the root, and for its other children with parameters not yet in a unit."""
+    """Build units for the models inside the root, and for its other children with parameters not yet in a unit."""
     model = structure.root
     if is_hf_model(model):
         return []
@@ -148,7 +148,7 @@ def _build_child_units(
     inside = taken | {module for top in tops for module in get_modules(top)}
     for child in (module for module in model.children() if not is_metric(module)):
         leftover = any(_owns_parameters_directly(module) for module in get_modules(child) if module not in inside)
-        # a model of a LightningModule needs a unit, even without parameters of its own, to cast inputs and outputs
+        # a model in a LightningModule needs a unit to cast inputs and outputs, even if other units hold its parameters
         if leftover or (is_lightning_module(model) and child not in inside):
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(get_modules(child))
@@ -168,7 +168,7 @@ def _build_child_units(
 def _group_tied(
     tops: list[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]
 ) -> list[list[nn.Module]]:
-    """Put modules that share a parameter into one group, since a parameter belongs to one unit."""
+    """Put modules that share a parameter into one group, since a parameter can belong to only one unit."""
     top_of = {module: top for top in reversed(tops) for module in get_modules(top)}
     group_of = {top: [top] for top in tops}
     for holders in owners.values():
@@ -186,7 +186,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # backward begins in the model whose forward ended last: if it has layers, its other weights stay gathered
+        # backward begins in the model whose forward ended last: if this has layers, its other weights stay gathered
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
@@ -198,9 +198,9 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``module``, or the modules inside of it if it has no forward: nothing would gather weights for it.
+    """Return ``module``, or the modules inside it if it has no forward, since nothing would gather its weights.
 
-    Parameters that such a module holds itself are used by its parent's forward, and belong to the parent's unit.
+    Parameters that a module without forward holds directly belong to its parent's unit: the parent's forward uses them.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
@@ -208,9 +208,9 @@ def _expand_containers(module: nn.Module) -> list[nn.Module]:
 
 
 def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
-    """Put the model's embedding and head around its chain of blocks, if there is one chain.
+    """Put the model's embedding before its chain of blocks and the head after it, if there is exactly one chain.
 
-    With several chains their order in forward is unknown.
+    The order in which forward runs several chains is unknown.
     """
     modules = set(get_modules(model))
     own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
@@ -221,7 +221,7 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of a minority dtype their own units: torch wants one dtype for a unit's trainable parameters."""
+    """Give modules of a minority dtype their own units: torch requires one dtype for a unit's trainable parameters."""
     names = get_parameter_names(model)
     claimed: set[nn.Module] = set()
     result: list[Unit] = []
@@ -292,9 +292,9 @@ def _check_layers_own_their_parameters(
     layer_lists: list[list[nn.Module]],
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
 ) -> None:
-    """Refuse a parameter that a block shares with modules outside of it.
+    """Refuse a parameter that a block shares with modules outside the block.
 
-    It would belong to two units, which torch refuses at the first forward.
+    The parameter would belong to two units, which torch refuses at the first forward.
     """
     block_of = {module: block for blocks in layer_lists for block in blocks for module in get_modules(block)}
     names = {module: name for name, module in model.named_modules()}
@@ -310,7 +310,7 @@ def _check_layers_own_their_parameters(
 
 
 def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
-    """Return whether no parameter below ``modules`` is also held by a module outside of them."""
+    """Return whether no parameter below ``modules`` is also held by a module outside them."""
     inside = {module for top in modules for module in get_modules(top)}
     parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
     return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])

@@ -1,1 +1,1 @@
-"""Passes that treat each layer by itself: checkpointing, compilation, autocast, packed sequences."""
+"""Passes that are applied layer by layer: checkpointing, compilation, autocast, packed sequences."""

@@ -1,8 +1,7 @@
 """Activation checkpointing: layers keep their inputs, and recompute what backward needs.
 
-A method of a layer is wrapped, not the layer, so that names of parameters and the module tree stay as they are. The
-method is ``forward``, so that the hooks of FSDP2, which gather the layer's weights for backward, do not run a second
-time.
+A method of a layer is wrapped, not the layer, so parameter names and the module tree stay as they are. The method is
+``forward``, since the hooks of FSDP2, which gather the layer's weights for backward, must not run a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "audio": {"audio", "speech", "sound"},
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
-"""Words in the names of modules, by the part of a model they belong to. A module without such a word is language."""
+"""Words in module names, by the part of a model that they indicate. A module without any of them is language."""
 
 
 def apply_activation_checkpointing(
@@ -51,11 +50,11 @@ def apply_activation_checkpointing(
         structure: Structure of the model, which is changed in place.
         mode: True or ``"full"`` keeps only the inputs of a layer. ``"selective"`` also keeps results that are expensive
             and read by backward: those of fused attention (any except ``"eager"``), of collectives except all-gathers,
-            and of every second matrix product, in the order in which they are computed. What ``"selective"`` keeps
-            serves one backward: torch refuses a second one through the same graph (``retain_graph=True``).
+            and of every second matrix product, in the order in which they are computed. The kept results serve one
+            backward: torch refuses a second backward through the same graph (``retain_graph=True``).
         scope: Parts of a multimodal model to checkpoint, identified by the names of its modules.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. If torch cannot
-            have the checkpoint inside of the compiled code, a layer's whole call is recomputed, not only its forward.
+            include the checkpoint in the compiled code, a layer's whole call is recomputed, not only its forward.
 
     Raises:
         ValueError: If there is no layer in the scope, or the model already checkpoints its layers itself.
@@ -74,7 +73,7 @@ def apply_activation_checkpointing(
         if mode == "selective":
             kind = get_kind(layer)
             selections[kind] = selections.get(kind) or Selection(layer)
-            options["context_fn"] = partial(Selection.make_contexts, selections[kind])  # dynamo takes no bound method
+            options["context_fn"] = partial(Selection.make_contexts, selections[kind])  # dynamo refuses bound methods
         elif is_outside:
             options["context_fn"] = _make_stances
         run = _Checkpoint(layer, options, is_selective=mode == "selective")
@@ -82,7 +81,7 @@ def apply_activation_checkpointing(
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
-    """Return whether the forward of a tensor parallel ``layer``, not its call, is checkpointed with its collectives."""
+    """Return whether a tensor parallel ``layer`` has its forward, not its call, checkpointed with its collectives."""
     return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
 
 
@@ -111,9 +110,9 @@ class _Checkpoint:
                 "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
                 " that are computed again would append to them twice. Use activation_checkpointing=False."
             )
-        args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill them a second time
+        args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill caches a second time
         if self.is_selective:
-            # kept results are found by their order, and recomputation would not add up a PendingSum again: do it before
+            # kept results are found by their order, and recomputation would not add up a PendingSum again: do so first
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
@@ -139,7 +138,7 @@ def _make_no_contexts() -> Contexts:
 
 
 class _Nested(AbstractContextManager[None]):
-    """Contexts inside of each other. They are entered again for every backward through the same graph."""
+    """Nested contexts. They are entered again for every backward through the same graph."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts
@@ -167,7 +166,7 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # the name of the attribute that holds the model says nothing
+    # names start below the model: the attribute that holds it says nothing about its parts
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}

@@ -24,13 +24,13 @@ def apply_autocast(
 
     Args:
         structure: Structure of the module, which is changed in place. The steps of a LightningModule count as forwards.
-        dtype: Dtype of matrix products. Operations that autocast leaves in float32 stay so.
+        dtype: Dtype of matrix products. Operations that autocast leaves in float32 stay in float32.
         device_type: Type of the device on which the model computes.
         residual_dtype: Dtype to which the outputs of Hugging Face models' embeddings are cast, and so the dtype of the
-            residual stream. None leaves them as they are.
+            residual stream. None leaves the outputs as they are.
     """
     model = structure.root
-    # a hook may call a part of the model, to score or to generate: an inner model, or another child of the root
+    # a hook may call only a part of the model, to score or to generate: an inner model, or another child of the root
     entered = [model, *structure.hf_models]
     if not is_hf_model(model):
         entered += [child for child in get_called_children(model) if has_forward(child) and not is_metric(child)]
@@ -52,7 +52,7 @@ class _Autocast:
         self.device_type = device_type
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # the cache would keep a copy of every gathered weight until the end of the forward
+        # autocast's cache would keep a copy of every gathered weight until the end of the forward
         with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
             return forward(*args, **kwargs)
 
@@ -60,7 +60,7 @@ class _Autocast:
 class _InFloat32:
     """The forward of a norm in float32, as under autocast on accelerators.
 
-    On CPUs torch refuses weights of another dtype.
+    On CPUs torch refuses weights whose dtype differs from that of the input.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -86,5 +86,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # not cast without need, since a cast would compute a PendingSum
+        # cast only if needed, since a cast would compute a PendingSum
         return result if result.dtype == self.dtype else result.to(self.dtype)

@@ -1,7 +1,7 @@
 """Buffers of a layer that its forward changes: running statistics, counters, codebooks, vectors of a spectral norm.
 
-A layer that is recomputed in backward must see the values that its buffers had before its forward. It must not
-change the values that they have by then.
+When backward recomputes a layer, the layer must see the values that its buffers had before its forward. The
+recomputation must not change the buffers' current values.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from lightning_fsdp2.compat.torch import BatchNormBase
 from lightning_fsdp2.modules.structure import get_class_name
 
 _SMALL = 2**16
-"""Size in bytes up to which every forward copies a buffer. Larger ones are mostly constants, such as causal masks."""
+"""Largest size in bytes of buffers that each forward copies. Larger ones are mostly constants, such as causal masks."""
 
 _Slot = tuple[nn.Module, str]
 
@@ -40,7 +40,7 @@ class LayerBuffers:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._constants: set[_Slot] = set()
-        """Large buffers that a forward has left as they were."""
+        """Large buffers that a forward has left unchanged."""
 
     def has_any(self) -> bool:
         return any(module._buffers for module in self.layer.modules())
@@ -49,7 +49,7 @@ class LayerBuffers:
         """Return the contexts of a forward, and of each of its recomputations.
 
         Raises:
-            ValueError: At the end of a forward that changes a large buffer which an earlier forward left as it was.
+            ValueError: At the end of a forward that changes a large buffer that an earlier forward left unchanged.
         """
         copies: dict[_Slot, Tensor] = {}
         return self._record(copies), _Repetition(copies)
@@ -62,7 +62,7 @@ class LayerBuffers:
         forward that changes them does not read them.
 
         Raises:
-            ValueError: At the end of a forward that changes another buffer.
+            ValueError: At the end of a forward that changes any other buffer.
         """
         buffers = {slot: _Buffer(tensor, tensor._version, None) for slot, tensor in self._list()}
         yield
@@ -108,7 +108,7 @@ class LayerBuffers:
 
 
 class _Repetition(AbstractContextManager[None]):
-    """A context with copies in the buffers' places. It is entered once for every backward through the same graph.
+    """A context that puts copies in place of the buffers. It is entered once for every backward through the same graph.
 
     The buffers themselves are not written to, since backward may still need their values.
     """

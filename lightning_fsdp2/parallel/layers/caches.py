@@ -1,4 +1,4 @@
-"""Caches that layers are given to fill with keys, values or states, for the tokens to come."""
+"""Caches that layers fill with keys, values or states for later tokens."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class CacheArguments:
     """The arguments of a layer's forward that are caches.
 
-    A layer that only reads caches, such as another layer's keys and values, has none; transformers marks such layers.
+    A layer that only reads caches, such as another layer's keys and values, has none. transformers marks these layers.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -40,5 +40,5 @@ def is_filled(cache: Any) -> bool:
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # a cache of states alone, which have no length
+    except ValueError:  # a cache of states only, which have no length
         return bool(cache.has_previous_state())

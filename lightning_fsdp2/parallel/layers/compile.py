@@ -1,4 +1,4 @@
-"""Compilation layer by layer: all layers of a kind share small graphs, and no name in a state dict changes."""
+"""Compilation layer by layer: all layers of a kind share small graphs, and names in state dicts stay the same."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -35,18 +35,18 @@ def apply_compile(
     fusion: CollectiveFusion | None = None,
     backend: str = "inductor",
 ) -> None:
-    """Compile the layers of a model in place, and the loss of its tokens, with ``torch.compile``.
+    """Compile the layers and the token loss of a model in place, with ``torch.compile``.
 
-    A layer is compiled (``layer.compile()``) when it first runs; what FSDP2 does around it stays outside of its graph.
-    A layer that is already compiled is left as it is. With gradients, layers are given no cache of keys and values, as
-    under activation checkpointing. Calls without gradients that fill a cache (``generate``), and calls that continue
+    A layer is compiled (``layer.compile()``) when it first runs. The work of FSDP2 around the layer stays outside its
+    graph. A layer that is already compiled is left as it is. With gradients, layers get no cache of keys and values, as
+    with activation checkpointing. Calls without gradients that fill a cache (``generate``), and calls that continue
     from a filled cache, run without compilation.
 
     Args:
         structure: Structure of the model.
-        tensor_parallel: Whether the layers are tensor parallel. The first call of each layer with gradients, and the
-            first after other parameters of the layer are trained, then runs without compilation, so that
-            :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its autograd graph.
+        tensor_parallel: Whether the layers are tensor parallel. If so, the first call of each layer with gradients, and
+            the first for each new set of trained parameters, runs without compilation.
+            :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can then follow its autograd graph.
         fusion: Fusion of the layers' collectives with their matrix products, by inductor.
         backend: Backend of ``torch.compile``.
 
@@ -93,7 +93,7 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """The warning, given once for all layers of a model, that they are not compiled in one piece."""
+    """The warning that layers are not compiled in one piece, given once per model."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -134,12 +134,12 @@ class _CompiledLayer:
         self._verified: set[tuple[bool, ...]] = set()
 
     def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # by the user, around the model
+        if torch.compiler.is_compiling():  # the user compiles around the model
             return call(*args, **kwargs)
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # each layer fills its own place in the caches, and would have its own graph
+            # each layer fills its own place in the caches, and so would need its own graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
                     self.report.warn(self.layer, "keys and values from before, `past_key_values`")

@@ -1,6 +1,7 @@
-"""Packed sequences: training without them can skip the search for them, training with them must not.
+"""Packed sequences: training without them can skip the search for them; training with them must not.
 
-transformers searches for position ids that restart, with a host sync per forward, and with flash attention per layer.
+transformers searches for position ids that restart. This costs a host sync per forward, or per layer with flash
+attention.
 """
 
 import inspect
@@ -21,16 +22,16 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 
 @contextmanager
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Refuse a forward of ``model`` inside the block if its tokens may see other documents than their own.
+    """Refuse a forward of ``model`` inside the block if its tokens may see documents other than their own.
 
-    Some models of transformers do not pass their position ids to the functions that make masks.
+    Some transformers models do not pass their position ids to the functions that make masks.
 
     Args:
-        model: A Hugging Face model that is not context parallel, whose attention separates documents by itself.
+        model: A Hugging Face model that is not context parallel. Context parallel attention separates documents itself.
         batch_size: Number of sequences that the forward is given.
 
     Raises:
-        ValueError: If they may; the message names the model and the reason.
+        ValueError: If tokens may see other documents; the message names the model and the reason.
     """
     from transformers import masking_utils
 
@@ -77,7 +78,7 @@ def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
 def apply_unpacked_sequences(structure: ModelStructure) -> None:
     """Make every forward of the Hugging Face models in a module run in :func:`assume_unpacked_sequences`.
 
-    Their batches are checked nevertheless. Position ids that do not increase by one from one attended token to the next
+    Their batches are still checked. Position ids that do not increase by one from one attended token to the next
     raise a RuntimeError. On an accelerator this is a device-side assertion, since the host does not wait for the
     result.
     """
@@ -92,8 +93,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # position ids of three dims count in several directions, as for images, and those of a base model that is given
-        # the chunks of a context parallel rank are not consecutive
+        # position ids with three dims count in several directions, as for images; the position ids of a context
+        # parallel rank, which its base model is given, are not consecutive
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:

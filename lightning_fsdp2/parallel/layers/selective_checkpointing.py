@@ -1,9 +1,9 @@
 """Selective activation checkpointing: a layer keeps results that are expensive to compute and read by backward.
 
 Fused attention, matrix products, and the collectives that reduce or exchange are expensive. Every second matrix product
-is kept, as in torchtitan, for half of the memory and half of the work. All-gathers are repeated, since their results
-are as large as a whole sequence. The tensors that autograd saves show what backward reads: nothing that a layer
-computes after its last saved tensor is recomputed, so there is no use in keeping it.
+is kept, as in torchtitan, for half the memory and half the work. All-gathers are repeated, since their results are as
+large as a whole sequence. The tensors that autograd saves show what backward reads: nothing that a layer computes after
+its last saved tensor is recomputed, so there is no use in keeping it.
 """
 
 from collections import Counter
@@ -40,19 +40,19 @@ _ATTENTION_AND_COLLECTIVES = {
 }
 
 _FLASH_ATTENTION = "flash_attn"
-"""Part of the namespaces of flash attention's packages, and of the kernels that transformers loads from the Hub."""
+"""Part of the operator namespaces of flash attention packages and of kernels that transformers loads from the Hub."""
 
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 
 _GROUPED_PRODUCT = _ATEN._grouped_mm.default
-"""A product too, but not kept if transformers adds the experts' biases in place: a kept result must not change."""
+"""Another product. It is not kept if transformers adds expert biases in place, since a kept result must not change."""
 
 
 class Selection:
     """The choice of results that layers of one kind keep.
 
-    The first forward of such a layer keeps all expensive results, and finds out which of them backward reads. From then
-    on the others are not kept.
+    The first forward of a layer of this kind keeps all expensive results, and finds out which of them backward reads.
+    Later forwards keep only those.
 
     Args:
         layer: One of the layers.
@@ -107,7 +107,7 @@ class Selection:
 
 
 def get_kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers that compute the same: their modules, and which parameters are trained."""
+    """Return a key shared by all layers that compute the same: their modules, and which parameters are trained."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(parameter.requires_grad for parameter in layer.parameters())
 

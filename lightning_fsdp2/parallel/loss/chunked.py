@@ -1,9 +1,9 @@
 """Cross entropy of a causal language model whose logits exist for one chunk of positions at a time.
 
-With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here the
-head's one forward runs over chunks of positions. The logits of a chunk are turned into its token losses and dropped;
-backward computes them again. Since the head has one forward for all chunks, FSDP2 gathers it once. Since the model's
-own forward calls the head, every hook on the way to it is called as usual.
+With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here a
+single forward of the head runs over chunks of positions. The logits of a chunk are turned into its token losses and
+dropped; backward computes the logits again. Since there is one forward for all chunks, FSDP2 gathers the head once.
+Since the model's own forward calls the head, every hook on the way to the head is called as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +28,14 @@ from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, tok
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 
 CHUNK_SIZE = 1024
-"""Number of positions of a chunk, over all sequences of the batch. Matrix products of this size keep an accelerator
+"""Number of positions in a chunk, over all sequences of the batch. Matrix products of this size keep an accelerator
 busy."""
 
 _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub", "tanh"}
 """Names of tensor methods that compute each element of their result from one logit alone, and work out of place."""
 
 _HOOKS = ("torch.distributed.", "lightning_fsdp2.")
-"""Prefixes of the modules whose forward hooks leave logits as they are; any other hook may change them."""
+"""Prefixes of the Python modules whose forward hooks do not change logits; any other hook may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]
 """All operations of a model on the logits that its head returns, in order; often none."""
@@ -71,7 +71,7 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
                 stack.enter_context(_replace_forward(base, return_hidden_states))
             stack.enter_context(_replace_forward(head, return_traced))
             logits = hf_model(input_ids=input_ids, use_cache=False).logits
-    except Exception as error:  # the model's code may raise anything if it needs more of a forward than this
+    except Exception as error:  # the model's code may raise anything if it needs more than this forward gives it
         raise _make_error(hf_model, f"its forward could not be traced ({error})") from error
     if len(inputs) != 1 or inputs[0].shape[:-1] != input_ids.shape or not isinstance(logits, _TracedLogits):
         raise _make_error(hf_model, "it does not make its logits by one call of its head with all positions")
@@ -86,7 +86,7 @@ def compute_chunked_token_losses(
     tail: LogitsTail,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """Return what ``token_cross_entropy(compute_logits(), labels)`` would, without logits of more than a chunk.
+    """Return what ``token_cross_entropy(compute_logits(), labels)`` would, without the logits of more than one chunk.
 
     This also works in a forward without gradients. The gradients are exact: those of the head's weights are summed over
     the chunks in float32 even if the weights are bfloat16, as one product over all positions would sum them.
@@ -96,14 +96,14 @@ def compute_chunked_token_losses(
         compute_logits: Function that calls ``model`` and returns its logits, whose values are not used.
         labels: [batch, sequence], int64; position t holds the label of its own logits.
         tail: Result of :func:`trace_logits_tail` from before the model was sharded.
-        chunk_size: Number of positions of a chunk, over all sequences.
+        chunk_size: Number of positions in a chunk, over all sequences.
 
     Returns:
         The loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Raises:
         ValueError: If the model does not call its head exactly once with the hidden states of just these positions, if
-            the head has a forward hook, which would see losses, or if parts of the head are gathered by themselves.
+            the head has a forward hook, which would see losses, or if parts of the head are gathered separately.
     """
     hf_model, head = _get_model_and_head(model)
     if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in get_forward_hooks(head)):
@@ -129,14 +129,14 @@ def compute_chunked_token_losses(
         else:
             losses = torch.cat([compute_chunk(*chunk) for chunk in _split(*flat, chunk_size)])
         results.append(losses.view_as(labels))
-        # the model takes these for logits, and may change them in place
+        # to the model these are logits, which it may change in place
         return results[0].clone()
 
     with _replace_forward(head, compute_losses):
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # FSDP2 gathers a module's weights for backward when the gradient of its output arrives, so send one, of zero
+    # FSDP2 gathers a module's weights for backward when the gradient of its output arrives, so send a zero gradient
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
@@ -184,7 +184,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 class _Surroundings:
-    """Random state and autocast of a forward that backward repeats, since a head may have the dropout of a LoRA."""
+    """Random state and autocast settings of a forward, for backward to repeat it. A head may have dropout (LoRA)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -226,13 +226,13 @@ class _TracedLogits(Tensor):
             isinstance(value, int | float | torch.dtype | None) for value in (*arguments, *kwargs.values())
         )
         if function.__name__ not in _POINTWISE or not isinstance(logits, cls) or not are_constants:
-            # Python's operators would replace a TypeError with their own
+            # not a TypeError, which Python's operators would replace with their own
             raise ValueError(f"it applies {function.__name__!r} to its logits")
         return cls.make((*logits.tail, methodcaller(function.__name__, *arguments, **kwargs)))
 
 
 class _BaseOutput:
-    """Output of a base model, in place of any output class: hidden states, and None for every other attribute."""
+    """Stand-in for any output class of a base model: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

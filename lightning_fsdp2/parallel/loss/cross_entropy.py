@@ -34,7 +34,7 @@ def token_cross_entropy(
         labels: [batch, sequence], int64; position t holds the label of its own logits.
         ignore_index: Label of positions that do not count.
         model: Model that returned the logits. The loss is compiled if the model's layers are
-            (``FSDP2Config.enable_compile``), except on a sharded vocabulary. None does not compile.
+            (``FSDP2Config.enable_compile``), except on a sharded vocabulary. With None, the loss is not compiled.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
@@ -102,7 +102,7 @@ def causal_lm_loss(
 
 @contextmanager
 def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
-    """Let a tensor parallel head return logits of a sharded vocabulary inside the block; other heads are unaffected."""
+    """Let ``head`` return logits with a sharded vocabulary inside the block, if it is a tensor parallel head."""
     head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
     try:
         yield

@@ -1,7 +1,7 @@
 """The mean of a loss over all label tokens of an optimizer step, however they are split over ranks and micro-batches.
 
 In a mean of means, the weight of a token depends on where it is: ranks and micro-batches with few labels count as much
-as full ones. Dividing by the right number needs the label count of the whole window, which is known only once the last
+as full ones. Dividing by the right number needs the label count of the whole step, which is known only once the last
 micro-batch has been read. So the loss that enters backward is a *sum* over tokens (divided by a fixed constant). The
 gradients are divided by the count once, after they are reduced and before anything reads them.
 """
@@ -18,7 +18,7 @@ from lightning_fsdp2.parallel.data.gradients import scale_gradients
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 LOSS_UNIT = 1024
-"""Unit in which token losses are summed. It is a power of two, so that it adds no rounding to that of the sum."""
+"""Number that sums of token losses are divided by. It is a power of two, so the division adds no rounding error."""
 
 _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
@@ -36,7 +36,10 @@ class TokenWindow:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """The result of one optimizer step over all data and context parallel ranks; device tensors, not waited for."""
+    """The result of one optimizer step over all data and context parallel ranks.
+
+    Its tensors are on the device, and the host has not waited for them.
+    """
 
     loss: Tensor
     """Mean loss per label token. [] float64."""
@@ -63,7 +66,7 @@ def token_mean_loss(
     yourself after the last backward of a step.
 
     Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Do not call
-    it both for a module and for one inside of it: the gradients of the inner one would be scaled twice.
+    it both for a module and for a module inside of it: the inner module's gradients would be scaled twice.
 
     Args:
         module: Any module, usually the LightningModule. It carries the running count between the two calls.
@@ -83,7 +86,7 @@ def token_mean_loss(
 
 
 def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) -> Tensor:
-    """Compute :func:`token_mean_loss` from token losses that are computed already.
+    """Compute :func:`token_mean_loss` from token losses that have been computed already.
 
     Args:
         module: See :func:`token_mean_loss`.

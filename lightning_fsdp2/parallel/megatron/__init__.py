@@ -1,1 +1,1 @@
-"""Megatron-FSDP: its wrapper, and the driver that takes the wrapper through a step."""
+"""Megatron-FSDP: its wrapper, and the driver that leads the wrapper through a step."""

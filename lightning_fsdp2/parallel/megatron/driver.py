@@ -1,8 +1,8 @@
 """Driver of Megatron-FSDP's wrapper: calls it around each backward and after each optimizer step.
 
 By itself the package does this with hooks that look for tensors in a model's output, and with replaced methods of the
-optimizer. That depends on the form of the output, and on the order in which optimizers and schedules are made. So its
-hooks are removed here.
+optimizer. That depends on the form of the output, and on the order in which optimizers and schedules are made. So the
+package's hooks are removed here.
 """
 
 import warnings
@@ -61,7 +61,7 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         take_hooks_off(wrapper)
         self._put_hooks_on()
-        # 0.5.1 calls the module without its hooks, and would miss those for parameters that the module holds itself
+        # version 0.5.1 calls the module without its hooks, and would miss those for parameters in the module itself
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             set_sharder(module, self)
@@ -71,7 +71,7 @@ class Driver:
     # ------------------------------------------------------------------ which parameters the model holds
 
     def install_distributed_parameters(self) -> None:
-        """Let the model hold the parameters that optimizers and checkpoints see."""
+        """Make the model hold the parameters that optimizers and checkpoints see."""
         if self.wrapper.is_param_fsdp_distributed:
             return
         self.wrapper.is_param_fsdp_distributed = True
@@ -79,12 +79,12 @@ class Driver:
             slot.holder[slot.name] = slot.distributed
 
     def install_raw_parameters(self) -> None:
-        """Let the model hold the parameters that it computes with, with the values of the distributed ones."""
+        """Make the model hold the parameters that it computes with, with the values of the distributed ones."""
         if not self.wrapper.is_param_fsdp_distributed:
             return
         if self._is_stale or self._get_versions() != self._versions:
             self.wrapper.install_optimized_model_weights()
-            # otherwise weights that a call between backward and step has gathered would be taken for the new ones
+            # otherwise weights gathered by a call between backward and step would be mistaken for the new ones
             self.wrapper.synchronize_param_gather()
             self._is_stale, self._versions = False, self._get_versions()
         self.wrapper.is_param_fsdp_distributed = False
@@ -123,7 +123,7 @@ class Driver:
     def _take_over_exchange(self) -> list[_Slot]:
         """Replace the package's methods that swap parameters, and return the places of the parameters.
 
-        The package would look every parameter up by name several times a step, and would have to know all of them.
+        The package's own methods look up every parameter by name several times a step, and need to know all of them.
         """
         wrapper = self.wrapper
         take_over_exchange(wrapper, self.install_raw_parameters, self.install_distributed_parameters)
@@ -142,7 +142,7 @@ class Driver:
     # ------------------------------------------------------------------ optimizers
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Let steps of ``optimizer`` reach the raw parameters, and let its ``zero_grad`` clear the buffers.
+        """Make steps of ``optimizer`` reach the raw parameters, and make its ``zero_grad`` clear the buffers.
 
         This replaces ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
         (https://github.com/NVIDIA/Megatron-LM/issues/5974), and removes a schedule's wrapper around ``step``.
@@ -183,15 +183,15 @@ class Driver:
     def _put_hooks_on(self) -> None:
         """Register hooks that notice each forward, and a backward outside of :meth:`surround_backward`.
 
-        Such a backward begins at the model's output, if its tensors can be found, or else at the first gradient of a
-        parameter.
+        They notice that backward at the model's output, if tensors can be found there, or else at the first gradient of
+        a parameter.
         """
         self.wrapper.register_forward_hook(self._watch_output)
         for parameter in self.wrapper.raw_param.values():
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
         for module in self._holders:
-            # for any part of the model that is called, also after a backward
+            # any part of the model may be called, also after a backward
             module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -220,7 +220,7 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # it was that of `torch.autograd.grad`, which gives parameters no gradients
+            self._abandon_backward()  # it was `torch.autograd.grad`, which gives parameters no gradients
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -232,7 +232,7 @@ class Driver:
     def _check_gradients(self) -> None:
         """Check the gradients that an earlier, synchronised backward has left, before the next one adds to them."""
         if all(parameter.grad is None for parameter in self._parameters.values()):
-            self.clear_gradients()  # somebody has cleared only the parameters' own
+            self.clear_gradients()  # the user has cleared only `parameter.grad`
             return
         reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
         if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
@@ -243,7 +243,7 @@ class Driver:
             )
 
     def _end_backward(self) -> None:
-        """Reduce the remaining gradients, and after the last backward of a step install them."""
+        """Reduce the remaining gradients, and install them after the last backward of a step."""
         self._in_backward = False
         self._note_unused()
         self.wrapper.post_backward()
@@ -254,7 +254,7 @@ class Driver:
             self._fill_empty_gradients()
 
     def _abandon_backward(self) -> None:
-        """Put the package back into its state between two backwards."""
+        """Reset the package to its state between two backwards."""
         self._in_backward = False
         abandon_backward(self.wrapper)
 
@@ -266,7 +266,7 @@ class Driver:
     def _warn_of_unused(self) -> None:
         """Warn of unused parameters once, after the backwards of the first step.
 
-        Elsewhere such a parameter has no gradient, and optimizers leave it alone.
+        Without Megatron-FSDP, an unused parameter has no gradient, and optimizers leave it alone.
         """
         if self._unused and not self._has_warned:
             warnings.warn(
@@ -279,7 +279,7 @@ class Driver:
     def _fill_empty_gradients(self) -> None:
         """Give an empty gradient to ranks that hold no row of a parameter.
 
-        The package gives them none, and they would miss the collectives of the other ranks.
+        The package gives these ranks none, so they would miss the collectives of the other ranks.
         """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
@@ -299,10 +299,10 @@ def get_driver(module: nn.Module) -> Driver:
 
 
 def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:
-    """Let an optimizer that was made before wrapping step the distributed parameters; its groups and options stay.
+    """Make an optimizer from before wrapping step the distributed parameters, and keep its groups and options.
 
     Args:
-        optimizer: Optimizer that has not stepped so far.
+        optimizer: Optimizer that has not stepped yet.
         names: Names of the parameters before wrapping.
         wrapper: Wrapper around the model.
 

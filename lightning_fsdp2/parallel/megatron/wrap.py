@@ -1,8 +1,9 @@
 """Wrapping of a model with Megatron-FSDP, NVIDIA's package.
 
-It keeps parameters, gradients and optimizer states in flat buffers that are sharded over the ranks. The package wraps a
-model and swaps its parameters. Forward and backward use *raw* parameters, which it gathers. The optimizer and
-checkpoints use *distributed* ones: DTensors whose shards are whole rows, not the same number on each rank.
+The package keeps parameters, gradients and optimizer states in flat buffers that are sharded over the ranks. It wraps a
+model and swaps the model's parameters. Forward and backward use *raw* parameters, which the package gathers. The
+optimizer and checkpoints use *distributed* parameters: DTensors whose shards are whole rows, in numbers that may differ
+between ranks.
 """
 
 import importlib.util
@@ -48,17 +49,17 @@ _OPTIONS = (
     "nccl_ub",
     "fsdp_double_buffer",
 )
-"""Flags that the package's own function has under the same name."""
+"""Flags that the package's own function takes under the same names."""
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
-"""Modules that can allocate user buffers; the package takes one of them."""
+"""Modules that can allocate user buffers; the package uses one of them."""
 
 
 def import_megatron_fsdp() -> Any:
-    """Import the package.
+    """Import Megatron-FSDP.
 
     Raises:
-        ImportError: If it is not installed, or is too old.
+        ImportError: If the package is not installed, or is too old.
     """
     if not HAVE_MEGATRON_FSDP:
         raise ImportError(f"Megatron-FSDP is a package of its own, which is not installed: {_INSTALL}.")
@@ -74,7 +75,7 @@ def import_megatron_fsdp() -> Any:
 
 
 def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None:
-    """Refuse flags that the package gets wrong up to its version 0.6.1, or that cannot work here.
+    """Refuse flags that the package handles wrongly up to version 0.6.1, or that cannot work here.
 
     Args:
         device_mesh: See :func:`apply_megatron_fsdp`.
@@ -122,8 +123,8 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of a model's layers, wherever they are, and of modules that read their children's weights."""
-    # torch's attention never calls its projection, which would not be gathered if it were a unit of its own
+    """Return the classes of a model's layers, at any depth, and of modules that read their children's weights."""
+    # torch's attention never calls its projection module: as a separate unit, that would never be gathered
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 
@@ -198,7 +199,7 @@ def apply_megatron_fsdp(
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
         config: The flags.
         device: Device of this rank.
-        unit_classes: Classes of the modules that are units: the parameters of each are gathered together.
+        unit_classes: Classes of the modules that become units. The parameters of a unit are gathered together.
 
     Returns:
         ``megatron_fsdp.MegatronFSDP``, to be called in place of ``model``.
@@ -248,13 +249,13 @@ def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
     """Build the package's policy: dtypes of the optimizer's weights, and of gradients when added up and reduced."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
-    # if bfloat16 weights are stepped directly, they take no gradients of another dtype
+    # bfloat16 weights that are stepped directly accept no gradients of another dtype
     added_up = None if main is None else reduced
     return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
 
 def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:
-    """Replace parameters that are spread with ones that have no values, and return the spread ones by name."""
+    """Replace spread parameters with placeholders without values, and return the spread parameters by name."""
     taken: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     empty = {parameter: _make_without_memory(parameter, device) for parameter in taken.values()}
     for module in model.modules():
@@ -265,12 +266,12 @@ def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str,
 
 
 def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
-    """Make a parameter whose elements all share the memory of a single one.
+    """Make a parameter whose elements all share the memory of a single element.
 
     The package copies it into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
-    # not a view: the package would not free it
+    # not a view, which the package would not free
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
 

@@ -63,7 +63,7 @@ def apply_tensor_parallel(
     """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
     All parameters of the module become DTensors on ``mesh``, replicated where no plan shards them. So clipping and
-    fused optimizers find all of them on one mesh. The modules still compute with plain tensors.
+    fused optimizers find them all on the same mesh. The modules still compute with plain tensors.
 
     Args:
         structure: Structure of any module with models in it, or of a single module whose submodules ``plan`` names.
@@ -71,7 +71,7 @@ def apply_tensor_parallel(
         mesh: 1-D mesh of the tensor parallel ranks.
         plan: Plan for all models; see :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
         sequence_parallel: Whether to shard activations over the sequence where the plan leaves them whole.
-        loss_parallel: Whether heads return logits with a sharded vocabulary, and models compute their loss on these.
+        loss_parallel: Whether heads return logits with a sharded vocabulary, and models compute their loss from them.
 
     Raises:
         TypeError: If a style does not fit its module.
@@ -120,13 +120,13 @@ def apply_tensor_parallel(
 def _iterate_readable(
     parts: ModelParts, layers: list[nn.Module], layouts: dict[Slot, Layout]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Find the children whose weights their parent's forward may read without calling them, such as position tables.
+    """Find children, such as position tables, whose weights the parent's forward may read without calling the child.
 
-    Every rank holds these weights whole, and FSDP2 gathers them with the parent, since such children are not units of
-    their own. Layers, the embedding, the final norm, the head and modules of another dtype are units.
+    Every rank holds these weights whole. FSDP2 gathers them with the parent, since these children are not units
+    themselves. Layers, the embedding, the final norm, the head and modules of another dtype are units.
 
     Yields:
-        A module of the model and its children of this kind.
+        A parent in the model, and its children of this kind.
     """
     model = parts.module
     if not parts.hf_models or len({parameter.dtype for parameter in model.parameters()}) > 1:

@@ -1,4 +1,4 @@
-"""Checks before anything is changed: they refuse plans that do not fit, and sizes that the ranks do not divide."""
+"""Checks before anything is changed: they refuse plans that do not fit, and sizes that cannot be sharded evenly."""
 
 import itertools
 import logging
@@ -23,7 +23,7 @@ def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bo
     """Check what can be checked before the layouts of the parameters are known.
 
     Raises:
-        ValueError: If an entry matches nothing, the ranks do not divide the heads, or modules are shared.
+        ValueError: If an entry matches nothing, the heads cannot be sharded evenly, or modules are shared.
     """
     _check_all_matched(models)
     _check_shared(models)
@@ -44,7 +44,7 @@ def check_layouts(
     """Check what depends on the layouts of the parameters.
 
     Raises:
-        ValueError: If the ranks do not divide a parameter, a result is never or wrongly added up, or a model does not
+        ValueError: If a parameter cannot be sharded evenly, a result is never or wrongly added up, or a model does not
             support sequence parallelism or a loss on shards.
     """
     _check_divisible(root, layouts, ranks)
@@ -58,7 +58,7 @@ def check_layouts(
 
 
 def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
-    """Warn of the largest replicated parameters, if replicated ones are more than half of all parameters."""
+    """Warn of the largest replicated parameters if more than half of all parameters are replicated."""
     names = {module: name for name, module in root.named_modules()}
     sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
     whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
@@ -178,8 +178,8 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
 
 
 def _check_results(model: MatchedModel) -> None:
-    """Check that what each rank computes for itself in a part of a layer is added up there."""
-    if model.foreign:  # a foreign style may add it up
+    """Check that a part of a layer with sharded outputs also adds up what is computed from them."""
+    if model.foreign:  # a foreign style may do so
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
@@ -218,7 +218,7 @@ def _check_heads(model: MatchedModel, ranks: int) -> None:
 
 
 def _check_loss(models: list[MatchedModel]) -> None:
-    """Check that there is a head to shard, and that the models with one use the loss of causal language models.
+    """Check that there is a head to shard, and that every model with one uses the loss of causal language models.
 
     No other loss is computed on a sharded vocabulary.
     """
@@ -267,7 +267,7 @@ def _check_layers(model: MatchedModel) -> None:
 
 
 def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
-    """Check that all ranks get equal parts of a sharded parameter, unless it may be uneven."""
+    """Check that all ranks get equal parts of a sharded parameter, unless its layout allows uneven ones."""
     names = {module: name for name, module in root.named_modules()}
     for (module, name), layout in layouts.items():
         parameter = module.get_parameter(name)

@@ -1,4 +1,4 @@
-"""Tensor parallel plans of families: in place of the models' own, added to them, or the reason why there is none.
+"""Tensor parallel plans of model families: replacements of the models' own, corrections, and reasons for having none.
 
 Names are relative to the base model, the part without a head.
 """
@@ -34,7 +34,7 @@ class LayerTraits:
     """Names of arguments, [batch, sequence, ...], that the layer's own forward uses besides the hidden states."""
 
     sequence_dim: int = 1
-    """Sequence dim of the hidden states that layers hand on."""
+    """Sequence dim of the hidden states that layers pass on."""
 
     regions_take_residual: bool = False
     """Whether attention and MLP are given the residual too, and add it to their result."""
@@ -191,7 +191,7 @@ def _gpt_oss(config: Any) -> Mapping[str, "str | ParallelStyle"]:
         **_LLAMA_ATTENTION,
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # gate and up alternate, so a contiguous part holds equally much of both
+        # gate and up alternate, so a contiguous part holds as much of one as of the other
         "layers.*.mlp.experts.gate_up_proj": ShardParameter(dim=2),
         "layers.*.mlp.experts.gate_up_proj_bias": ShardParameter(dim=1),
         "layers.*.mlp.experts.down_proj": ShardParameter(dim=1),
@@ -218,7 +218,7 @@ def _apertus(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _norms_of_heads(*names: str) -> PlanBuilder:
-    """Return a plan builder for norms on each rank's heads, which a config may turn on and the model's plan lacks."""
+    """Return a plan builder for norms, on each rank's heads, that a config may turn on but the model's plan lacks."""
     return lambda _: {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in names}
 
 
@@ -234,7 +234,7 @@ def _inkling(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Gather intermediate features in layers with activation sparsity, which take the mean over all of them."""
+    """Gather intermediate features in layers with activation sparsity, which needs the mean over all features."""
     plan: dict[str, str | ParallelStyle] = {}
     for index, sparsity in enumerate(config.activation_sparsity_pattern or ()):
         if sparsity > 0:
@@ -260,13 +260,13 @@ def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate ``o_proj`` in linear attention, where nothing is sharded; the other attention has one of that name."""
+    """Replicate ``o_proj`` in linear attention, where nothing is sharded; the other attention has one too."""
     linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
 
 
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate small weights that work position by position: shards of them would need whole sequences again."""
+    """Replicate small weights that are applied position by position: shards of them would need whole sequences."""
     return {
         "layers.*.attn_hyper_connection.input_mix_weight_down": "replicate",
         "layers.*.mlp_hyper_connection.input_mix_weight_down": "replicate",

@@ -47,7 +47,7 @@ def build_collective_fusion(tp_mesh: DeviceMesh | None) -> "CollectiveFusion":
 
 
 class CollectiveFusion:
-    """Fused collectives of a model's layers: the options to compile them, and their number.
+    """Fusion of the collectives of a model's layers: options of the compiler, and a count of what was fused.
 
     Args:
         group: Process group of the tensor parallel ranks.
@@ -66,7 +66,7 @@ class CollectiveFusion:
         return get_fusion_options(self.count)
 
     def count(self, graph: torch.fx.Graph) -> None:
-        """Count the collectives of a graph that inductor has already changed."""
+        """Count the collectives of a graph after inductor has fused what it can."""
         fused, unfused = get_fusion_targets()
         targets = [node.target for node in graph.nodes]
         self.fused += sum(target in fused for target in targets)

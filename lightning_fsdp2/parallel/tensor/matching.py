@@ -21,7 +21,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A style and the module that it is for, or the parameter of that module."""
+    """A style, and the module, or the module's parameter, that it is for."""
 
     module: nn.Module
     parameter: str | None
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class MatchedModel:
-    """A model, and the modules and parameters in it that its plan's entries stand for."""
+    """A model, and the modules and parameters that the entries of its plan match."""
 
     parts: ModelParts
     entries: dict[str, Entry]
@@ -72,9 +72,9 @@ class MatchedModel:
         ]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
-        """Return the stacks that read text, if the config tells which; otherwise return all stacks.
+        """Return the stacks that read text if the config tells which these are, otherwise all stacks.
 
-        Towers are left out, since they hand on no parts of the batch.
+        Towers are left out, since they do not pass on parts of the batch.
         """
         stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
@@ -107,10 +107,10 @@ class MatchedModel:
 
 
 def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
-    """Find the modules and parameters of a model that a plan's entries stand for; a later entry wins over earlier ones.
+    """Find the modules and parameters of a model that a plan's entries match; a later entry wins over earlier ones.
 
     Raises:
-        TypeError: If a parameter is given a style that is not this package's: such styles are for modules.
+        TypeError: If a parameter is given a style that is not this package's; other styles are for modules only.
     """
     modules = dict(parts.module.named_modules(remove_duplicate=False))
     parameters = dict(parts.module.named_parameters(remove_duplicate=False))
@@ -138,7 +138,7 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
-    """Return a module, or the modules that peft's ``modules_to_save`` keeps in its place, with their name suffixes."""
+    """Return a module, or the modules that peft's ``modules_to_save`` keeps in its place, each with its name suffix."""
     if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
         return [("", module)]
     saved = [(f".modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
@@ -146,9 +146,9 @@ def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
-    """Return the embedding style for torch's style of a linear layer if ``module`` is an embedding.
+    """Replace the style of a linear layer with that of an embedding if ``module`` is an embedding.
 
-    Torch's styles for linear layers mean something else for an embedding. Its result is always whole here.
+    Torch's styles for linear layers mean something else for an embedding. Here the embedding's result is always whole.
     """
     if isinstance(module, nn.Embedding):
         if style == RowWise(split_input=True):

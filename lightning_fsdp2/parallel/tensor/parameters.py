@@ -1,7 +1,7 @@
 """Parameters under tensor parallelism: sharded DTensors at rest, plain tensors while a forward computes with them.
 
 A model's own code never sees a DTensor: while a module's forward runs, this rank's parts replace the module's
-parameters. The :class:`Layout` says what the gradient of such a part means. Outside of a forward, gradients always have
+parameters. The :class:`Layout` says what the gradient of a part means. Outside of a forward, gradients always have
 the DTensor's own placement, so FSDP2, gradient accumulation and clipping need to know nothing about layouts.
 """
 
@@ -38,21 +38,21 @@ class Layout:
     placement: Placement = REPLICATE
 
     is_partial: bool = False
-    """Whether each rank uses the parameter for other activations (its heads, its part of the sequence), so that the
-    rank's gradient is a summand."""
+    """Whether each rank uses the parameter for different activations (its heads, its part of the sequence). The
+    rank's gradient is then a summand."""
 
     is_summed: bool = False
-    """Whether the parameter (a bias) is added inside a result that is summed over the ranks, so that only one rank may
+    """Whether the parameter (a bias) is added inside a result that is summed over the ranks. Only one rank may then
     add it."""
 
     sections: tuple[int, ...] | None = None
     """Sizes of the parts packed along ``dim``, if the placement cannot express them. A rank takes its shard of each
-    part; the parameter is gathered (if sharded) before it is used."""
+    part; the parameter is gathered (if sharded) before use."""
 
     dim: int = 0
 
     is_uneven: bool = False
-    """Whether the ranks' parts may differ in size, since only a gather or a sum sees them."""
+    """Whether the ranks' parts may differ in size, since they are only gathered or summed."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the sizes of the parts that are each sharded over the ranks."""
@@ -72,7 +72,7 @@ class Layout:
         return whole
 
     def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Turn the part that the rank keeps into the one that it computes with; differentiable."""
+        """Turn the part that the rank keeps into the part that it computes with. This is differentiable."""
         if self.is_summed and group.rank() > 0:
             return local * 0
         if self.sections is None:
@@ -95,7 +95,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
     if isinstance(sections, int):
         sections = (parameter.size(dim) // sections,) * sections
     if parameter.ndim == 1:
-        # small, and FSDP2 shards the same dim
+        # it is small, and FSDP2 shards the same dim
         return Layout(is_partial=True, sections=sections, dim=dim)
     if len(set(sections)) == 1 and has_packed_shards():
         return Layout(placement=StridedShard(dim, split_factor=len(sections)))
@@ -121,7 +121,7 @@ def compute_with_local_parameters(
     modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
-    """Let methods of ``top`` find this rank's parts of the parameters, as plain tensors.
+    """Let methods of ``top`` compute with this rank's parts of the parameters, as plain tensors.
 
     Args:
         top: Module whose methods are replaced.
@@ -156,7 +156,7 @@ class _LocalParameters:
                 module._parameters[name] = parameter
 
     def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
-        """Return the part that the rank keeps of each parameter; one all-reduce sums the gradients of partial ones."""
+        """Return this rank's part of each parameter; one all-reduce sums the gradients of all partial parameters."""
         local = [parameter.to_local() for parameter in parameters]
         partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]
         if partial:

@@ -159,7 +159,7 @@ def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
     heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
-    # a torch style with another layout may hand a DTensor to the next module, where only torch's own style accepts it
+    # a torch style with another layout may pass a DTensor to the next module, and only torch's own style accepts it
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
@@ -177,7 +177,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # every class with a head declares a plan for it, which shards nothing else
+    if not set(own) - names:  # every class with a head declares a plan for the head, which shards nothing else
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give one as FSDP2Config(tp_plan={{...}}), from module"
             " names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
@@ -224,8 +224,8 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
     """Make the names in a family's plan relative to the whole model.
 
-    In the plan they are relative to the model that holds the layers, which is inside of the one with a head. A tower
-    beside it may have layers of the same name.
+    In the plan they are relative to the base model, which holds the layers and is inside of the model with a head. A
+    tower beside the base model may have layers of the same name.
     """
     if not plan:
         return {}
@@ -243,7 +243,7 @@ def _find(module: Any, path: list[str]) -> bool:
 
 
 def to_torch_style(style: ParallelStyle) -> ParallelStyle:
-    """Return torch's own style if it has one that does the same as ``style``, else ``style`` itself."""
+    """Return torch's equivalent of ``style`` if there is one, else ``style`` itself."""
     return next((theirs() for theirs, ours in _TORCH_STYLES if ours == style), style)
 
 
@@ -260,7 +260,7 @@ _SHARDED_LOGITS: tuple[Callable[[], ParallelStyle], Style] = (
 
 
 def _from_torch(style: ParallelStyle, *, is_head: bool) -> ParallelStyle:
-    """Replace a torch style with the layouts of plain tensor parallelism by ours, so that both can be combined."""
+    """Replace a torch style that has plain tensor parallel layouts with ours, so that both can be combined."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return style
     known = [*_TORCH_STYLES, *([_SHARDED_LOGITS] if is_head else [])]

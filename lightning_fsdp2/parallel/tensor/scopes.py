@@ -6,13 +6,13 @@ embeddings, final norm and head. Inside a layer
 
 - norms, and everything else that computes position by position, work on the rank's positions;
 - every other child is a *region* (attention, MLP, mixture of experts): its hidden states are gathered on entry. If the
-  region has exactly one row-wise projection, the projection reduce-scatters the result; otherwise it is sliced.
+  region has exactly one row-wise projection, the projection reduce-scatters the result; otherwise the result is sliced.
 
-On entry a region makes two tensors of the gathered hidden states: *complete*, whose gradient is the same on all ranks,
-and *partial*, whose gradients are summands. The region's code sees the complete one, which is right for routers, gates
-and everything else that all ranks compute alike. Column-wise projections that are given this very tensor take the
-partial one. So a dense region costs one all-gather and one reduce-scatter in forward and the same in backward, without
-any knowledge of the model.
+On entry a region makes two tensors from the gathered hidden states: *complete*, whose gradient is the same on all
+ranks, and *partial*, whose gradients are summands. The region's code sees the complete one, which is right for routers,
+gates and everything else that all ranks compute alike. Column-wise projections that are given this very tensor use the
+partial one instead. So a dense region costs one all-gather and one reduce-scatter in forward and the same in backward,
+without any knowledge of the model.
 """
 
 import math
@@ -86,7 +86,7 @@ class Scope:
 
 
 class LayerScope(Scope):
-    """Scope of a layer under tensor parallelism alone: projections of one tensor share its gradient's all-reduce."""
+    """Scope of a layer under tensor parallelism alone: projections of one tensor share one gradient all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None, verification: LayerVerification) -> None:
         super().__init__(group, random)
@@ -115,7 +115,7 @@ class Stack:
 
     Args:
         group: Process group of the tensor parallel ranks.
-        stream_dim: Sequence dim of the hidden states that layers hand on.
+        stream_dim: Sequence dim of the hidden states that layers pass on.
     """
 
     dim = 1
@@ -129,11 +129,11 @@ class Stack:
         self.whole = 0
         self.local = 0
         self.embeddings: list[Summands] = []
-        """Summands of the input embedding's results in the forward that runs."""
+        """Summands of the input embedding's results in the current forward."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the sequence is sharded; not in a forward without gradients if the ranks do not divide it."""
+        """Whether the sequence is sharded. In a forward without gradients, an indivisible sequence stays whole."""
         return self.local > 0
 
     def open(self, hidden: Tensor) -> Tensor:
@@ -168,8 +168,7 @@ class Stack:
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.
 
-        This is put around the layer's ``__call__``, so that checkpoints and compiled code inside of it see the part
-        alone.
+        This wraps the layer's ``__call__``, so checkpoints and compiled code inside of it see only the part.
         """
         args, kwargs = replace_hidden_states(args, kwargs, self.open(get_hidden_states(args, kwargs)))
         return call(*args, **kwargs)
@@ -201,7 +200,7 @@ class Stack:
         only this rank's part.
 
         Raises:
-            ValueError: If the model left out its last layer, so that it would return parts of the sequence.
+            ValueError: If the model left out its last layer, and would return parts of the sequence.
         """
         outer = self.is_running, self.embeddings
         self.is_open, self.is_running, self.embeddings = False, True, []
@@ -247,7 +246,7 @@ class Stack:
 
 
 class EmbeddingScope(Scope):
-    """Scope of an input embedding, for a model whose first layer takes this rank's part of the sequence from it.
+    """Scope of an input embedding, if the first layer takes only this rank's part of the embedding's result.
 
     Args:
         group: Process group of the tensor parallel ranks.
@@ -259,7 +258,7 @@ class EmbeddingScope(Scope):
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
         self._watched: dict[bool, bool] = {}
-        """Whether any rank had a user's hook in the first forward with gradients (True) or without them (False)."""
+        """Whether any rank had a user's hook in the first forward with gradients (key True) or without (key False)."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
@@ -456,7 +455,7 @@ class StackedLayer:
 
 
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
-    """Sum the parameter gradients of ``module``, inside a region, over the ranks when it works on scattered results."""
+    """Sum the gradients of a module in a region over the ranks if it runs after the region's result was scattered."""
 
     def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not scope.is_scattered:
@@ -474,9 +473,9 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return whether a hook is a user's, and so may read what a module returns.
+    """Return whether a hook is a user's. It may then read what the module returns.
 
-    Hooks of torch (FSDP2) and of this package do not.
+    Hooks of torch (FSDP2) and of this package do not read it.
     """
     return getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "lightning_fsdp2")
 

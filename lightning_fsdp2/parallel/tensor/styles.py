@@ -39,20 +39,20 @@ from lightning_fsdp2.ranks.collectives import (
 )
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
-"""Name of the attribute in which a ``Conv1D`` keeps its whole number of outputs; ``nf`` becomes the rank's number."""
+"""Name of the attribute in which a ``Conv1D`` keeps its total number of outputs; ``nf`` becomes the rank's number."""
 
 
 class Style(ParallelStyle):
     """One way to run a module on several tensor parallel ranks."""
 
     is_boundary: ClassVar[bool] = False
-    """Whether the module leads from values that all ranks hold to values that each rank holds for itself, or back."""
+    """Whether the module turns values that all ranks share into values that differ by rank, or the reverse."""
 
     reduces: ClassVar[bool] = False
     """Whether the module's result is a sum over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
-        """Return the layouts of the parameters of ``module``; those that are not in the result stay replicated.
+        """Return the layouts of parameters of ``module``; parameters that are not in the result stay replicated.
 
         Raises:
             TypeError: If the style does not fit the module.
@@ -79,7 +79,7 @@ class Style(ParallelStyle):
     def _run_positional(
         self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call :meth:`run`, with the only argument of a projection by position even if it was given by name."""
+        """Call :meth:`run`, and pass a projection's only argument by position even if it was given by name."""
         if not args and len(kwargs) == 1:
             args, kwargs = tuple(kwargs.values()), {}
         return self.run(module, scope, forward, *args, **kwargs)
@@ -101,10 +101,10 @@ class ColumnWise(Style):
     is_boundary: ClassVar[bool] = True
 
     gather_output: bool = False
-    """Whether all outputs are returned on every rank."""
+    """Whether every rank returns all outputs."""
 
     sections: int | tuple[int, ...] | None = None
-    """Number of the projections packed into one, if they are of equal size, or their sizes. None if there is one."""
+    """Number of projections packed into this one if they are of equal size, else their sizes. None if there is one."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         layouts: dict[Slot, Layout] = {}
@@ -155,11 +155,11 @@ class VocabularyHead(ColumnWise):
     """
 
     gather_output: bool = True
-    """Whether the logits of such a single position are gathered, and all logits if ``shards_logits`` is False."""
+    """Whether logits are gathered: those of such a single position, or all if ``shards_logits`` is False."""
 
     shards_logits: bool = True
-    """Whether logits stay sharded by default. If False, only for a loss that asks for it with
-    :func:`keep_logits_sharded`."""
+    """Whether logits stay sharded by default. If False, they do only for a loss that asks for it
+    with :func:`keep_logits_sharded`."""
 
     mesh: DeviceMesh | None = None
 
@@ -191,7 +191,7 @@ class RowWise(Style):
     def reduces(self) -> bool:  # type: ignore[override]
         """Whether the module's result is a sum over the ranks.
 
-        A scattered result does not count: it is not the result of the module around this one.
+        A scattered result does not count, since it is not the result of the enclosing module.
         """
         return not self.scatter_output
 
@@ -237,7 +237,7 @@ class VocabularyEmbedding(Style):
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # its other parameters (of a norm of the result) see the rank's own tokens only
+        # the other parameters (of a norm of the result) see only this rank's tokens
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -281,8 +281,8 @@ class FeatureEmbedding(Style):
 class Replicated(Style):
     """A module that is whole on every rank.
 
-    With ``on_shards`` it works on the rank's own heads or features (as the q and k norms of Qwen3 do), so that each
-    rank's gradient is a summand.
+    With ``on_shards`` it works on the rank's own heads or features (as the q and k norms of Qwen3 do), so each rank's
+    gradient is a summand.
     """
 
     on_shards: bool = False
@@ -325,8 +325,8 @@ class ShardedNorm(Style):
 class LatentKeyValue(Style):
     """The projection of multi-head latent attention that computes the latent and the rotary part of the keys.
 
-    It is replicated. The latent part goes through a column-wise projection. The rotary part goes straight to each
-    rank's heads, so its gradient must be summed over the ranks.
+    The projection is replicated. The latent part goes through a column-wise projection. The rotary part goes straight
+    to each rank's heads, so its gradient must be summed over the ranks.
     """
 
     rotary_features: int | None = None
@@ -343,7 +343,7 @@ class SummedResult(Style):
     """A module with sharded parameters in which each rank computes a summand of the result.
 
     This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
-    token. Entries of their own shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
+    token. Separate entries shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
     """
 
     is_boundary: ClassVar[bool] = True
@@ -375,7 +375,7 @@ class IdentityExpert(Style):
 
 @dataclass(unsafe_hash=True)
 class LocalHeads(Style):
-    """An attention module whose code reads its number of heads: each rank has its part of the heads."""
+    """An attention module whose code reads its number of heads: each rank has a part of the heads."""
 
     attributes: tuple[str, ...] = ()
     """Names of the module's integer attributes to divide by the number of ranks."""
@@ -422,7 +422,7 @@ class LocalHeads(Style):
 
 @dataclass(unsafe_hash=True)
 class PerHeadModules(Style):
-    """A module with a ``ModuleList`` of one module per head: each rank uses those of its heads.
+    """A module with a ``ModuleList`` of one module per head: each rank uses the modules of its own heads.
 
     ``attribute`` is the name of the list.
     """
@@ -458,7 +458,7 @@ class ShardParameter(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedParameter(Style):
-    """Style of an entry that names a parameter: it is added inside a result that is summed over the ranks."""
+    """Style of an entry that names a parameter, which is added inside a result that is summed over the ranks."""
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(is_summed=True, is_partial=True)
@@ -475,7 +475,7 @@ class _ConfigView:
 
 
 def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
-    """Return the linear layer that ``module`` is, or that it wraps as an adapter of peft."""
+    """Return, as a list of one, ``module`` itself or the linear layer that it wraps as an adapter of peft."""
     base: Any = getattr(module, "base_layer", module)
     weight = base._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(base, nn.Embedding):
@@ -521,7 +521,7 @@ def _get_output_dim(linear: nn.Module) -> int:
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether an embedding holds further parameters, which its forward uses for some tokens instead."""
+    """Return whether an embedding has further parameters, which its forward uses for some tokens instead."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 
@@ -541,5 +541,5 @@ def _check_embedding(style: Style, module: nn.Module) -> None:
 
 def _get_epsilon(norm: Any) -> float:
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    # torch's own norm, if given no epsilon, takes that of the dtype it computes in
+    # torch's own norm, if it was given no epsilon, uses that of the dtype it computes in
     return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

@@ -8,8 +8,9 @@ the other. So no other operation may combine an equal value that has a gradient 
 of these functions must be given the kind that it is made for. This holds for any plan, whatever the code between the
 modules does with their results.
 
-Not followed are values without a gradient, autograd functions that are not ours (kernels, compiled code, code under
-reentrant checkpointing) and DTensors, which know their placements themselves. Their results may be of either kind.
+The verification does not follow values without a gradient, autograd functions that are not ours (kernels, compiled
+code, code under reentrant checkpointing) and DTensors, which know their own placements. Their results may be of either
+kind.
 """
 
 import re
@@ -32,13 +33,13 @@ _SIZES_DIFFER = re.compile("must match the size|shapes cannot be multiplied|is i
 
 
 class LayerVerification:
-    """Verification of a layer in its first forward with gradients, and again if other parameters of it are trained.
+    """Verification of a layer in its first forward with gradients, and again if other parameters are trained.
 
     Args:
         layer: The layer. While its forward runs, its parameters are the tensors that it computes with.
         name: Name of the layer, for messages.
         returns: Kind that the layer's result must have. EITHER if this package does not know what the layer is given.
-        is_given: Whether the plan is a user's, so that it is the first suspect if sizes do not fit.
+        is_given: Whether a user gave the plan. It is then the first suspect if sizes do not match.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, returns: Kind, is_given: bool) -> None:
@@ -53,7 +54,7 @@ class LayerVerification:
         """Run the layer's forward, and follow its results back to its input ``hidden``, which is of ``kind``.
 
         Raises:
-            ValueError: If a gradient would be wrong, or sizes do not fit under a user's plan.
+            ValueError: If a gradient would be wrong, or sizes do not match under a user's plan.
         """
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
@@ -78,7 +79,7 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # attention weights and cached keys are of each rank's heads; a loss must be equal: it is added to others
+            # attention weights and cached keys belong to each rank's heads; a loss must be equal: it is added to others
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
@@ -176,7 +177,7 @@ class _Graph:
         )
 
     def _describe(self, edge: Edge) -> str:
-        """Return the name of the parameter that was used last on the way to a value, since the last collective."""
+        """Return the name of the last parameter that a value was computed with since the last collective."""
         seen, front = {edge[0]}, [edge]
         while front:
             for place in front:
@@ -211,7 +212,7 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _iterate_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and current parameters of a layer; a rank's part is not an ``nn.Parameter``."""
+    """Yield the names and current parameters of a layer, including a rank's parts, which are not ``nn.Parameter``."""
     for prefix, module in layer.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

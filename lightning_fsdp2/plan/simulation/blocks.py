@@ -1,7 +1,7 @@
 """Plan a model from a few of its layers, since each further layer adds the same amount.
 
-A model of many layers repeats a few kinds of blocks over and over. It is simulated with a few repetitions and with one
-more. The difference is the part of one repetition, from which the result follows for any number of them.
+A model of many layers repeats a few kinds of blocks over and over. It is simulated twice: with a few repetitions, and
+with one more. The difference is what one repetition adds, and gives the result for any number of repetitions.
 """
 
 from collections import Counter, defaultdict
@@ -16,12 +16,12 @@ from lightning_fsdp2.plan.simulation.recorder import Operation, Recording
 from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
 
 _NUMBERS = ("layer_idx", "layer_id")
-"""Names of the attributes in which blocks keep their own number."""
+"""Names of the attributes in which blocks keep their index."""
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """A group of blocks that repeats until the end of a list."""
+    """A group of blocks that repeats until the end of a list of layers."""
 
     first: int
     """Number of blocks before the first repetition."""
@@ -38,20 +38,20 @@ class Summary:
 
     operations: list[Operation]
     peaks: dict[str, int]
-    """Largest number of bytes that are in use in each part of the step."""
+    """Largest number of bytes in use in each part of the step."""
 
     reserved: Reserved
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use in the part of the step that needs most."""
+        """Bytes in use in the part of the step that needs the most."""
         return max(self.peaks.values())
 
 
 def get_few(config: Any) -> int:
-    """Return how many repetitions to simulate, before one more, for a run with this config of ``FSDP2Strategy``.
+    """Return the number of repetitions in the shorter simulation, for this config of ``FSDP2Strategy``.
 
-    At each end, as many blocks differ from those between as FSDP2 gathers ahead, and at least two.
+    At each end, the blocks within FSDP2's prefetch depth, and at least two, may differ from those in the middle.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
@@ -59,7 +59,7 @@ def get_few(config: Any) -> int:
 def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
     """Return the repetition in the only list of blocks of ``module``.
 
-    None if there are several lists or none, or if nothing repeats at least ``few + 2`` times.
+    None if there is not exactly one list, or if nothing repeats at least ``few + 2`` times.
     """
     lists = get_layer_lists(module)
     if len(lists) != 1:
@@ -83,7 +83,7 @@ def _get_layer_types(model: Any) -> list[str]:
 
 
 def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
-    """Keep only ``times`` repetitions, in place, and return the names of the blocks of each."""
+    """Remove all but ``times`` repetitions, in place, and return the names of the blocks in each."""
     (blocks,) = get_layer_lists(module)
     kept = blocks[: repetition.first + times * repetition.period]
     left_out = set(blocks[len(kept) :])
@@ -101,8 +101,8 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
     Args:
         recording: Recording of a step.
-        repetitions: Names of the blocks of each repetition. In the summary, their parts of the step are named by the
-            distance from the first or the last repetition, as :func:`extrapolate` needs it.
+        repetitions: Names of the blocks of each repetition. In the summary, the parts of the step that belong to
+            these blocks are named by their distance from the first or the last repetition, for :func:`extrapolate`.
     """
     counts: Counter[Operation] = Counter()
     for operation in recording.operations:
@@ -127,7 +127,7 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the places of the first and the last repetitions, half of :func:`get_few` at each end, by block name."""
+    """Return the places of blocks by name, for the first and the last repetitions (half of :func:`get_few` each)."""
     places = defaultdict(list)
     for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
         for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
@@ -137,13 +137,13 @@ def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
-    """Extrapolate to ``steps`` repetitions more than ``few`` has. ``more`` has one more than ``few``.
+    """Extrapolate to ``steps`` more repetitions than ``few`` has. ``more`` has one more than ``few``.
 
-    From one block to the next, the memory in use grows or shrinks by the same amount. So most is in use near the first
-    or near the last block.
+    From one block to the next, the memory in use grows or shrinks by the same amount. So the peak is near the first or
+    the last block.
 
-    An operation on all parameters at once has another size with each number of layers. It comes out as a negative count
-    of one size and a positive count of the other, whose sum is right.
+    The size of an operation on all parameters at once depends on the number of layers. The result has a negative count
+    of the size in ``few`` and a positive count of the size in ``more``. Their sum is right.
     """
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):
@@ -158,7 +158,7 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
 
 
 def _get_kind(block: nn.Module) -> Any:
-    """Return a key that is equal for blocks that do the same."""
+    """Return a key that is equal for blocks that compute the same."""
     return [(name, type(inner), _get_parameters(inner), _get_marks(inner)) for name, inner in block.named_modules()]
 
 
@@ -168,6 +168,6 @@ def _get_parameters(module: nn.Module) -> list[Any]:
 
 
 def _get_marks(module: nn.Module) -> dict[str, Any]:
-    """Return what else tells blocks apart, such as the window of their attention."""
+    """Return plain attributes that distinguish blocks, such as the window of their attention."""
     marks = {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float)}
     return {name: value for name, value in marks.items() if name not in _NUMBERS}

@@ -19,7 +19,7 @@ from lightning_fsdp2.weights.materialize import allocate
 
 
 def replace_manager(strategy: FSDP2Strategy | DDPStrategy, mode: FakeTensorMode) -> None:
-    """Let ``strategy`` make a manager that allocates tensors of ``mode`` in place of weights."""
+    """Make ``strategy`` build a manager that allocates fake tensors of ``mode`` as weights."""
     if isinstance(strategy, FSDP2Strategy):
         strategy.manager_class = partial(_FakeFSDP2Manager, mode=mode)
     else:
@@ -45,7 +45,7 @@ class _FakeFSDP2Manager(FSDP2Manager):
 
 
 class _FakeDDPManager(DDPManager):
-    """DDP manager with fake weights. It adds what torch's reducer misses in a fake process group and fake tensors."""
+    """DDP manager with fake weights. It adds what torch's reducer lacks with fake tensors and a fake process group."""
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         if config.find_unused_parameters:
@@ -53,7 +53,7 @@ class _FakeDDPManager(DDPManager):
                 "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, and a plan"
                 " has none; plan the run without it."
             )
-        # a static graph makes DDP read values, too, and changes nothing in what a step sends and holds
+        # a static graph also makes DDP read values, and does not change what a step sends and holds
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class _FakeDDPManager(DDPManager):
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
-        # the reducer's own all-reduce waits for a result, which the fake group does not give
+        # the reducer's own all-reduce waits for a result, which the fake process group does not give
         hook = super().get_optional_hook(parameters) or _all_reduce
 
         def observe(
@@ -85,7 +85,7 @@ class _FakeDDPManager(DDPManager):
 
 
 class _Reducer:
-    """Wrapper of torch's reducer that rebuilds buckets with values, since the order of gradients is kept in tensors."""
+    """Wrapper of torch's reducer that rebuilds buckets with values, since it keeps the gradients' order in tensors."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""Floating-point operations of those torch operations that torch's own counter leaves out."""
+"""FLOP counts of the torch operations that torch's own counter lacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  ma
 
 
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
-    """Return the function that counts the FLOPs of one of torch's operations; None for operations without products.
+    """Return the function that counts the FLOPs of one of torch's operations; None for operations without any.
 
     ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
-    Half of the products of causal attention are left out, as kernels leave them out.
+    Only half of causal attention is counted, since kernels skip the masked half.
     """
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
@@ -30,7 +30,8 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
 def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
     """Count the FLOPs of grouped products.
 
-    Each row of ``first`` is in the product of its group. If both are matrices, the groups are along the inner dim.
+    Each row of ``first`` is multiplied by the matrix of its group. If both tensors are matrices, the groups are along
+    the inner dim.
     """
     if first.ndim == second.ndim == 2:
         return 2 * first.size(0) * first.size(1) * second.size(1)
@@ -62,7 +63,7 @@ def _count_attention_backward(
 def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
     """Count the FLOPs of two products: queries with keys, and the result with values.
 
-    ``segments`` end with the number of pairs of a query and a key.
+    The last of ``segments`` is the number of query-key pairs.
     """
     return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
 
@@ -70,10 +71,10 @@ def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, *
 def _count_segments_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
 ) -> int:
-    """Count the FLOPs of backward: the first product again, and two products for the gradients of each."""
+    """Count the FLOPs of backward: the first product of forward again, and two for the gradients of each product."""
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Return the shape of keys or values repeated for the query heads that share them. torch 2.11 counts no others."""
+    """Return the shape of keys or values, repeated for the query heads that share them, as torch 2.11 requires."""
     return (*query.shape[:2], *tensor.shape[2:])

@@ -1,7 +1,7 @@
 """Recorder of what a training step allocates, sends and computes, as torch's dispatcher sees it.
 
-Nothing is measured: the tensors may be fake ones, which have shapes but no values, and the ranks of the collectives
-need not exist.
+Nothing is measured: the tensors may be fake, with shapes but no values, and the ranks of the collectives need not
+exist.
 """
 
 import math
@@ -77,7 +77,7 @@ _KINDS = {
 _NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""Operations that make a tensor and write nothing into it."""
+"""Operations that allocate a tensor without writing to it."""
 
 _OVERWRITES = {
     "copy_",
@@ -96,19 +96,19 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 """Operations that read as much of their first tensor as they write."""
 
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-"""Operations that read and write as much of their first tensor as the last one has."""
+"""Operations that read and write as much of their first tensor as their last tensor holds."""
 
 _COPIES_IN = "fsdp::all_gather_copy_in"
-"""FSDP2's operation that copies shards into a buffer. Its schema does not say that it writes."""
+"""FSDP2's operation that copies shards into a buffer. Its schema does not declare that it writes."""
 
 _UNCHANGED = {"grads"}
-"""Arguments that fused optimizers do not change, although their schemas say so because of ``GradScaler``."""
+"""Arguments that fused optimizers declare as changed because of ``GradScaler``, but do not change."""
 
 
 _AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
 _AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
-"""Axes in the order in which a collective is named after them. One group can be several axes: without context
-parallelism ``dp_shard`` is ``dp_shard_cp``, and so on."""
+"""Axes in the order of preference for naming a collective. Several axes can consist of the same ranks: without context
+parallelism, ``dp_shard`` and ``dp_shard_cp`` do, for example."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Group:
     """Ranks that communicate."""
 
     axes: tuple[str, ...]
-    """Axes of the mesh's views that consist of these ranks; empty for a group that is not of the mesh."""
+    """Axes of the mesh's views that consist of these ranks; empty for a group outside of the mesh."""
 
-    ranks: tuple[int, ...] = field(hash=False)  # there may be many, and `axes` tells groups apart
+    ranks: tuple[int, ...] = field(hash=False)  # there may be many, and `axes` is enough for a hash
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Collective:
     """A call of a collective operation."""
 
     kind: str
-    """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's."""
+    """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's
+    own name."""
 
     group: Group
 
@@ -138,7 +139,7 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """Axis of the mesh, chosen by what the collective is for; ``"other"`` if the group is not of the mesh."""
+        """Axis of the mesh, chosen by what the collective is for; ``"other"`` if the group is outside of the mesh."""
         order = _AXES_OF_UNITS if self.is_of_unit else _AXES
         return next((axis for axis in order if axis in self.group.axes), "other")
 
@@ -170,15 +171,15 @@ class Operation:
     collective: Collective | None = None
     attention: Attention | None = None
     times: int = 1
-    """Number of times that the step does the operation."""
+    """Number of times that the step runs the operation."""
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage. Its category may become known only after it was made, and is read at the end."""
+    """A storage. Its category may become known only after it is allocated, so it is read at the end."""
 
     phase: str
-    """Phase in which the storage was made."""
+    """Phase in which the storage was allocated."""
 
     label: str = TEMPORARIES
     is_of_vocabulary: bool = False
@@ -186,12 +187,12 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Category of the storage. One of the vocabulary's size is logits unless it is known to be something else."""
+        """Category of the storage. If it has the vocabulary's size, it is logits unless known to be something else."""
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
 class MemoryChange(NamedTuple):
-    """A change of a storage, which was made, freed or resized."""
+    """A change of a storage: it was allocated, freed or resized."""
 
     moment: int
     """Number of operations that came before."""
@@ -201,7 +202,7 @@ class MemoryChange(NamedTuple):
     """Bytes by which the storage grew; negative if it shrank."""
 
     storage: int
-    """Number that tells storages apart."""
+    """Number that identifies the storage."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Recording:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Collectives in the order of their calls. Those of micro-batches that are alike appear once."""
+        """Collectives in the order of their calls. Those of identical micro-batches appear once."""
         return [operation.collective for operation in self.operations if operation.collective is not None]
 
     @property
@@ -229,18 +230,18 @@ class Recording:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Dispatch mode that records every operation, every change in the bytes of storages, and the storages' categories.
+    """Dispatch mode that records every operation, every change in the size of a storage, and each storage's category.
 
-    FSDP2's own operations tell its tensors apart: those that it copies in, gathers, copies out, and reduces. Logits and
-    what the loss makes of them are recognized by a last dim of the size of the vocabulary. Of all other tensors,
-    activations are those made in forward that are alive when backward begins, including the step's inputs and the
-    model's buffers. Temporaries are the rest, including what backward recomputes. What tensor parallelism gathers or
-    reduces is one or the other. Workspace that an operation takes for itself is not seen.
+    FSDP2's tensors are recognized by its own operations: those that copy in, gather, copy out, and reduce. Logits, and
+    what the loss computes from them, are recognized by a last dim of the vocabulary's size. Of all other tensors,
+    activations are those made in forward that are alive when backward begins. They include the step's inputs and the
+    model's buffers. All remaining tensors are temporaries, including recomputed ones. Tensors that tensor parallelism
+    gathers or reduces are activations or temporaries. Workspace that an operation allocates internally is not recorded.
 
-    torch's own ``FSDPMemTracker`` follows FSDP2's hooks, knows no logits and no traffic, and needs a step before it.
+    torch's own ``FSDPMemTracker`` follows FSDP2's hooks, does not record logits or traffic, and needs an earlier step.
 
     Args:
-        groups: Groups of ranks by torch's names of process groups.
+        groups: Groups of ranks, by torch's names of their process groups.
         vocabulary: Sizes of the vocabulary, or of this rank's part of it.
     """
 
@@ -256,7 +257,7 @@ class StepRecorder(TorchDispatchMode):
         self._kinds: dict[Any, _OperationKind] = {}
         self._blocks = ExitStack()
         self.times = 1
-        """Number of times that the step does the operations that come next."""
+        """Number of times that the step runs the operations that are recorded next."""
 
     def __enter__(self) -> "StepRecorder":
         self._blocks.enter_context(observe_resizes(self._observe))
@@ -268,7 +269,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor: its local tensors come next
+            return NotImplemented  # a DTensor: the operation comes again with its local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = _get_tensors(result)
@@ -294,7 +295,7 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def part(self) -> str:
-        """Name of the part of the step that was begun last."""
+        """Name of the current part of the step."""
         return self._marks[-1][1]
 
     def begin(self, phase: str, part: str | None = None) -> None:
@@ -307,7 +308,7 @@ class StepRecorder(TorchDispatchMode):
         self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Set the category of tensors. The first category that a tensor gets counts."""
+        """Set the category of tensors. A tensor that already has one keeps it."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             _set_category(self._observe(local.untyped_storage()), category)
@@ -319,7 +320,7 @@ class StepRecorder(TorchDispatchMode):
                 _set_category(allocation, category)
 
     def get_recording(self) -> Recording:
-        """Return what was recorded so far."""
+        """Return the recording so far."""
         numbers: dict[Allocation, int] = {}
         changes = [
             MemoryChange(moment, allocation.category, size, numbers.setdefault(allocation, len(numbers)))
@@ -342,7 +343,7 @@ class StepRecorder(TorchDispatchMode):
         return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), times=self.times)
 
     def _observe(self, storage: torch.UntypedStorage) -> Allocation:
-        # torch keeps one Python object per storage, alive as long as the storage is
+        # torch keeps one Python object per storage, which lives as long as the storage
         if id(storage) not in self._live:
             self._live[id(storage)] = Allocation(self._phases[-1][1] if self._phases else "")
             weakref.finalize(storage, self._free, id(storage))
@@ -399,8 +400,8 @@ class _OperationKind:
     def count_bytes(self, args: Any, kwargs: Any, result: Any) -> int:
         """Count the bytes that a call reads and writes.
 
-        It writes the arguments that its schema declares as changed, and results in storages that no argument has. A
-        call that writes neither, such as a reshape or a query about a tensor, moves nothing, whatever its arguments.
+        A call writes the arguments that its schema declares as changed, and the results that do not share a storage
+        with an argument. A call that writes nothing, such as a reshape, moves no bytes, whatever its arguments.
         """
         given = self._name(args, kwargs)
         tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
@@ -431,7 +432,7 @@ def _get_tensors(values: Any) -> list[Tensor]:
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of the elements that ``tensors`` have in memory. An expanded dim has one."""
+    """Count the bytes of the elements that ``tensors`` have in memory. An expanded dim counts as one element."""
     return sum(
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
         * tensor.itemsize

@@ -1,19 +1,19 @@
-"""Estimate of the memory that a process holds on its device, in addition to the tensors that its plan counts.
+"""Estimate of all the memory that a process holds on its device, which is more than the tensors in its plan.
 
-torch's allocator keeps segments of memory, gives out blocks of them, and rarely gives a segment back
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). What it reserves depends on the order of
-allocations, so that order is replayed by the allocator's own rules. The rest comes from what others measured:
+torch's allocator keeps segments of memory, gives out blocks of them, and rarely frees a segment
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). How much it reserves depends on the order
+of allocations, so they are replayed by the allocator's own rules. The rest comes from published measurements:
 
-    Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, without what torch has allocated
-        (https://github.com/NVIDIA/nccl/issues/1685); half of that without what is loaded lazily.
+    Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, without torch's allocations
+        (https://github.com/NVIDIA/nccl/issues/1685); half of that without what CUDA loads lazily.
     NCCL: 544 MB for a group of two ranks, 688 MB for more, on A100s connected by NVLink
-        (https://github.com/NVIDIA/nccl/issues/964); an all-to-all of eight H100s connects all pairs, 3.28 GB (1685).
+        (https://github.com/NVIDIA/nccl/issues/964); an all-to-all of eight H100s connects all pairs, 3.28 GB (#1685).
     cuBLAS: a workspace of 32 MiB on Hopper (torch's notes on CUDA, ``CUBLAS_WORKSPACE_CONFIG``).
     Attention: FlashAttention-2 adds up the gradients of queries in float32 in backward.
-    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than the replay says. It knows neither
-        frees that wait for another stream, nor fragmentation over many steps.
+    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than the replay says. The replay
+        models neither frees that wait for another stream, nor fragmentation over many steps.
 
-Under pressure the allocator gives unused segments back before it fails, so a run may survive with less.
+Under memory pressure, the allocator frees unused segments before it fails, so a run may survive with less.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _ALL_TO_ALL = int(3.28e9)
 _CUBLAS_WORKSPACE = 32 * _MIB
 
 _GROWTH = 1.1
-"""Factor on the segments for what is not replayed. It adds twice the growth that was seen."""
+"""Factor on the segments for what the replay does not model. It adds twice the growth that was measured."""
 
 _ROUNDING = 512
 _SMALL = _MIB
@@ -41,24 +41,24 @@ _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _LARGE = 10 * _MIB
 """Sizes from ``c10/core/AllocatorConfig.h``: requests up to ``_SMALL`` share small segments, those below ``_LARGE``
-share large ones, and others have segments of their own, rounded up to a multiple of ``_SMALL_SEGMENT``."""
+share large ones, and larger requests get their own segments, rounded up to a multiple of ``_SMALL_SEGMENT``."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Range of the most bytes of a device that a process holds."""
+    """Range of the largest number of bytes that a process holds on its device."""
 
     least: int
-    """Lower end, without unused parts of segments, as under pressure, and with the least that libraries need."""
+    """Lower end: no unused parts of segments, as under memory pressure, and the least that libraries need."""
 
     most: int
 
 
 def estimate_reserved(recording: Recording) -> Reserved:
-    """Estimate the memory of its device that a process holds in a step.
+    """Estimate the device memory that a process holds in a step.
 
     Args:
-        recording: Recording of the step. Its first changes are those of what was there before.
+        recording: Recording of the step. Its first changes are the allocations from before the step.
     """
     groups = {call.group for call in recording.collectives if len(call.group.ranks) > 1}
     context, group = _CONTEXT, _GROUP
@@ -72,7 +72,7 @@ def estimate_reserved(recording: Recording) -> Reserved:
 
 
 def play_through(changes: Iterable[MemoryChange]) -> int:
-    """Return the bytes of the segments that torch's allocator makes for these allocations, in this order."""
+    """Return the bytes of the segments that torch's allocator reserves for these allocations, in this order."""
     allocator = _Allocator()
     blocks: dict[int, _Block] = {}
     sizes: dict[int, int] = {}
@@ -81,7 +81,7 @@ def play_through(changes: Iterable[MemoryChange]) -> int:
             allocator.free(blocks.pop(change.storage))
         size = sizes[change.storage] = sizes.get(change.storage, 0) + change.bytes
         if size:
-            # FSDP2 has streams of its own for these, and each stream has its own blocks
+            # FSDP2 uses separate streams for these buffers, and each stream has its own blocks
             stream = int(change.category == COMMUNICATION_BUFFERS)
             blocks[change.storage] = allocator.allocate(size, stream)
     return allocator.reserved

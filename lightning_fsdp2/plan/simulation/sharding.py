@@ -1,6 +1,6 @@
 """Description of how a model would be sharded over any number of ranks, made in one process without weights in memory.
 
-The model is built on the meta device and sharded by the recipe itself, as on rank 0 of ranks that do not exist.
+The model is built on the meta device and sharded by the recipe itself, as on rank 0 of a simulated world.
 """
 
 import math
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDescription:
-    """A parameter and the shard of it that rank 0 holds. No rank holds a larger one."""
+    """A parameter, and rank 0's shard of it. No rank holds a larger shard."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     is_trained: bool
     placements: dict[str, str]
-    """Placement on each axis of the mesh with several ranks: ``"dim 0"`` if it shards that dim, or ``"whole"``."""
+    """Placement on each mesh axis with several ranks: ``"whole"``, or the dim that is sharded, such as ``"dim 0"``."""
 
     shard_shape: tuple[int, ...]
     shard_bytes: int
@@ -68,8 +68,8 @@ class UnitDescription:
     parameters: list[ParameterDescription]
     reshard_after_forward: bool | int
     gathered_bytes: int
-    """Bytes of all parameters while the unit computes, in the dtype of the gathered weights; 0 if ranks hold them
-    whole."""
+    """Bytes of all parameters while the unit computes, in the dtype of the gathered weights; 0 if ranks hold the
+    parameters whole."""
 
     shard_bytes: int
     """Bytes of the unit that rank 0 holds."""
@@ -83,7 +83,7 @@ class Description:
     strategy: str
     mesh: dict[str, int]
     precision: dict[str, str]
-    """Dtypes by role: ``weights`` that are stepped, ``gathered`` weights, ``compute``, and gradient ``reduction``."""
+    """Dtypes by role: ``weights`` that are updated, ``gathered`` weights, ``compute``, and gradient ``reduction``."""
 
     units: list[UnitDescription]
     """Units in the order of registration, which for Hugging Face models is the order of forward."""
@@ -113,9 +113,9 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
     """Describe how the Trainer's strategy would shard ``module`` over ``world_size`` ranks.
 
     Args:
-        trainer: Trainer with one of this package's strategies. Its ``num_nodes`` counts; its devices do not.
+        trainer: Trainer with one of this package's strategies. Its ``num_nodes`` is used; its devices are ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
-            sharded in place, and of no use afterwards.
+            sharded in place, and cannot be used afterwards.
         world_size: Number of ranks.
 
     Returns:
@@ -144,7 +144,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
 def simulate_mesh(
     strategy: MeshStrategy[Any], *, world_size: int, num_nodes: int, rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """Run the block as one of ``world_size`` ranks that do not exist, on the mesh that ``strategy`` would make of them.
+    """Run the block as one of ``world_size`` simulated ranks, on the mesh that ``strategy`` would build for them.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
@@ -190,7 +190,7 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
 
 
 def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard ``module`` as far as that goes without devices."""
+    """Shard ``module`` as far as possible without devices."""
     config = manager.config
     if isinstance(manager, FSDP2Manager):
         # compiling changes nothing that is described, and may need CUDA
@@ -256,7 +256,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of the innermost module around the parameter ``name`` that has a unit."""
+    """Return the unit of the parameter ``name``: that of the innermost module that contains it and has a unit."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -288,7 +288,7 @@ def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> Param
 def _get_gathered_numel(parameter: Tensor) -> int:
     """Count the elements of a parameter that a rank gathers to compute.
 
-    A tensor parallel rank gathers its own part only. Of a parameter that ranks hold whole, nothing is gathered.
+    A tensor parallel rank gathers its own part only. A parameter that ranks hold whole is not gathered.
     """
     if not isinstance(parameter, DTensor):
         return 0

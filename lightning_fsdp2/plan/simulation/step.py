@@ -1,8 +1,8 @@
 """Simulation of a training step on one of any number of ranks, without devices, other ranks, or values.
 
-The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only what is below them is
-replaced. The process group is torch's fake one, whose collectives return at once. The tensors are fake ones, which have
-shapes and dtypes and take no memory.
+The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only the process group and
+the tensors are replaced. The process group is torch's fake one, whose collectives return at once. The tensors are fake,
+with shapes and dtypes but no memory.
 """
 
 import traceback
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _MICRO_BATCHES = 3
-"""Number of micro-batches that stand for an accumulation: the first makes gradients, the last reduces them, and all
-between do the same."""
+"""Number of micro-batches that represent an accumulation: the first creates gradients, the last reduces them, and all
+between are alike."""
 
 
 _BATCHES = 10**6
@@ -83,23 +83,24 @@ def simulate(
     rank: int = 0,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
-    """Run a step of ``module`` as one of ``world_size`` ranks would, after a step that makes the optimizer states.
+    """Run a step of ``module`` as one of ``world_size`` ranks would, after a step that creates the optimizer states.
 
     Args:
-        trainer: Trainer with ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices do
-            not count.
+        trainer: Trainer with ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices are
+            ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
-            sharded in place, and of no use afterwards.
-        batch: Micro-batch of one data parallel rank. Its values do not count, except ``position_ids`` that restart.
+            sharded in place, and cannot be used afterwards.
+        batch: Micro-batch of one data parallel rank. Its values are ignored, except for ``position_ids`` that restart.
         world_size: Number of ranks.
-        num_nodes: Number of nodes, which is what ``dp_replicate_size="auto"`` stands for.
+        num_nodes: Number of nodes, which ``dp_replicate_size="auto"`` resolves to.
         rank: Number of the rank to simulate.
         change: Function that is called with ``module`` after its model is built and before it is sharded.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the strategy is another one.
-        ValueError: When the strategy would refuse these sizes or this model, or the step depends on values.
+        TypeError: When the trainer has another strategy.
+        ValueError: When the strategy would refuse these sizes or this model, or the step depends on the values of
+            tensors.
     """
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -118,7 +119,7 @@ def simulate(
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 call_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP rebuilds its buckets in the second
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP rebuilds buckets in the second step
                 _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
@@ -136,7 +137,7 @@ def simulate(
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
-    """Return a text on the module that :func:`simulate` would train: its tensors, model configs and optimizers."""
+    """Return a text about the module that :func:`simulate` would train: its tensors, model configs and optimizers."""
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
@@ -154,7 +155,7 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     """Return ``strategy`` if its steps can be simulated.
 
     Raises:
-        TypeError: When they cannot.
+        TypeError: When its steps cannot be simulated.
     """
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
@@ -165,7 +166,7 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
 
 
 def is_packed(batch: Any) -> bool:
-    """Return whether sequences hold several documents, which transformers looks for in values."""
+    """Return whether sequences hold several documents, which transformers detects by values."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
@@ -186,7 +187,7 @@ def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMo
 
 
 def _connect(trainer: Any, module: Any) -> None:
-    """Do what ``Trainer.fit`` does first."""
+    """Do the first steps of ``Trainer.fit``."""
     module.trainer = trainer
     trainer.strategy.connect(module)
     trainer.state.fn = TrainerFn.FITTING
@@ -195,7 +196,7 @@ def _connect(trainer: Any, module: Any) -> None:
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
-    """Let optimizers step all parameters in one operation, which is their default on a GPU but not on a CPU."""
+    """Make optimizers step all parameters in one operation, as they do by default on a GPU but not on a CPU."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -203,7 +204,7 @@ def _choose_foreach(optimizers: list[Optimizer]) -> None:
 
 
 def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRecorder | None = None) -> None:
-    """Do what the Trainer's training loop does in an optimizer step, with at most ``micro_batches`` micro-batches."""
+    """Run an optimizer step as the Trainer's training loop does, with at most ``micro_batches`` micro-batches."""
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
@@ -227,7 +228,7 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
 
 
 def _log_with_values(log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """Log zeros, which Lightning can keep and send. It cannot copy fake tensors."""
+    """Log zeros in place of fake tensors. Lightning can store and send zeros, but cannot copy fake tensors."""
     with with_values():
         log(name, torch.zeros(value.shape) if isinstance(value, Tensor) else value, *args, **options)
 
@@ -249,9 +250,9 @@ class _Phases(Callback):
 
 @contextmanager
 def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
-    """Let the recorder know, inside the block, which block of layers computes.
+    """Tell the recorder which layer computes, inside the ``with`` block.
 
-    The head gets no hooks, since a loss in chunks needs a head without any.
+    The head gets no hooks, since a chunked loss needs a head without hooks.
     """
 
     def begin_forward(name: str, block: nn.Module, args: Any) -> None:
@@ -290,7 +291,7 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
 
 
 def _find_user(trace: TracebackType | None) -> str:
-    """Return the innermost line outside of torch."""
+    """Return the innermost line of the traceback that is outside of torch."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -308,7 +309,7 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    # gradients that are parts of DDP's buckets have values; detach() gives what operations see in their place
+    # gradients that are parts of DDP's buckets have values; detach() returns the tensors that operations see instead
     return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -326,7 +327,7 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """Return the groups of ranks by torch's names of process groups. Several process groups may join the same ranks."""
+    """Return the groups of ranks, by torch's process group names. Several process groups may have the same ranks."""
     axes: dict[tuple[int, ...], list[str]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     for view in get_views(mesh):
@@ -340,7 +341,7 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
     """Return the sizes of the vocabularies and of a tensor parallel rank's part of them.
 
-    Sizes that other parameters have, too, are left out.
+    Sizes that also occur in other parameters are left out.
     """
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
     sizes = {cast(Any, model).config.get_text_config().vocab_size for model in get_hf_models(module)}

@@ -1,1 +1,1 @@
-"""Devices, their rates, and what a recorded step costs on them."""
+"""Devices, their rates, and the time that a recorded step takes on them."""

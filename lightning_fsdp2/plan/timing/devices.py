@@ -1,4 +1,4 @@
-"""Devices and the links between them as a plan sees them: the numbers of their data sheets."""
+"""Data sheet numbers of devices and of the links between them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_fsdp2.plan.timing.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of accelerator, in the machines that its maker builds."""
+    """A kind of accelerator, in its vendor's machines."""
 
     name: str
     """Name of the device in CUDA. Peaks are known for the names in :mod:`~lightning_fsdp2.callbacks.model_flops`."""
@@ -20,23 +20,23 @@ class Device:
     """Bytes that a process can allocate on an empty device."""
 
     memory_bandwidth: float
-    """Bytes per second that the device's memory moves."""
+    """Bandwidth of the device's memory, in bytes per second."""
 
     link_bandwidth: float
-    """Bytes per second that a device sends to the others of its node, and receives at the same time."""
+    """Bandwidth to the other devices of the node in each direction, in bytes per second."""
 
     network_bandwidth: float
-    """Bytes per second that a device sends to other nodes, and receives at the same time, by an adapter of its own."""
+    """Bandwidth to other nodes in each direction, through the device's own adapter, in bytes per second."""
 
     rates: Rates
-    """Rates that are reached in practice, compared with these numbers."""
+    """Rates that are reached in practice, some as shares of these numbers."""
 
     per_node: int = 8
 
     def get_peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the dense floating-point operations per second.
+        """Return the peak of dense floating-point operations per second.
 
-        In float32 they are those of TensorFloat-32 if torch is set to use it.
+        For float32, it is the peak of TensorFloat-32 if torch is set to use that.
         """
         return get_peak_flops_of(self.name, dtype)
 
@@ -89,7 +89,7 @@ DEVICES = {
 }
 """The 80 GB A100, H100 (SXM), H200, B200 and MI300X, eight to a node, each with one network adapter of 200 (A100) or
 400 Gbit/s. The numbers are from the data sheets of DGX A100, H100, H200 and B200, and of AMD's MI300X platform. Link
-bandwidths are for one direction, half of what is printed there."""
+bandwidths are for one direction, half of what the data sheets state."""
 
 
 def get_device(

@@ -1,4 +1,4 @@
-"""Rates that kernels and collectives reach, compared with a data sheet. Each is from a publication.
+"""Rates that kernels and collectives reach in practice, each from a publication.
 
 A data sheet gives bounds; the rates here give estimates. The rate of products is the fastest that was measured for any
 shape. The rate of attention is that of FlashAttention-2, the kernel that context parallel attention calls, by head size
@@ -35,7 +35,7 @@ _CAUSAL_FORWARD = (191, 260, 298, 319, 333, 335)
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates that are reached on a device, some as shares of its data sheet."""
+    """Rates that are reached on a device, some as shares of the numbers of its data sheet."""
 
     products: float
     """Share of the peak that matrix products reach."""
@@ -55,7 +55,7 @@ class Rates:
     def get_attention(self, *, head_size: int, length: int, is_causal: bool, is_backward: bool) -> float:
         """Return the operations per second of fused attention.
 
-        They are those of an H100, scaled by the ratio of the device's best rate to that of the H100.
+        The rates of an H100 are scaled by the ratio of the device's best rate to the H100's best rate.
         """
         table = _BACKWARD if is_backward else _FORWARD
         row = table[next((size for size in table if size >= head_size), max(table))]

@@ -1,9 +1,9 @@
-"""Step times: a bound at the rates of the data sheet, and an estimate at the rates that kernels reach.
+"""Step times: a lower bound at the rates of the data sheet, and an estimate at the rates that kernels reach.
 
 This is the roofline model (https://doi.org/10.1145/1498765.1498785). An operation takes as long as its products at the
 peak rate, or as its reads and writes at the memory bandwidth, whichever is longer. A collective takes as long as a ring
-needs for its bytes over the slowest link of its group, without latency. At the rates of the data sheet this gives a
-bound. At those of :mod:`~lightning_fsdp2.plan.timing.rates` it gives an estimate.
+over the slowest link of its group, without latency. With the rates of the data sheet, the result is a lower bound. With
+the rates of :mod:`~lightning_fsdp2.plan.timing.rates`, it is an estimate.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operatio
 from lightning_fsdp2.plan.timing.devices import Device
 
 _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "broadcast": 1}
-"""Number of rounds of a collective's bytes through a ring. An all-reduce is a reduce-scatter and an all-gather."""
+"""Number of times that a collective's bytes go around a ring. An all-reduce is a reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +25,22 @@ class StepTime:
     """Seconds of a step on one rank."""
 
     compute: float
-    """Seconds of all operations, one after the other."""
+    """Seconds of all operations except collectives, one after the other."""
 
     exposed: float
     """Seconds of collectives that the next operation waits for: those of tensor and context parallelism."""
 
     overlappable: float
-    """Seconds of collectives that can run beside operations: gathering weights ahead, and reducing gradients later."""
+    """Seconds of collectives that can overlap with computation: all-gathers of weights, reductions of gradients."""
 
     @property
     def shortest(self) -> float:
-        """Seconds if all overlaps that can."""
+        """Seconds with all possible overlap."""
         return max(self.compute + self.exposed, self.overlappable)
 
     @property
     def longest(self) -> float:
-        """Seconds if nothing overlaps."""
+        """Seconds without any overlap."""
         return self.compute + self.exposed + self.overlappable
 
 
@@ -56,8 +56,8 @@ def get_step_time(
     Args:
         operations: Operations of one rank.
         device: Device of every rank.
-        overlapped_axes: Axes of the mesh whose collectives run beside operations, as those of FSDP2's units do.
-        as_reached: Whether to take the rates that kernels reach instead of the data sheet.
+        overlapped_axes: Mesh axes whose collectives overlap with computation, as those of FSDP2's units always do.
+        as_reached: Whether to use the rates that kernels reach instead of those of the data sheet.
     """
     compute, exposed, overlappable = 0.0, 0.0, 0.0
     for operation in operations:

@@ -1,4 +1,4 @@
-"""Checks that the nodes of a run agree, before they train: the same config, and shared checkpoint folders."""
+"""Checks before training that the nodes of a run have the same config and share the checkpoint folders."""
 
 import json
 import os
@@ -46,22 +46,21 @@ _OPTIONS_OF_TRAINER = (
 )
 
 _NAMES_OF_FILES = ("config", "ckpt_path")
-"""Options that are file names and not compared: config files are compared by content, and rank 0's path counts."""
+"""Options that are file names. They are not compared: config files count by content, and ``ckpt_path`` is rank 0's."""
 
 _TIME_TO_APPEAR = timedelta(minutes=1)
-"""Longest time to wait for a file on a network file system. It is less under a short ``timeout``, which limits how long
-other ranks wait."""
+"""Longest time to wait for a file to appear on a network file system. A short ``timeout`` reduces it, because the other
+ranks wait no longer than that."""
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
     """Refuse ranks whose configs differ; every rank calls it.
 
-    The config is the whole config of the command line; without a command line, the options of Trainer and strategy. For
-    hyperparameters that a script has saved, a difference is only a warning: they may contain the rank, or a folder of
-    the rank's own.
+    With a command line, its whole config is compared; otherwise, the options of Trainer and strategy. A difference in
+    the hyperparameters that a script has saved is only a warning: they may contain the rank, or a folder of that rank.
 
     Args:
-        trainer: Trainer whose strategy has its sizes, and whose module is connected.
+        trainer: Trainer whose strategy has its mesh sizes, and whose module is connected.
         hosts: Host names of all ranks.
         group: CPU group of all ranks.
 
@@ -83,7 +82,7 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
         group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, when a folder is not shared. The message names it and the ranks that do not see it.
+        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks without it.
     """
     if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # a fast_dev_run saves nothing
         return
@@ -95,7 +94,7 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
 
 def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
     digest = sha256(json.dumps(description).encode()).digest()
-    if len(set(gather_objects(digest, group))) == 1:  # a description can be megabytes long
+    if len(set(gather_objects(digest, group))) == 1:  # descriptions can be megabytes long
         return ""
     return tell_differences(gather_objects(description, group), hosts)
 
@@ -121,7 +120,7 @@ def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
 
 
 def _write(name: str, value: Any) -> str:
-    """Return ``value`` as text that can be compared; for an object whose ``repr`` is an address, its class."""
+    """Return ``value`` as text that can be compared; for an object whose ``repr`` has an address, its class."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
     if isinstance(value, Namespace):
@@ -139,7 +138,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # a new name: no host has asked for it before, so none remembers it as absent
+    # a new name: no host has looked it up before, so none has cached its absence
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
@@ -163,6 +162,6 @@ def _appears(path: Path, patience: timedelta) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system ask again
+            os.listdir(path.parent)  # makes a network file system ask its server again
         time.sleep(0.2)
     return True

@@ -1,7 +1,7 @@
 """Let a process end with its parent, no matter how the parent ends: by an error, a signal, or ``kill -9``.
 
-As a script, it does so and then becomes the command in its arguments. It imports nothing except the standard library,
-because a process whose parent ends during the imports would be left over.
+Run as a script, it does this and then replaces itself with the command in its arguments. It imports only the standard
+library, because a process whose parent ends during the imports would be left over.
 """
 
 import ctypes
@@ -10,14 +10,14 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""Option of ``prctl(2)`` that sets the signal which the kernel sends when the parent ends; ``exec`` keeps it."""
+"""Option of ``prctl(2)`` for the signal that the kernel sends when the parent ends. ``exec`` keeps the setting."""
 
 
 def end_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends; only Linux supports this.
 
     Args:
-        parent: Process id of the parent. If it is not the parent any more, this process ends now.
+        parent: Process id of the parent. If that process is no longer the parent, this process ends now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -36,21 +36,21 @@ def init_process_group(
     timeout: timedelta,
     rendezvous_timeout: timedelta,
 ) -> None:
-    """Start the default process group, unless the user has done so; it ends with the interpreter.
+    """Start the default process group, unless the user has already done so. The group ends with the interpreter.
 
     It cannot end in ``teardown``, which Lightning calls after every stage: the sharded module outlives the stage.
 
     Args:
-        environment: Cluster environment, which knows the number of this rank.
-        backend: Backend of the group. None chooses it by ``device``, or takes that of an existing group.
+        environment: Cluster environment, which knows the rank of this process.
+        backend: Backend of the group. None chooses it by ``device``, or accepts the backend of an existing group.
         device: Device of this rank.
         bind_device_id: Whether the group is bound to ``device``.
         timeout: Timeout of the group's collectives.
         rendezvous_timeout: How long to wait for the other ranks.
 
     Raises:
-        TimeoutError: When some rank does not come.
-        ValueError: When there is a group of another size, backend or device already, when versions or backends differ
+        TimeoutError: When a rank does not appear in time.
+        ValueError: When a group of another size, backend or device already exists, when versions or backends differ
             between the ranks, or when there is no device to bind the group to.
     """
     if bind_device_id:
@@ -81,7 +81,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # for what groups exchange through the store later
+        store.set_timeout(timeout)  # for later exchanges of process groups through the store
     dist.init_process_group(
         backend,
         store=store,
@@ -94,7 +94,7 @@ def init_process_group(
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Return the mesh with these sizes. A process makes it once, since its process groups hold device memory."""
+    """Return the mesh with these sizes. Each process builds it only once, since process groups hold device memory."""
     device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
     for group in get_groups(device_mesh):
         set_group_timeout(group, timeout)
@@ -124,7 +124,7 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
-    """Gather equally shaped tensors of all ranks into ``[ranks, *tensor.shape]``, with gradients if asked for."""
+    """Gather the equally shaped tensors of all ranks into ``[ranks, *tensor.shape]``, with gradients if requested."""
     tensor = gather(tensor)
     if sync_grads:
         return all_gather_with_gradient(tensor.contiguous()[None], group)
@@ -156,7 +156,7 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Return whether the default group uses ``backend`` for tensors on ``device`` and, if it names one, on the host."""
+    """Return whether the default group uses ``backend`` on ``device``, and on the CPU if ``backend`` covers that."""
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
     )
@@ -168,5 +168,5 @@ def _get_reduce_op(op: Any) -> Any:
 
 
 def _get_versions() -> dict[str, str]:
-    """Return the versions of packages that all ranks must share. That of Python may differ."""
+    """Return the package versions that must be the same on all ranks. The Python version may differ."""
     return {f"the version of {name}": str(version) for name, version in get_versions().items() if name != "python"}

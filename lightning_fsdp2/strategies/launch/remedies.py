@@ -18,7 +18,7 @@ _PEER_IS_LOST = (
     "Timed out waiting",
     "collective operation timeout",
 )
-"""Messages of gloo, the store and nccl when another rank is gone, or does not answer within the timeout."""
+"""Parts of error messages of gloo, the store and nccl when another rank is gone or does not answer in time."""
 
 
 def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The other ranks of a run: wait for them at the start, and say which are gone when they no longer answer."""
+"""Wait for the other ranks at the start of a run, and report which are gone when some no longer answer."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_fsdp2.ranks.failures import describe_ranks
 
 _PROBE_TIMEOUT = timedelta(seconds=5)
-"""Time that ranks which lost contact wait for the others to report the same: all were in the same collective."""
+"""Time that a rank without contact waits for the others to report the same, as all were in one collective."""
 
 _AGENT_TIMEOUT = timedelta(seconds=15)
-"""Time to wait for the store of torchrun's agent, which existed before the ranks started. It may have ended."""
+"""Time to wait for the store of torchrun's agent. The store is older than the ranks, but may be gone."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -30,7 +30,7 @@ _LOST = "ranks that lost contact"
 
 
 def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timedelta, run: Mapping[str, str]) -> Store:
-    """Wait until every rank has come to the store at ``address:port``, and return the store.
+    """Wait until every rank has reached the store at ``address:port``, and return the store.
 
     Args:
         address: Address of rank 0, which holds the store unless torchrun's agent does.
@@ -38,11 +38,11 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         rank: Number of this rank.
         world_size: Number of ranks to wait for.
         timeout: How long to wait for the other ranks.
-        run: Values by name that must be the same on all ranks before they can talk to each other.
+        run: Values, by name, that must be the same on all ranks for them to communicate.
 
     Raises:
         OSError: When the port is taken.
-        TimeoutError: When ranks are missing. The message names them, and the hosts of those that came.
+        TimeoutError: When ranks are missing. The message names them, and the ranks that came with their hosts.
         ValueError: On every rank, when ``run`` differs or two processes have the same rank. The message says what
             differs and where.
     """
@@ -58,12 +58,13 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             wait_for_workers=False,  # waiting here would not say which ranks are missing
             multi_tenant=True,
         )
-        # torchrun may keep its store for later attempts, so every attempt has its own prefix. The counts of two agents
-        # may differ, so hosts can come back only to stores of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        # torchrun may keep its store for later attempts, so every attempt has its own prefix. Two agents may count the
+        # attempts differently, so a host can rejoin only if torchrun's store is not used
+        # (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
-        store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs know no `append`
+        store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last rank compares for all
+        if store.add(_NUMBER, 1) == world_size:  # the last to come compares for all
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -104,7 +105,7 @@ def refuse(differences: str) -> str:
 
 
 def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Return how ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if they do not.
+    """Describe how ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if they do not.
 
     Args:
         descriptions: The values of each rank, by name.
@@ -119,18 +120,18 @@ def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
-    """Find out which ranks have lost contact, too, after a collective that failed because a rank does not answer.
+    """Find out which ranks have also lost contact, after a collective failed because a rank does not answer.
 
-    This takes seconds, whatever state the network is in.
+    This takes only seconds, whatever the state of the network.
 
     Args:
         hosts: Host names of all ranks.
 
     Returns:
-        A sentence for the error.
+        A sentence for the error message.
     """
     answered: list[int] = []
-    # a call to a store that a dead link cuts off can wait for minutes
+    # a call to a store that a dead link has cut off can block for minutes
     thread = threading.Thread(target=_ask_others, args=(len(hosts), answered), daemon=True)
     thread.start()
     thread.join(2 * _PROBE_TIMEOUT.total_seconds())
@@ -152,7 +153,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Report that this rank is there, and collect the ranks that do the same in ``answered``."""
+    """Report that this rank has lost contact, and collect in ``answered`` all ranks that report the same."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
@@ -185,7 +186,7 @@ def _say_who_came(store: Store, world_size: int) -> str:
 
 
 def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
-    """Return rank, host and ``run`` of each rank that has come, in the order of arrival."""
+    """Return rank, host and ``run`` of each rank that has come, in order of arrival."""
     return [json.loads(line) for line in store.get(_CAME).splitlines()]
 
 
