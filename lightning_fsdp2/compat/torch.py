@@ -132,9 +132,9 @@ def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> 
 
 
 def has_own_loading(module: nn.Module) -> bool:
-    """Return whether a hook or a method that is not torch's decides what ``module`` itself takes from a state dict.
+    """Return whether custom code (a hook, overridden method) controls what ``module`` itself loads from a state dict.
 
-    Hooks can be added and removed by public methods, but not listed. FSDP2 adds a hook to each module with parameters.
+    There is no public way to list hooks. FSDP2's own hooks, which every module with parameters has, do not count.
     """
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     return any(not is_of_torch(function) for function in (module._load_from_state_dict, *hooks))

@@ -89,7 +89,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a model that cannot be tried is causal according to its config."""
+    """Return whether a model is causal according to its config. For models that a trial forward cannot tell."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()

@@ -1,13 +1,13 @@
 """The collectives of tensor and sequence parallelism as differentiable functions of plain local tensors.
 
-Each is the backward of a counterpart. Which function is right follows from what the ranks hold:
+Each is the backward of a counterpart. Which function to use depends on what the ranks hold:
 
 ===================  ====================================  ==================  =====================
 function             what goes in, what comes out          forward             backward
 ===================  ====================================  ==================  =====================
 copy_to_ranks        equal -> equal, used differently      nothing             all-reduce
 reduce_from_ranks    summands -> equal                     all-reduce          nothing
-gather               shards -> equal, used equally         all-gather          slice
+gather_shards        shards -> equal, used equally         all-gather          slice
 gather_for_ranks     shards -> equal, used differently     all-gather          reduce-scatter
 split                equal -> shards                       slice               all-gather
 reduce_scatter       summands -> shards                    reduce-scatter      all-gather

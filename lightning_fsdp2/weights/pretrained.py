@@ -160,7 +160,8 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
-        model: Model of transformers on the meta device, used for nothing else: the tensors stay in it.
+        model: A transformers model on the meta device. Do not use it for anything else: the tensors are loaded into it
+            and remain there.
         folder: See :func:`set_pretrained`.
         names: Names of the tensors in the model.
         dtype: Dtype of the floating-point tensors.

@@ -208,7 +208,7 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
-    loop.batch_progress.current.reset()  # a step begins at a multiple of the accumulation
+    loop.batch_progress.current.reset()  # a step begins where the count divides by `accumulate_grad_batches`
     callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
     for micro_batch in range(micro_batches):
         if recorder is not None:
