@@ -149,7 +149,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
         group: Process group for coordination; nothing else may communicate on it meanwhile.
 
     Raises:
-        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is kept.
+        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is
+            kept, except in an object store.
     """
     sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
     drafts: list[Draft | StoreDraft] = []  # on rank 0

@@ -30,7 +30,8 @@ def save_checkpoint(
         extra: Anything that ``torch.save`` accepts (step, learning rate schedule); rank 0's is saved.
 
     Raises:
-        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is kept.
+        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is
+            kept, except in an object store.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)

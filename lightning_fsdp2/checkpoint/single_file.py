@@ -63,7 +63,8 @@ def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGro
     """Write the result of :func:`gather_whole` to a file that is complete or absent; every rank must call it.
 
     Raises:
-        Exception: On every rank, when the file could not be written. An existing file at ``path`` is kept.
+        Exception: On every rank, when the file could not be written. An existing file at ``path``
+            is kept, except in an object store.
     """
     on_first_rank(lambda: write_file_alone(path, checkpoint), group)
 
