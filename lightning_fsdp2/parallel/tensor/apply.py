@@ -36,10 +36,9 @@ from lightning_fsdp2.parallel.tensor.scopes import (
     PointwiseScope,
     RegionScope,
     Scope,
-    Stack,
-    StackedLayer,
     sum_gradients_on_shards,
 )
+from lightning_fsdp2.parallel.tensor.stacks import Stack, StackedLayer
 from lightning_fsdp2.parallel.tensor.styles import (
     ColumnWise,
     Style,
