@@ -42,7 +42,7 @@ from lightning_fsdp2.ranks.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.launch.agreement import check_shared_folders
-from lightning_fsdp2.strategies.tracking import Tracking
+from lightning_fsdp2.strategies.parts.tracking import Tracking
 from lightning_fsdp2.strategies.world import WorldStrategy
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, describe_hf_models
 

@@ -20,8 +20,8 @@ from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
+from lightning_fsdp2.strategies.parts.step_region import StepRegion
 from lightning_fsdp2.strategies.precision import choose_autocast
-from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -51,9 +51,7 @@ from lightning_fsdp2.parallel.data.branches import check_branches, check_end
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, drop_token_windows
 from lightning_fsdp2.ranks.random_state import share_random_state
 from lightning_fsdp2.ranks.whole_tensors import gather
-from lightning_fsdp2.strategies.callbacks import OwnCallbacks, refuse_callbacks, refuse_graphs, set_available_flops
 from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
-from lightning_fsdp2.strategies.dataloading import get_batch_fingerprint, keep_in_step
 from lightning_fsdp2.strategies.launch import process_groups as distributed
 from lightning_fsdp2.strategies.launch.agreement import check_same_run
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
@@ -64,8 +62,15 @@ from lightning_fsdp2.strategies.parallelisation import (
     get_optional_parallelisation,
     set_parallelisation,
 )
+from lightning_fsdp2.strategies.parts.callbacks import (
+    OwnCallbacks,
+    refuse_callbacks,
+    refuse_graphs,
+    set_available_flops,
+)
+from lightning_fsdp2.strategies.parts.dataloading import get_batch_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.parts.step_region import StepRegion
 from lightning_fsdp2.strategies.precision import ShardedPrecision, check_clipping
-from lightning_fsdp2.strategies.step_region import StepRegion
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

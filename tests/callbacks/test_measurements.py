@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from lightning_fsdp2 import FSDP2Strategy, callbacks
 from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, NaNGuard
 from lightning_fsdp2.loggers import WandbLogger
-from lightning_fsdp2.strategies.tracking import Tracking
+from lightning_fsdp2.strategies.parts.tracking import Tracking
 
 WORLD = 2
 

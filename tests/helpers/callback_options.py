@@ -62,7 +62,7 @@ from helpers.user_modules import (
     make_loader,
     train_alone,
 )
-from lightning_fsdp2.strategies import callbacks
+from lightning_fsdp2.strategies.parts import callbacks
 
 WHOLE_WEIGHTS = {"fsdp2": "needs whole weights", "megatron_fsdp": "needs whole weights"}
 

@@ -22,7 +22,7 @@ from transformers import BatchEncoding
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
-from lightning_fsdp2.strategies.dataloading import get_batch_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.parts.dataloading import get_batch_fingerprint, keep_in_step
 
 STAGES = ("fit", "validate", "test")
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, MemoryUsage
 from lightning_fsdp2.loggers import WandbLogger
-from lightning_fsdp2.strategies.tracking import Tracking
+from lightning_fsdp2.strategies.parts.tracking import Tracking
 
 IGNORED = {"trainer/global_step", "_step", "_runtime", "_timestamp", "hp_metric"}
 

@@ -1,0 +1,1 @@
+"""Parts of a strategy: what surrounds steps, loaders, loggers and callbacks of a run."""
