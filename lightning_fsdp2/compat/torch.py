@@ -1,4 +1,4 @@
-"""Every private torch name that this package uses, with the reason and what would make it unnecessary."""
+"""Private names of torch, with the reason and what would make each unnecessary. See also ``fsdp.py``."""
 
 import inspect
 import pickle
