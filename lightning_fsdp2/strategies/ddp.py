@@ -23,7 +23,9 @@ from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.parallel.data.ddp import Replica
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
-from lightning_fsdp2.strategies.mesh_strategy import OUTSIDE_CALL_TIMEOUT, MeshStrategy
+from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.parts.step_region import OUTSIDE_CALL_TIMEOUT
 from lightning_fsdp2.strategies.precision import choose_autocast
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        self._check_arguments(DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
+        check_arguments(type(self).__name__, DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         super().__init__(sizes=ParallelSizes(), config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
         self._forward_redirection = DDPForwardRedirection()
         self._replica: Replica | None = None
@@ -89,7 +91,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     def setup_training(self, trainer: "Trainer") -> None:
         super().setup_training(trainer)
         wrap = partial(self.manager.replicate, broadcast_buffers=False)
-        self._replica = Replica(self.lightning_module, wrap, self._data_group, self._wait_to_wrap_again)
+        self._replica = Replica(self.lightning_module, wrap, self.world.data_group, self._wait_to_wrap_again)
         self.model = self._replica.root
 
     @override
@@ -160,7 +162,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with self.accumulating(), self.replica.defer_sync():
+        with self.steps.accumulating(), self.replica.defer_sync():
             yield
 
     @property
@@ -173,7 +175,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     def _wait_to_wrap_again(self) -> None:
         wait_for_all_ranks(
             "freeze or unfreeze parameters",
-            min(self._timeout, OUTSIDE_CALL_TIMEOUT),
+            min(self.world.timeout, OUTSIDE_CALL_TIMEOUT),
             "All ranks train the same parameters: set `requires_grad` on all of them in the same step.",
         )
 

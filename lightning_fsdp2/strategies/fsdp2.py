@@ -24,8 +24,10 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
-from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
+from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences
+from lightning_fsdp2.strategies.parts.steps import check_manual_optimization
 from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 
@@ -80,7 +82,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        self._check_arguments(FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
+        check_arguments(type(self).__name__, FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
@@ -139,7 +141,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                     register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
-        self.tell_branches_apart(module, get_fsdp_modules(module))
+        self.steps.tell_branches_apart(module, get_fsdp_modules(module))
 
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
@@ -155,7 +157,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def block_backward_sync(self) -> Iterator[None]:
         # a single rank may skip the last micro-batch (a step that returns None), so nothing can be deferred until then
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
-        with self.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
+        with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
 
 

@@ -19,8 +19,10 @@ from lightning_fsdp2.parallel.context.apply import activate_context_parallel, de
 from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
-from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy, check_manual_optimization
+from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
+from lightning_fsdp2.strategies.parts.steps import check_manual_optimization
 from lightning_fsdp2.strategies.precision import choose_autocast
 
 if TYPE_CHECKING:
@@ -81,13 +83,13 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        self._check_arguments(MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
+        check_arguments(type(self).__name__, MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
         check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         config = config or MegatronFSDPConfig()
-        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
 
     @property
     def driver(self) -> Driver:
@@ -134,7 +136,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
                 " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
-        if output is None and self.lightning_module.automatic_optimization and not self._is_accumulating:
+        if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
                 pass  # an empty backward: the optimizer steps with the gradients of the earlier micro-batches
         # hooks may read parameters, but the memory of those that the forward used may be freed
@@ -155,7 +157,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         check_manual_optimization(module)
         self.manager.parallelize(module)
-        self.tell_branches_apart(module, (part for part in module.modules() if len(part._parameters)))
+        self.steps.tell_branches_apart(module, (part for part in module.modules() if len(part._parameters)))
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
@@ -190,5 +192,5 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with self.accumulating(), self.driver.defer_sync():
+        with self.steps.accumulating(), self.driver.defer_sync():
             yield

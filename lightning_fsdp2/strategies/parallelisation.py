@@ -38,9 +38,16 @@ class Parallelisation:
     """Whether ``bf16-true`` converted the module's parameters to bfloat16."""
 
 
-def get_optional_parallelisation(module: nn.Module) -> Parallelisation | None:
-    """Return how an earlier Trainer parallelised ``module``; None if none did."""
-    return module.__dict__.get(_ATTRIBUTE)
+def is_parallelised(module: nn.Module, parallelisation: Parallelisation) -> bool:
+    """Return whether an earlier Trainer has parallelised ``module``.
+
+    Raises:
+        ValueError: When the strategy, the mesh, or a flag that changes the module was another one.
+    """
+    earlier: Parallelisation | None = module.__dict__.get(_ATTRIBUTE)
+    if earlier is not None:
+        _check_same(earlier, parallelisation)
+    return earlier is not None
 
 
 def set_parallelisation(module: nn.Module, parallelisation: Parallelisation) -> None:
@@ -48,12 +55,7 @@ def set_parallelisation(module: nn.Module, parallelisation: Parallelisation) -> 
     module.__dict__[_ATTRIBUTE] = parallelisation
 
 
-def check_same_parallelisation(earlier: Parallelisation, current: Parallelisation) -> None:
-    """Refuse a module that an earlier Trainer parallelised in another way.
-
-    Raises:
-        ValueError: When the strategy, the mesh, or a flag that changes the module differs.
-    """
+def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
     if type(earlier.config) is not type(current.config):
         old, new = type(earlier.config).__name__, type(current.config).__name__
         raise ValueError(

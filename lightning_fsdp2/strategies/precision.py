@@ -115,6 +115,29 @@ class ShardedPrecision(Precision):
         clip_grad_value_(self.main_params(optimizer), clip_val)
 
 
+def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecision | None:
+    """Return the plugin that takes the place of Lightning's own ``plugin``; None stays None.
+
+    Raises:
+        ValueError: When ``plugin`` is the user's own. The message names ``strategy``.
+    """
+    if plugin is None or isinstance(plugin, ShardedPrecision):
+        return plugin
+    if type(plugin).__module__.startswith("lightning."):
+        return ShardedPrecision(str(plugin.precision))
+    raise ValueError(
+        f"Trainer(plugins=[{type(plugin).__name__}()]): {strategy} casts by a mixed-precision policy or autocast and"
+        " would not use it; remove the plugin, and set Trainer(precision=...)."
+    )
+
+
+def get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
+    """Return the dtype in which layers compute under a strategy's ``config`` and the Trainer's ``precision``."""
+    default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
+    policy = getattr(config, "mp_policy", None)
+    return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
+
+
 def check_clipping(trainer: Trainer) -> None:
     """Refuse a clipping bound that Lightning would silently ignore, or that would make all gradients NaN.
 

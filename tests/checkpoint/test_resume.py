@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.checkpoint import directory as distributed
-from lightning_fsdp2.strategies.checkpointing import CheckpointingStrategy
+from lightning_fsdp2.strategies.parts.resumption import Resumption
 
 STEPS = 8
 SAVE_EVERY = 2
@@ -231,13 +231,13 @@ def train_on(tp_size: int, steps: int, *, ckpt_path: Path | None = None, save: P
 def test_ranks_of_one_replica_drop_the_same_activations_behind_a_checkpoint_of_another_mesh(
     says_mesh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather = CheckpointingStrategy._gather_rank_states
+    gather = Resumption.gather
     if not says_mesh:  # as they were written before meshes were compared
 
         def gather_without_mesh(*args: Any) -> dict[str, Any]:
             return {key: value for key, value in gather(*args).items() if key != "mesh"}
 
-        monkeypatch.setattr(CheckpointingStrategy, "_gather_rank_states", gather_without_mesh)
+        monkeypatch.setattr(Resumption, "gather", gather_without_mesh)
     path = tmp_path / "a.ckpt"
     run_ranks(lambda: train_on(1, 1, save=path), 2)
     first, second = run_ranks(lambda: train_on(2, 4, ckpt_path=path), 2)

@@ -95,7 +95,7 @@ class Watch(pl.Callback):
         step, micro_batch = divmod(batch_idx, self.accumulation)
         if micro_batch == 0 and step > 0:
             allocations = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.inside: Any = CollectiveLog(trainer.strategy._control_group) if step == 1 else allocations
+            self.inside: Any = CollectiveLog(trainer.strategy.world.control_group) if step == 1 else allocations
             self.inside.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -634,7 +634,7 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
 
         trainer = make_trainer(callbacks=[AtSteps({1: save})])
-        trainer.strategy._timeout = timedelta(seconds=2)
+        trainer.strategy.world.timeout = timedelta(seconds=2)
         fit(trainer)
 
     explained = rf"wants to save a checkpoint, but not every rank did.*rank {1 - rank} did not.*on all ranks"
@@ -656,7 +656,7 @@ def test_a_hook_that_fails_on_one_rank_is_explained_on_the_others(tmp_path: Path
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
 
         trainer = make_trainer(callbacks=[AtSteps({1: save})])
-        trainer.strategy._timeout = timedelta(seconds=2)
+        trainer.strategy.world.timeout = timedelta(seconds=2)
         trainer.fit(Fails(), make_loader())
 
     with pytest.raises(RankError, match=r"wants to write a checkpoint.*rank 1 did not.*on_save_checkpoint") as caught:

@@ -132,7 +132,7 @@ def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
             trainer.fit(Regressor(), loader)
             counts.append(count_process_groups())
             groups = trainer.strategy.full_device_mesh.get_all_groups()
-            for group in (*groups, trainer.strategy._control_group):
+            for group in (*groups, trainer.strategy.world.control_group):
                 backend = group._get_backend(torch.device("cpu"))
                 assert backend.options._timeout == timedelta(seconds=timeout)
         assert counts[0] == counts[1]

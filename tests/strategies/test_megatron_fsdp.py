@@ -531,7 +531,7 @@ def test_a_checkpoint_that_is_written_in_the_background_goes_on(zero_dp_strategy
         trainer = KIND.make_trainer(flags, checkpoint=checkpoint)
         trainer.fit(Scheduled(), make_loader(batches))
         trainer.save_checkpoint(tmp_path / "half.ckpt")
-        trainer.strategy.finish_checkpoints()
+        trainer.strategy.checkpoints.end_stage(trainer)
         module, expected = Scheduled(), Scheduled()
         trainer = KIND.make_trainer(flags, max_steps=4)
         trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "half.ckpt")

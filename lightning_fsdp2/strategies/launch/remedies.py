@@ -21,6 +21,13 @@ _PEER_IS_LOST = (
 """Parts of error messages of gloo, the store and nccl when another rank is gone or does not answer in time."""
 
 
+def add_remedy(exception: BaseException, hosts: Sequence[str]) -> None:
+    """Add to the message of ``exception`` what to do about it, if that is known."""
+    remedy = get_optional_remedy(exception, hosts)
+    if remedy is not None:
+        exception.args = (f"{exception}\n{remedy}",)
+
+
 def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
     """Return what to do about an error of torch or Lightning that does not say its cause; None if unknown.
 

@@ -7,13 +7,20 @@ from typing import Any, cast
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
 from lightning_fsdp2.compat.lightning import end_by_sigterm, give_signals_back, logs_graph
 from lightning_fsdp2.compat.lightning import set_available_flops as set_monitor_flops
+
+NEED_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
+    (WeightAveraging, StochasticWeightAveraging, ModelPruning),
+    "needs whole weights and fails on sharded ones; remove it, and average with"
+    " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
+)
+"""Lightning callbacks that do not work with sharded weights, each with what to do instead."""
 
 
 class OwnCallbacks:

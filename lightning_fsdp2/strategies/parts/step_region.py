@@ -16,6 +16,9 @@ from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 
+OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
+"""Longest time that a rank waits for the others when it calls a sharded module outside of a step."""
+
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 
 _REMEDY = "Its forward is a collective. Call it on all ranks"

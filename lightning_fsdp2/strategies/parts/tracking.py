@@ -11,13 +11,15 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
-from lightning_fsdp2.compat.ledger import get_ledger
+from lightning_fsdp2.compat.ledger import get_ledger, has_own
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 from lightning_fsdp2.loggers.run_identity import describe_run
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
+from lightning_fsdp2.ranks.whole_tensors import gather
 
 
 class Tracking(Callback):
@@ -177,6 +179,21 @@ class _Row:
         """Write the row and finalize the logger: after a stage, after an error, and before a job is requeued."""
         self.write()
         type(self.logger).finalize(self.logger, status)
+
+
+def log_whole_values(module: LightningModule) -> None:
+    """Make the module's ``log`` gather values that are sharded, such as the norm of a parameter.
+
+    A ``log`` that the user has set stays. The Trainer's ledger puts the module's own back.
+    """
+    if not has_own(module, "log"):
+        log = partial(_log_whole, type(module).log, module)
+        reason = "a metric made of a sharded parameter would be logged as this rank's part of it"
+        get_ledger(module.trainer).replace(module, "log", log, reason=reason)
+
+
+def _log_whole(log: Callable[..., None], module: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    log(module, name, gather(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
 def _is_number(name: Any, value: Any) -> bool:

@@ -109,7 +109,7 @@ def make_stub(mesh_options: dict[str, int], stage: RunningStage = RunningStage.T
     strategy = FSDP2Strategy()
     state = SimpleNamespace(stage=stage, fn=TrainerFn.FITTING)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
-    strategy._control_group = dist.group.WORLD
+    strategy.world.control_group = dist.group.WORLD
     strategy.enter_mesh(create_device_mesh(device_type="cpu", **mesh_options))
     return strategy
 
@@ -546,15 +546,14 @@ def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None
         different = {"x": torch.tensor(dist.get_rank() == 1)}  # in the first of two replicas
         strategy = make_stub({"tp_size": 2})
         strategy.parallel_devices = [torch.device("cpu")]
-        strategy._check_same_batch(make_batch(), 0)
-        strategy._check_same_batch(different, 0)  # only the first one is compared
+        strategy.batches.check_same(make_batch(), "train", 0)
+        strategy.batches.check_same(different, "train", 0)  # only the first one is compared
         with pytest.raises(ValueError, match=r"different first batches from train_dataloader 1.*data_parallel_rank"):
-            strategy._check_same_batch(different, 1)
-        for stage, name in ((RunningStage.VALIDATING, "val"), (RunningStage.PREDICTING, "predict")):
-            strategy.lightning_module.trainer.state.stage = stage
-            strategy._check_same_batch(make_batch(), 1)
+            strategy.batches.check_same(different, "train", 1)
+        for name in ("val", "predict"):
+            strategy.batches.check_same(make_batch(), name, 1)
             with pytest.raises(ValueError, match=f"from {name}_dataloader 0"):
-                strategy._check_same_batch([make_batch(), different], 0)
+                strategy.batches.check_same([make_batch(), different], name, 0)
 
     run_ranks(run, 4)
 
@@ -562,7 +561,7 @@ def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None
 def test_replicas_read_different_batches() -> None:
     def run() -> None:
         strategy = make_stub({"tp_size": 2})
-        strategy._check_same_batch({"x": torch.tensor(strategy.data_parallel_rank)}, 0)
-        make_stub({})._check_same_batch({"x": torch.tensor(dist.get_rank())}, 0)
+        strategy.batches.check_same({"x": torch.tensor(strategy.data_parallel_rank)}, "train", 0)
+        make_stub({}).batches.check_same({"x": torch.tensor(dist.get_rank())}, "train", 0)
 
     run_ranks(run, 4)

@@ -1,0 +1,78 @@
+"""The batches of a stage: all ranks read them in step, and the ranks of a replica read the same ones."""
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2.compat.lightning import set_sampler_epoch
+from lightning_fsdp2.strategies.launch.remedies import is_raised_in
+from lightning_fsdp2.strategies.parts.dataloading import get_batch_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.parts.world import World
+
+
+class Batches:
+    """The data loaders of a stage, prepared for the ranks of ``world``, and a check of each loader's first batch."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._checked: set[tuple[str, int]] = set()
+
+    def begin_stage(self) -> None:
+        """Start a stage of the Trainer, whose first batches have not been checked."""
+        self._checked.clear()
+
+    def prepare(self, loader: Any, *, resumed_epoch: int, may_drop: bool) -> Any:
+        """Prepare a data loader of the user.
+
+        Args:
+            loader: Data loader, of any kind that Lightning accepts.
+            resumed_epoch: Epoch in which the run resumes; 0 leaves the sampler as it is.
+            may_drop: Whether batches that only some ranks have may be dropped; see :func:`keep_in_step`.
+        """
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            # every iterator draws a seed. If seeds came from the global generator, a resumed run would not draw as many
+            # as an uninterrupted one, and its dropout would differ
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        if getattr(loader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            # Lightning would seed by global rank, and the ranks of one replica would augment differently
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self._world.data_parallel_rank)
+        if resumed_epoch:
+            set_sampler_epoch(loader, resumed_epoch)
+        return keep_in_step(loader, self._world.control_group, may_drop=may_drop)
+
+    def check_same(self, batch: Any, stage: str, dataloader_idx: int) -> None:
+        """Check that the ranks of each replica read the same first batch from each data loader.
+
+        Raises:
+            ValueError: On every rank, when the batches of a replica differ.
+        """
+        world = self._world
+        if world.replica_group.size() == 1 or (stage, dataloader_idx) in self._checked:
+            return
+        self._checked.add((stage, dataloader_idx))
+        # over all ranks and not in each replica separately, so that every rank raises
+        fingerprints = [(0, "")] * world.mesh.size()
+        own = (world.data_parallel_rank, get_batch_fingerprint(batch))
+        dist.all_gather_object(fingerprints, own, group=world.control_group)
+        if len(set(fingerprints)) > world.data_parallel_size:
+            raise ValueError(
+                f"The ranks of one model replica read different first batches from {stage}_dataloader {dataloader_idx},"
+                " but they compute parts of one result. Shard the data by `trainer.strategy.data_parallel_rank` and"
+                " `data_parallel_size`, not by the global rank, and seed shuffling alike."
+            )
+
+    def end_without_samples(self, exception: BaseException) -> None:
+        """Let all ranks fail if this rank has no samples to predict on, and ``exception`` says so.
+
+        Lightning's sampler fails only on ranks without samples, and the others wait in :func:`keep_in_step`.
+        """
+        if isinstance(exception, AssertionError) and is_raised_in(
+            UnrepeatedDistributedSampler.__init__.__code__, exception
+        ):
+            keep_in_step((), self._world.control_group, may_drop=False)

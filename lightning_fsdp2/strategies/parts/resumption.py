@@ -1,0 +1,176 @@
+"""The states that differ between the ranks of a run. A checkpoint holds all of them, and the next run restores them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fsdp2.compat.lightning import (
+    begin_epoch_after_complete_one,
+    get_loader_states,
+    get_loaders,
+    is_epoch_cut_short,
+    prepare_resume,
+    reopen_epoch,
+    restore_loader_states,
+)
+from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
+from lightning_fsdp2.strategies.parts.tracking import Tracking
+from lightning_fsdp2.strategies.parts.world import World
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_KEY = "lightning_fsdp2"
+"""Key of the states in Lightning's checkpoint dict."""
+
+
+class Resumption:
+    """Random states, positions of data loaders and counts of tokens, from a checkpoint of one run to the next run.
+
+    Args:
+        world: The ranks of the run.
+        tracking: Counter of the tokens.
+
+    Attributes:
+        epoch: Epoch in which the run resumes; 0 if it does not, or once training has started.
+    """
+
+    def __init__(self, world: World, tracking: Tracking) -> None:
+        self._world = world
+        self._tracking = tracking
+        self._random_state: dict[str, Any] | None = None
+        self._repeats_epoch = False
+        self._last_loader_states: Sequence[Any] = ()
+        self.epoch = 0
+
+    # ------------------------------------------------------------------ into a checkpoint
+
+    def forget_loader_states(self) -> None:
+        """Forget the positions at the end of an earlier fit."""
+        self._last_loader_states = ()
+
+    def keep_loader_states(self, trainer: "Trainer") -> None:
+        """Remember the data loaders' positions at the end of a fit, for a checkpoint after the loaders are reset."""
+        self._last_loader_states = get_loader_states(trainer)
+
+    def add_to(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
+        """Return a copy of ``checkpoint`` with the states of all ranks; every rank must call this."""
+        if "loops" in checkpoint and is_epoch_cut_short(trainer):
+            reopen_epoch(checkpoint["loops"]["fit_loop"])
+            if self._last_loader_states:
+                _set_loader_states(checkpoint, self._last_loader_states)
+        return {**checkpoint, _KEY: self.gather(checkpoint, trainer, device)}
+
+    def gather(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
+        """Gather the states of all ranks."""
+        world = self._world
+        own = (world.data_parallel_rank, get_random_state(device), _get_loader_states(checkpoint))
+        everyone = [own] * world.mesh.size()
+        dist.all_gather_object(everyone, own, group=world.control_group)
+        return {
+            "mesh": world.axis_sizes,
+            "random_states": [state for _, state, _ in everyone],
+            "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
+            "has_global_positions": _has_global_positions(trainer),
+            "tracking": self._tracking.get_state(trainer),
+        }
+
+    # ------------------------------------------------------------------ out of a checkpoint
+
+    def begin_stage(self) -> None:
+        """Start a stage of the Trainer, in which no checkpoint has been loaded yet."""
+        self.epoch = 0
+
+    def take_from(self, checkpoint: dict[str, Any], trainer: "Trainer", *, is_fit: bool) -> None:
+        """Take this rank's states out of ``checkpoint``; only a fit uses them."""
+        states = checkpoint.pop(_KEY, None)
+        if not is_fit:
+            return
+        if states is not None:
+            self._take(checkpoint, states)
+        if "loops" in checkpoint:
+            self.epoch = prepare_resume(checkpoint["loops"]["fit_loop"], trainer)
+
+    def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
+        world = self._world
+        if "tracking" in states:  # missing in checkpoints of earlier versions
+            self._tracking.set_state(states["tracking"])
+        random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
+        changed, lost = [], []
+        if self._fits_random_states(len(random_states), mesh):
+            self._random_state = random_states[dist.get_rank()]
+        else:
+            changed.append(f"the random states of {len(random_states)} ranks (mesh {mesh or 'unknown'})")
+            lost.append("random numbers (dropout)")
+        if len(loader_states) == world.data_parallel_size:
+            _set_loader_states(checkpoint, loader_states[world.data_parallel_rank])
+        elif loader_states and states.get("has_global_positions"):
+            _set_loader_states(checkpoint, loader_states[0])
+        elif loader_states:
+            _set_loader_states(checkpoint, [])
+            self._repeats_epoch = True
+            changed.append(f"the data loader positions of {len(loader_states)} data parallel ranks")
+            lost.append("the data of the current epoch")
+        if changed:
+            rank_zero_warn(
+                f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's"
+                f" {world.mesh.size()} ranks (mesh {world.axis_sizes}, {world.data_parallel_size} data parallel ranks);"
+                f" they are dropped: {' and '.join(lost)} start anew."
+            )
+
+    def _fits_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
+        """Return whether this run can use the random states that ``ranks`` ranks saved on a mesh of the shape ``mesh``.
+
+        The ranks of one replica must get the same state. With the states of another mesh, they would drop different
+        activations.
+        """
+        if mesh is None:  # a checkpoint of an earlier version
+            return ranks == self._world.mesh.size() and self._world.replica_group.size() == 1
+        return mesh == self._world.axis_sizes
+
+    def resume(self, trainer: "Trainer", device: torch.device) -> None:
+        """Restore what a fit goes on with. Call this after the data loaders' iterators have drawn their seeds."""
+        begin_epoch_after_complete_one(trainer)
+        self.epoch = 0
+        self._restore_loader_positions(trainer)
+        if self._random_state is not None:
+            set_random_state(self._random_state, device)
+            self._random_state = None
+
+    def _restore_loader_positions(self, trainer: "Trainer") -> None:
+        """Set Lightning's batch count to the position of the restored data loaders, in batches of this run.
+
+        Lightning restores the count of the earlier run, which may have had another batch size or number of ranks.
+        """
+        restore_loader_states(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
+        if self._repeats_epoch:
+            self._repeats_epoch = False
+            counts = [] if progress.is_last_batch else [0]  # an epoch with no batch left only has to end
+        for count in counts:
+            if count is not None and count != progress.current.ready:
+                shift = count - progress.current.ready
+                progress.current = type(progress.current)(**{k: v + shift for k, v in asdict(progress.current).items()})
+
+
+def _has_global_positions(trainer: "Trainer") -> bool:
+    """Return whether all data loaders report that their positions are global.
+
+    Equal states on all ranks would not prove it: counts of each rank's own batches would be equal, too.
+    """
+    loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
+    return all(getattr(loader, "has_global_position", False) for loader in loaders)
+
+
+def _get_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    return fit_loop.get("state_dict", {}).get("combined_loader", [])
+
+
+def _set_loader_states(checkpoint: dict[str, Any], states: Sequence[Any]) -> None:
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states

@@ -1,0 +1,76 @@
+"""What is not sharded: buffers and metrics of a module, its BatchNorm layers, and parameters outside of all units."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from lightning_fsdp2.compat.lightning import set_device
+from lightning_fsdp2.modules.structure import find_metrics, get_modules
+from lightning_fsdp2.strategies.launch.process_groups import broadcast_coalesced
+
+
+class SharedBuffers:
+    """The buffers that checkpoints hold, such as the statistics of BatchNorm, which differ by rank after a step."""
+
+    def __init__(self) -> None:
+        self._owners: list[tuple[nn.Module, str]] = []
+
+    def find(self, root: nn.Module) -> None:
+        """Find the buffers of ``root``, in the same order on every rank."""
+        self._owners = [
+            (module, name)
+            for module in get_modules(root)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor)
+        ]
+
+    def share(self) -> None:
+        """Give every rank the buffers of rank 0, as DDP does: BatchNorm has seen different batches on each rank."""
+        buffers = [module._buffers.get(name) for module, name in self._owners]
+        broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
+
+
+def move_to_device(root: LightningModule, device: torch.device) -> None:
+    """Move everything in ``root`` that is not sharded to ``device``: buffers, metrics, and loose parameters."""
+    for parameter in root.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device)
+    for module in root.modules():
+        if isinstance(module, Metric):
+            module.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    set_device(root, device)
+
+
+def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.device) -> None:
+    """Apply ``Trainer(sync_batchnorm=True)``; before sharding, because it replaces layers with new ones.
+
+    Args:
+        module: Module whose layers are replaced.
+        layer_sync: Lightning's plugin that replaces them; None does nothing.
+        device: This rank's device.
+
+    Raises:
+        ValueError: On a CPU, where torch has no synchronised BatchNorm.
+    """
+    if layer_sync is None:
+        return
+    if device.type == "cpu":
+        raise ValueError(
+            "Trainer(sync_batchnorm=True): torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU."
+        )
+    layer_sync.apply(module)
+
+
+def synchronise_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make metrics synchronise over the data parallel ranks of ``group``, so that equal batches count once."""
+    for metric in find_metrics(module):
+        if metric.process_group is None:
+            metric.process_group = group
