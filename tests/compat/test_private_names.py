@@ -26,7 +26,6 @@ OPERATIONS = ("_c10d_functional", "_efficient_attention", "_flash_attention", "_
 """Beginnings of names of operations under ``torch.ops``, which a selective checkpoint and a plan must name."""
 
 PROTECTED = {
-    "_checkpoint_io": "ParallelStrategy",
     "_get": "LightningCLI",
     "_layer_sync": "ParallelStrategy",
     "_lightning_optimizers": "Strategy",

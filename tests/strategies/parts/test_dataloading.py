@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import BatchEncoding
@@ -104,10 +104,10 @@ def make_trainer(**options: Any) -> pl.Trainer:
 # ---------------------------------------------------------------------- data parallel ranks, not global ones
 
 
-def make_stub(mesh_options: dict[str, int], stage: RunningStage = RunningStage.TRAINING) -> FSDP2Strategy:
-    """A strategy on a mesh that its own sizes do not reach yet, in the given stage of a Trainer."""
+def make_stub(mesh_options: dict[str, int]) -> FSDP2Strategy:
+    """A strategy that fits, on a mesh of other sizes than its own."""
     strategy = FSDP2Strategy()
-    state = SimpleNamespace(stage=stage, fn=TrainerFn.FITTING)
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
     strategy.world.control_group = dist.group.WORLD
     strategy.enter_mesh(create_device_mesh(device_type="cpu", **mesh_options))
