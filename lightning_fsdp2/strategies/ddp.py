@@ -152,7 +152,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(inner, ZeroRedundancyOptimizer):
             return super().optimizer_state(optimizer)
         inner.consolidate_state_dict()  # on rank 0
