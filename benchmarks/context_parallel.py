@@ -177,7 +177,7 @@ def print_shares(args: argparse.Namespace) -> None:
     model = {**LLAMA_3_8B, "num_hidden_layers": args.layers}
     print(f"{args.layers} layers of a Llama-3-8B, 1 x {args.simulated_length} tokens; the most of any rank:\n")
     columns = ("attention TFLOP", "other products TFLOP", "attention sends GiB", "activations GiB")
-    print(f"| method | cp | {' | '.join(f'{column} | / least' for column in columns)} |")
+    print(f"| method | cp | {' | '.join(f'{column} | / minimum' for column in columns)} |")
     print(f"|---|{'--:|' * (1 + 2 * len(columns))}")
     alone = make_run(model, args.simulated_length, 1)
     (whole,) = run_forked(partial(find_most, alone, "auto"), 1)
