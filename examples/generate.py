@@ -1,4 +1,4 @@
-"""Generation from a sharded model: every rank gathers the weights once and answers prompts of its own.
+"""Generation from a sharded model: every rank gathers the weights once and answers its own prompts.
 
 torchrun --nproc-per-node 2 examples/generate.py "def main" "import torch"                  # 2 processes on a laptop
 torchrun --nproc-per-node 2 examples/generate.py "def main" --pretrained outputs/lora/model   # after examples/lora.py
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
 
     config = FSDP2Config()
-    mesh = create_device_mesh(config)  # of torchrun's processes
+    mesh = create_device_mesh(config)  # over torchrun's processes
     if arguments.pretrained:
         model, tokenizer = from_pretrained(arguments.pretrained), AutoTokenizer.from_pretrained(arguments.pretrained)
     else:
@@ -35,11 +35,11 @@ if __name__ == "__main__":
         tokenizer = build_byte_tokenizer()
     model = FSDP2Manager(config, mesh).parallelize(model).eval()
 
-    # Without the block, each layer of each new token would gather its weights, and all ranks would have to go along.
+    # Outside the block, each layer would gather its weights for each new token, and all ranks would have to take part.
     with unshard_fsdp2_model(model), torch.no_grad():
         for prompt in arguments.prompts[dist.get_rank() :: dist.get_world_size()]:
             inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-            # synced_gpus: transformers makes ranks of FSDP wait for each other's last token, which they need not here
+            # synced_gpus: transformers makes FSDP ranks wait for each other's last token, which is not necessary here
             options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "synced_gpus": False}
             tokens = model.generate(**inputs, **options)
             print(f"rank {dist.get_rank()}: {tokenizer.decode(tokens[0])!r}")

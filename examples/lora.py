@@ -1,4 +1,4 @@
-"""LoRA: small adapters are trained around a frozen model that is sharded, and merged into a model of its own.
+"""LoRA: train small adapters around a frozen, sharded model, and export them alone and merged.
 
 python examples/lora.py                                                     # 2 processes, or all GPUs of the machine
 python examples/lora.py --pretrained outputs/own_module/model               # the same, after examples/own_module.py
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     )
     strategy = FSDP2Strategy(
         tp_size=arguments.tp_size,
-        checkpoint=CheckpointConfig(frozen_parameters=False),  # the adapter alone, wherever the rest can be read again
+        checkpoint=CheckpointConfig(frozen_parameters=False),  # only the adapter, if the base can be read again
     )
     logger = CSVLogger("outputs", name="lora")
     trainer = pl.Trainer(

@@ -1,4 +1,4 @@
-"""Your own LightningModule around a Hugging Face model: its own loss, and not a line about sharding.
+"""Your own LightningModule around a Hugging Face model: with its own loss, and without sharding code.
 
 python examples/own_module.py                                               # 2 processes, or all GPUs of the machine
 torchrun --nproc-per-node 8 examples/own_module.py --pretrained /models/llama-3-8b \
@@ -38,7 +38,7 @@ class LanguageModel(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         output = self.model(**batch, use_cache=False)
-        z_loss = output.logits.logsumexp(-1).square().mean()  # keeps logits near 0: PaLM, arXiv:2204.02311
+        z_loss = output.logits.logsumexp(-1).square().mean()  # keeps logits near 0 (PaLM, arXiv:2204.02311)
         self.log("train/loss", output.loss, prog_bar=True, sync_dist=True)
         return output.loss + 1e-4 * z_loss
 

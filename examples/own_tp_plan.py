@@ -1,4 +1,4 @@
-"""A tensor parallel plan for a model of your own: which of its layers are split, and how.
+"""A tensor parallel plan for your own model: which layers are split, and how.
 
 python examples/own_tp_plan.py                                 # 2 processes, each of which holds half of every layer
 torchrun --nproc-per-node 8 examples/own_tp_plan.py --tp-size 4                                         # needs GPUs
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Strategy, TextDataModule
 
-# Patterns of names in the LightningModule. Column-wise, a rank computes its share of the outputs; the row-wise layer
-# behind takes them as its inputs, and the ranks' results are added up. docs/tensor_parallel.md lists the other styles.
+# Patterns of names in the LightningModule. In a column-wise layer, each rank computes its part of the outputs. The
+# next layer is row-wise: it takes this part as its input, and the ranks' results are added up.
+# docs/tensor_parallel.md lists the other styles.
 PLAN = {
     "embedding": "embedding_rowwise",
     **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
@@ -35,7 +36,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.attention_norm(hidden)
-        # -1 and not the number of heads: a rank has its own heads only
+        # -1 and not the number of heads, because a rank has only its own heads
         heads = [layer(normed).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)]
         mixed = F.scaled_dot_product_attention(*(head.transpose(1, 2) for head in heads), is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))

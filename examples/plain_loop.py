@@ -1,4 +1,4 @@
-"""A plain torch loop without Lightning: shard, accumulate, clip, save, and go on from the checkpoint of the last run.
+"""A plain torch loop without Lightning: shard, accumulate, clip, save, and continue from the last run's checkpoint.
 
 torchrun --nproc-per-node 2 examples/plain_loop.py                                          # 2 processes on a laptop
 torchrun --nproc-per-node 8 examples/plain_loop.py --pretrained /models/llama-3-8b \
@@ -29,8 +29,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
 
-    config = lf.FSDP2Config(activation_checkpointing=True)  # computes in bfloat16, reduces and steps in float32
-    mesh = lf.create_device_mesh(config, tp_size=arguments.tp_size)  # of torchrun's processes
+    config = lf.FSDP2Config(activation_checkpointing=True)  # computes in bfloat16, the rest is float32
+    mesh = lf.create_device_mesh(config, tp_size=arguments.tp_size)  # over torchrun's processes
     data_ranks = get_mesh(mesh, "data_parallel")
 
     torch.manual_seed(1)
@@ -48,13 +48,13 @@ if __name__ == "__main__":
 
     done = lf.load_checkpoint(CHECKPOINT, model, optimizer) if Path(CHECKPOINT).exists() else 0
     for step in range(done, arguments.steps):
-        # all ranks choose the same sequences, and each data parallel rank computes its part of every micro-batch
+        # all ranks choose the same sequences; each data parallel rank computes its part of every micro-batch
         chosen = torch.randint(len(sequences), (2, 8), generator=torch.Generator().manual_seed(step))
         for number, rows in enumerate(chosen[:, data_ranks.get_local_rank() :: data_ranks.size()]):
             is_last = number == len(chosen) - 1
             with nullcontext() if is_last else lf.defer_grad_sync(model):
                 lf.token_mean_loss(model, model(sequences[rows]).logits, labels=sequences[rows]).backward()
-        mean = lf.apply_token_mean_(model, get_mesh(mesh, "dp_cp").get_group())  # gradients are those of this mean now
+        mean = lf.apply_token_mean_(model, get_mesh(mesh, "dp_cp").get_group())  # makes gradients those of this mean
         norm = lf.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Two optimizers and manual optimisation: a generator learns to draw points that a discriminator takes for real ones.
+"""Two optimizers and manual optimisation: a generator learns to draw points that a discriminator accepts as real.
 
 python examples/two_optimizers.py                                           # 2 processes, or all GPUs of the machine
 torchrun --nproc-per-node 8 examples/two_optimizers.py                                                  # needs GPUs
@@ -33,7 +33,7 @@ class AdversarialPair(pl.LightningModule):
         noise, real = batch
         generator_optimizer, discriminator_optimizer = self.optimizers()
 
-        # gradients of the other network are neither computed nor communicated in the block
+        # in this block, the other network's gradients are neither computed nor communicated
         with discriminator_optimizer.toggle_model():
             fake = self.generator(noise).detach()
             loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
@@ -48,7 +48,7 @@ class AdversarialPair(pl.LightningModule):
             self.manual_backward(loss)
             generator_optimizer.step()
             generator_optimizer.zero_grad()
-        distance = (points.detach().norm(dim=-1) - 1).abs().mean()  # from the circle that is to be drawn
+        distance = (points.detach().norm(dim=-1) - 1).abs().mean()  # from the circle that the generator should draw
         self.log_dict({"train/generator_loss": loss, "train/distance": distance}, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""Before: a loop of one's own around a model of NeMo Automodel 0.7.0.
+"""Before: a hand-written loop around a model of NeMo Automodel 0.7.0.
 
 pip install nemo-automodel==0.7.0
 torchrun --nproc-per-node 8 examples/migrating/automodel_before.py /models/llama-3-8b       # needs GPUs

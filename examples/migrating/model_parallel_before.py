@@ -49,7 +49,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ckpt-path", help="checkpoint to go on from")
+    parser.add_argument("--ckpt-path", help="checkpoint to continue from")
     arguments = parser.parse_args()
 
     pl.seed_everything(1)

@@ -1,4 +1,4 @@
-"""Holds the store of torchrun's rendezvous, on a machine that does not train: then any of the nodes may die.
+"""Run the store of torchrun's rendezvous on a machine that does not train, so that any training node may die.
 
 python examples/torchrun/serve_store.py 29400
 """
