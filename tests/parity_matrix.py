@@ -54,26 +54,25 @@ class Matrix:
 
 
 ABOUT_TEXT = [
-    "A tiny random model of every causal language model family of transformers that has a tensor parallel plan,",
-    f"its own or ours, with the attention it takes by default: {family_parity.STEPS} AdamW steps with clipping in"
-    " float32, on",
-    "each layout and in one process. A number is the largest difference of any gradient in the first step,",
-    "relative to that parameter's largest gradient (or to 1 % of the model's largest one). In every cell with a",
-    "number losses, all gradients before and after clipping, the gradient norm and the weights after the last step",
-    "are within the tolerances of the tests: 1e-5 for losses and for gradients relative to their parameter's",
-    "largest, and ten times that for gradients after the first step.",
+    "This page compares every causal language model family of transformers that has a tensor parallel plan, its own or",
+    "ours. A tiny random model of each family, with the attention that it uses by default, trains for",
+    f"{family_parity.STEPS} AdamW steps with clipping in float32, on each layout and in one process. A number is the",
+    "largest difference of any gradient in the first step, relative to that parameter's largest gradient (or to 1 % of",
+    "the model's largest gradient). In every cell with a number, losses, all gradients before and after clipping, the",
+    "gradient norm and the weights after the last step are within the tolerances of the tests: 1e-5 for losses, 1e-5 of",
+    "a parameter's largest gradient for gradients, and ten times that for gradients after the first step.",
     "",
-    "`sp` is `sequence_parallel=True`; `accumulate 2` two micro-batches per step, synchronised once.",
+    "`sp` means `sequence_parallel=True`. `accumulate 2` means two micro-batches per step, synchronised once.",
 ]
 ABOUT_IMAGES = [
-    "A tiny random model of every family of transformers that reads text with images, towers included, in float32: the",
-    f"gradients of {2 * vision_parity.STEPS} accumulated micro-batches (of {vision_parity.STEPS} on each of two data"
-    " parallel ranks), every sequence with an image in it, on",
-    "each layout and in one process. A number is the largest difference of any parameter's gradient, relative to that",
-    "parameter's largest gradient (or to 0.1 % of the model's largest one); every number is at most 1e-5.",
+    "This page compares every family of transformers that reads text with images. A tiny random model of each family,",
+    "vision towers included, computes gradients in float32, on each layout and in one process. The gradients are those",
+    f"of {2 * vision_parity.STEPS} accumulated micro-batches (of {vision_parity.STEPS} on each of two data parallel",
+    "ranks), and every sequence has an image. A number is the largest difference of any parameter's gradient, relative",
+    "to that parameter's largest gradient (or to 0.1 % of the model's largest gradient). Every number is at most 1e-5.",
     "",
-    "`dp2` are two data parallel ranks, `tp2` two tensor parallel ones, `sp` is `sequence_parallel=True`. Towers that",
-    "have no plan are replicated over tensor parallel ranks, with a warning.",
+    "`dp2` means two data parallel ranks, `tp2` two tensor parallel ranks, and `sp` `sequence_parallel=True`. Towers",
+    "without a plan are replicated over tensor parallel ranks, with a warning.",
 ]
 
 TEXT = Matrix(
@@ -88,7 +87,7 @@ TEXT = Matrix(
 )
 CONTEXT = replace(TEXT, title="Context parallel parity", layouts=list(CONTEXT_LAYOUTS))
 IMAGES = Matrix(
-    title="Parity of models that see images",
+    title="Parity of multimodal models with images",
     about=ABOUT_IMAGES,
     folder=FOLDER / "images",
     layouts=list(vision_parity.LAYOUTS),

@@ -66,7 +66,7 @@ from lightning_fsdp2.strategies.parts import callbacks
 
 WHOLE_WEIGHTS = {"fsdp2": "needs whole weights", "megatron_fsdp": "needs whole weights"}
 
-FREEZING = {"megatron_fsdp": "what is trained is settled when it is sharded"}
+FREEZING = {"megatron_fsdp": "the set of trained parameters is fixed when the model is sharded"}
 
 ONE_PROCESS = "Lightning has it for one process only"
 
@@ -82,7 +82,7 @@ class HasBackbone(Regressor):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-@callback_option("BackboneFinetuning", "frozen for an epoch, then with a learning rate of its own", refused=FREEZING)
+@callback_option("BackboneFinetuning", "the backbone is frozen for an epoch, then has a separate learning rate", refused=FREEZING)
 def check_backbone_finetuning(kind: Kind, folder: Path) -> None:
     callback = lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)]  # noqa: E731
     fit_both(kind, 2, make_module=HasBackbone, make_callbacks=callback, max_epochs=3, **ALL_EPOCHS)
@@ -97,7 +97,7 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.blocks[2], optimizer, lr=0.01)
 
 
-@callback_option("BaseFinetuning", "one that unfreezes a layer later", refused=FREEZING, named="Unfreezes")
+@callback_option("BaseFinetuning", "a subclass that unfreezes a layer later", refused=FREEZING, named="Unfreezes")
 def check_base_finetuning(kind: Kind, folder: Path) -> None:
     options = {"make_module": HasBackbone, "make_callbacks": lambda: [Unfreezes()], "max_epochs": 2, **ALL_EPOCHS}
     fit_both(kind, 2, **options)
@@ -117,7 +117,7 @@ class Writes(BasePredictionWriter):
             self.epoch.update(zip(indices, prediction, strict=True))
 
 
-@callback_option("BasePredictionWriter", "each sample once, where the ranks do not divide them")
+@callback_option("BasePredictionWriter", "each sample once, also if the ranks do not divide the data")
 def check_base_prediction_writer(kind: Kind, folder: Path) -> None:
     data = [{key: value[0] for key, value in batch.items()} for batch in make_batches(5)]
     writer = Writes()
@@ -163,7 +163,7 @@ def check_checkpoint_has(kind: Kind, path: Any, expected: nn.Module) -> None:
     assert_same_weights(module, expected)
 
 
-@callback_option("Checkpoint", "one that saves when training ends")
+@callback_option("Checkpoint", "a subclass that saves when training ends")
 def check_checkpoint(kind: Kind, folder: Path) -> None:
     batches, expected = make_batches(2 * WORLD), Regressor()
     options = {"callbacks": [SavesAtTheEnd()], "enable_checkpointing": True, "default_root_dir": folder}
@@ -188,7 +188,7 @@ class LogsOwnLoss(Regressor):
         self.log("own", float(epoch if rank == WORLD - 1 and epoch >= 2 else -epoch))
 
 
-@callback_option("EarlyStopping", "stops all ranks in the same epoch, also where only one has the reason")
+@callback_option("EarlyStopping", "stops all ranks in the same epoch, also if only one rank has the reason")
 def check_early_stopping(kind: Kind, folder: Path) -> None:
     stopping = EarlyStopping("own", patience=1)
     options = {"validation": make_batches(WORLD), "callbacks": [stopping], "max_epochs": 9, **ALL_EPOCHS}
@@ -333,7 +333,7 @@ def check_summary(kind: Kind, summary: type[ModelSummary]) -> None:
         assert {k: v for k, v in mesh_data if k != "Type"} == {k: v for k, v in data if k != "Type"}
 
 
-@callback_option("ModelSummary", "whole parameters, whatever a rank holds, and the sizes of an example")
+@callback_option("ModelSummary", "sizes of whole parameters, whatever a rank holds, and of an example")
 def check_model_summary(kind: Kind, folder: Path) -> None:
     check_summary(kind, ModelSummary)
 
@@ -364,7 +364,7 @@ class OwnBar(ProgressBar):
         self.seen.append((trainer.global_step, self.total_train_batches))
 
 
-@callback_option("ProgressBar", "one of your own")
+@callback_option("ProgressBar", "a custom progress bar")
 def check_progress_bar(kind: Kind, folder: Path) -> None:
     bar = OwnBar()
     fit(kind, make_batches(2 * WORLD), callbacks=[bar], enable_progress_bar=True, max_epochs=1, **ALL_EPOCHS)
@@ -389,7 +389,7 @@ class Spikes(Regressor):
         return super().training_step(batch, batch_idx) * (1000 if is_spike else 1)
 
 
-@callback_option("SpikeDetection", "a spike on one rank ends all")
+@callback_option("SpikeDetection", "a spike on one rank ends the run on all ranks")
 def check_spike_detection(kind: Kind, folder: Path) -> None:
     detection = SpikeDetection(rtol=50.0, exclude_batches_path=folder / "skip.json")
     with pytest.raises(TrainingSpikeException, match="batch 2"):
@@ -413,7 +413,7 @@ class HasFlops(Regressor):
     flops_per_batch = 1000
 
 
-@callback_option("ThroughputMonitor", "samples of all ranks; utilisation relative to the dtype of compute")
+@callback_option("ThroughputMonitor", "samples of all ranks; utilisation relative to the peak in the compute dtype")
 def check_throughput_monitor(kind: Kind, folder: Path) -> None:
     for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
         logger = CSVLogger(folder, precision)
@@ -431,7 +431,7 @@ def check_throughput_monitor(kind: Kind, folder: Path) -> None:
         assert float(row["train/device/mfu"]) == pytest.approx(flops / PEAKS[dtype])
 
 
-@callback_option("Timer", "stops all ranks in the same step, by the clock of the first")
+@callback_option("Timer", "stops all ranks in the same step, by the first rank's clock")
 def check_timer(kind: Kind, folder: Path) -> None:
     check_stops_by_the_clock_of_rank_0(kind, callbacks=[Timer({"seconds": 2})])
 

@@ -148,45 +148,45 @@ DIFFERENCES = (
     ),
     Difference(
         "end of a fit with `ModelCheckpoint`",
-        "what was saved before",
+        "keeps the last checkpoint that was saved before",
         "`last.ckpt` has the last step, unless `CheckpointConfig(save_at_end=False)`",
         "no step is lost",
     ),
     Difference(
-        "a run that goes on from `trainer.save_checkpoint(...)` after a fit with `max_steps`",
-        "leaves out the rest of an epoch that was cut short, and begins the next one too far on",
-        "goes on where the fit ended",
-        "with data loaders that have a state it trains what the whole run would have trained",
+        "a run that resumes from `trainer.save_checkpoint(...)` after a fit with `max_steps`",
+        "skips the rest of an epoch that was cut short, and begins the next epoch too far on",
+        "continues where the fit ended",
+        "if data loaders have a state, the run trains what an uninterrupted run would have trained",
     ),
     Difference(
         "the order of a `DistributedSampler` in a resumed run",
-        "its first epoch has the order of epoch 0",
-        "that of the epoch that it goes on in",
-        "Lightning makes the iterators before it calls `set_epoch` (2.6.6)",
+        "the first epoch has the order of epoch 0",
+        "the first epoch has its own order",
+        "Lightning creates the iterators before it calls `set_epoch` (2.6.6)",
     ),
     Difference(
         "`ModelCheckpoint(every_n_train_steps=...)` with accumulation",
-        "may save amid a window",
+        "may save in the middle of an accumulation",
         "saves after optimizer steps",
-        "what was accumulated is not in a checkpoint",
+        "a checkpoint does not hold accumulated gradients",
     ),
     Difference(
         "`on_load_checkpoint` before an evaluation",
         "gets `optimizer_states`",
         "does not get them",
-        "they are not read, which would take time and memory",
+        "reading them would take time and memory",
     ),
     Difference(
         "a checkpoint of another model",
         "`RuntimeError`",
-        "`ValueError`, on every rank, with what to do",
+        "`ValueError` on every rank, with a remedy",
         "a user's mistake is a `ValueError`",
     ),
     Difference(
         "`self.log(..., sync_dist=True)` with different numbers of samples on the ranks",
-        "divides by the mean number, cut to an integer: 3 for 4 and 3 samples",
+        "divides by the mean number, rounded down: 3 for 4 and 3 samples",
         "the mean over all samples",
-        "Lightning's is wrong by up to the rounding (2.6.6)",
+        "the rounding makes Lightning's result inexact (2.6.6)",
     ),
     Difference(
         "`trainer.predict` with fewer samples than ranks",
@@ -203,15 +203,15 @@ DIFFERENCES = (
     Difference(
         "random numbers after `seed_everything`",
         "iterators of loaders draw their seed from the global generator",
-        "they have one of their own: the same seed gives other dropout masks, and another order of what"
-        " `use_distributed_sampler=False` leaves to `shuffle=True`",
-        "a resumed run draws what an uninterrupted one does",
+        "iterators have their own generator: the same seed gives other dropout masks, and another order for a loader with"
+        " `shuffle=True` and `use_distributed_sampler=False`",
+        "a resumed run draws the same numbers as an uninterrupted one",
     ),
     Difference(
         "`trainer.callbacks` during a run, reports of profilers",
-        "the user's",
-        "one or two of the strategy's beside them, which leave with the run",
-        "signals and logs: [callbacks.md](callbacks.md)",
+        "contain the user's callbacks",
+        "also contain one or two callbacks of the strategy until the run ends",
+        "they handle signals and logs: [callbacks.md](callbacks.md)",
     ),
     Difference(
         "rows and hyperparameters in loggers",
@@ -222,7 +222,7 @@ DIFFERENCES = (
     Difference(
         "`trainer.fit(torch.compile(module))`",
         "compiles the module",
-        "an error of Lightning's, which names its own strategies; `enable_compile` of the config",
+        "Lightning's error, which names its own strategies; use `enable_compile` of the config",
         "layers are compiled one by one, before they are wrapped",
     ),
     Difference(
@@ -240,15 +240,15 @@ DIFFERENCES = (
     Difference(
         "parameters that the loss does not use",
         "an error, or `find_unused_parameters`",
-        "left alone under FSDP2; the same under DDP",
+        "not changed under FSDP2; the same as in Lightning under DDP",
         "nothing waits for their gradients",
     ),
     Difference(
-        "weights that are used without a call of the module that has them: `F.linear(x, self.layer.weight)`, a penalty"
-        " on `self.parameters()`",
+        "weights that are used without calling their module: `F.linear(x, self.layer.weight)`, a penalty on"
+        " `self.parameters()`",
         "work",
-        "under FSDP2 an error that says what to do instead; `weight_decay` is the optimizer's",
-        "weights are whole in the forward of their module only",
+        "under FSDP2 an error that says what to do instead; for a penalty, use the optimizer's `weight_decay`",
+        "weights are whole only in the forward of their module",
     ),
     Difference(
         "`self.load_state_dict(...)` with whole tensors in `on_fit_start` or later",
@@ -265,44 +265,44 @@ DIFFERENCES = (
     Difference(
         "parameters without a dimension, embeddings with `sparse=True`",
         "work",
-        "refused where parameters are sharded",
+        "refused if parameters are sharded",
         "there is nothing to shard; sparse gradients have no reduce-scatter",
     ),
     Difference(
         "parameters of the LightningModule itself under manual optimisation",
         "work",
-        "refused where parameters are sharded",
+        "refused if parameters are sharded",
         "they are gathered once for the whole step",
     ),
     Difference(
         "`LBFGS`, `Rprop`, `Adafactor`",
         "work",
-        "refused where parameters are sharded",
-        "torch's have no step for shards",
+        "refused if parameters are sharded",
+        "torch's implementations cannot step on shards",
     ),
     Difference(
         "`Muon` for a matrix of one row",
         "works",
-        "under FSDP2 an error of torch's; give it to another optimizer, as one would a vector",
+        "under FSDP2 torch's error; use another optimizer for this matrix, as for a vector",
         "its products change how the row is sharded",
     ),
     Difference(
         "`lightning.pytorch.utilities.grad_norm`",
         "works",
-        "under FSDP2 an error that says what to use; or the callback `GradientNorm`",
+        "under FSDP2 an error that says what to use, such as the callback `GradientNorm`",
         "it reads gradients as if they were whole",
     ),
     Difference(
         "`TensorBoardLogger(log_graph=True)` with an `example_input_array`",
         "traces on rank 0",
-        "refused where parameters are sharded",
-        "a forward takes all ranks",
+        "refused if parameters are sharded",
+        "a forward needs all ranks",
     ),
     Difference(
         "`copy.deepcopy(module)`, `module.to_torchscript()` after a fit",
         "work",
-        "errors of torch's where parameters are sharded; load a checkpoint into a new module",
-        "a rank has a part of it",
+        "torch's error if parameters are sharded; load a checkpoint into a new module",
+        "a rank has only a part of the module",
     ),
 )
 
@@ -313,9 +313,10 @@ def describe_differences() -> list[str]:
         "",
         "## What differs from Lightning's `ddp`",
         "",
-        "Some 175 uses of `fit`, `validate`, `test`, `predict`, loops, checkpoints, callbacks and the Tuner were run",
-        'under Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most on one: values, files,',
-        "errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of it. These differ:",
+        "We ran about 175 uses of `fit`, `validate`, `test`, `predict`, loops, checkpoints, callbacks and the Tuner under",
+        'Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most of them also on one. We compared',
+        "values, files, errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of these",
+        "comparisons. These uses differ:",
         "",
         "| | Lightning's `ddp` | here | because |",
         "|---|---|---|---|",
@@ -330,11 +331,11 @@ def describe_options(made_with: str) -> str:
         "",
         made_with,
         "",
-        "Every argument of Lightning's Trainer, every callback that comes with it, and its Tuner. *works*: on two CPU",
-        "ranks the option did what it does in one process, with the values and at the moments that the second column",
-        "names; weights were compared where it can change them. *refused*: an error before the first step names the",
-        "option. Megatron-FSDP, which needs GPUs, ran with a stand-in for CUDA's streams. What else the strategies",
-        "have in common: [strategies.md](strategies.md).",
+        "This page lists every argument of Lightning's Trainer, every callback of Lightning, and its Tuner. *works* means",
+        "that on two CPU ranks the option did the same as in one process, with the values and at the times in the second",
+        "column. If the option can change weights, they were compared. *refused* means that an error before the first",
+        "step names the option. Megatron-FSDP needs GPUs, so it ran with a stand-in for CUDA's streams. Other common",
+        "features of the strategies are in [strategies.md](strategies.md).",
     ]
     for group, heading in HEADINGS.items():
         names = [f"`{kind.strategy.__name__}`" for kind in STRATEGIES.values()]

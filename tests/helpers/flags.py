@@ -46,10 +46,10 @@ FP32 = "float32"
 
 HEADER = """# What the flags of FSDP2 do
 
-Each row was measured: the figures are those of one training step of a Llama of three layers on two CPU ranks (2
-sequences of 12 tokens each), and `tests/test_flags.py` asserts every one of them (but for asynchronous tensor
-parallelism, which has `tests/parallel/tensor/test_fusion.py`). From the same data this page is written:
-`PYTHONPATH=tests python tests/helpers/flags.py`.
+Every row was measured. The figures are those of one training step of a Llama of three layers on two CPU ranks (2
+sequences of 12 tokens each). `tests/test_flags.py` asserts all of them except those of asynchronous tensor parallelism,
+which are in `tests/parallel/tensor/test_fusion.py`. `PYTHONPATH=tests python tests/helpers/flags.py` writes this page
+from the same data.
 """
 
 
@@ -107,12 +107,13 @@ FUSED = {
 FLAGS = (
     Flag(
         name="mp_policy",
-        effect="Dtypes of the units. Blocks do not cast their output, the root may; gradients are reduced in float32.",
+        effect="Sets the dtypes of the units. Layers do not cast their output, but the root may. Gradients are reduced in"
+        " float32.",
         settings=make_policies(),
     ),
     Flag(
         name="autocast_dtype",
-        effect="Every forward runs in torch.autocast; with output_dtype=float32 the residual stream stays in float32.",
+        effect="Runs every forward in torch.autocast. With output_dtype=float32 the residual stream stays in float32.",
         settings=tuple(
             Setting(
                 value=f"bfloat16, param_dtype={'None' if dtype is None else BF16}, output_dtype=float32",
@@ -133,9 +134,8 @@ FLAGS = (
     ),
     Flag(
         name="activation_checkpointing",
-        effect="full: layers keep their inputs alone, and are computed again in backward; selective: they keep what"
-        " backward reads of the results of fused attention, of reductions over ranks and of every second matrix product"
-        " too.",
+        effect="full: layers keep only their inputs, and are recomputed in backward. selective: they also keep the results"
+        " of fused attention, of reductions over ranks and of every second matrix product, if backward reads them.",
         settings=(
             Setting(value="False", figures={"matrix products": PRODUCTS, "attentions": LAYERS}),
             Setting(
@@ -153,9 +153,9 @@ FLAGS = (
     ),
     Flag(
         name="enable_compile",
-        effect="Each layer is compiled; all layers of a kind share a graph. With gradients they are given no cache of"
-        " keys and values; calls that fill one (`generate`) run without compilation. The loss of `CausalLM` and"
-        " `token_mean_loss` has a graph of its own, which is not counted here.",
+        effect="Compiles each layer; all layers of a kind share a graph. In a forward with gradients, layers get no"
+        " key-value cache. Calls that fill a cache (`generate`) run without compilation. The loss of `CausalLM` and"
+        " `token_mean_loss` has a separate graph, which is not counted here.",
         settings=(
             Setting(value="False", figures={"graphs": 0}),
             Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
@@ -171,16 +171,16 @@ FLAGS = (
     ),
     Flag(
         name="enable_async_tensor_parallel",
-        effect="The collectives of compiled, sequence parallel layers overlap the matrix products next to them, on GPUs"
-        " that read each other's memory. Of each layer, counted in the graphs that inductor makes for a CPU:",
+        effect="In compiled, sequence parallel layers, collectives overlap the matrix products next to them, on GPUs that"
+        " read each other's memory. The counts are for one layer, from the graphs that inductor makes for a CPU:",
         settings=(Setting(value="True", figures=FUSED),),
         measured=False,
     ),
     Flag(
         name="reshard_after_forward",
-        effect="Which units are freed after forward, and gathered again in backward: all but the last layer and the"
-        " head (None), all (True), none (False), the layers, but within groups of that many ranks (an int). An untied"
-        " embedding is not needed there.",
+        effect="Sets which units are freed after forward and gathered again in backward: all except the last layer and the"
+        " head (None), all (True), or none (False). With an int, the layers are gathered again within groups of that"
+        " many ranks. An untied embedding is not needed in backward.",
         settings=(
             Setting(value="None", figures={"all-gathers": UNITS + LAYERS - 1}),
             Setting(value="True", flags={"reshard_after_forward": True}, figures={"all-gathers": UNITS + LAYERS + 1}),
@@ -195,7 +195,8 @@ FLAGS = (
     ),
     Flag(
         name="enable_fsdp2_prefetch, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth",
-        effect="How many units are gathered ahead, of all units in a chain; without it, none is in forward.",
+        effect="Sets how many units are gathered ahead in a chain of all units. Without prefetching, no unit is gathered"
+        " ahead in forward.",
         settings=(
             Setting(value="True, 1, 2", figures={"all-gathers before the first layer": 3}),
             Setting(
@@ -212,8 +213,8 @@ FLAGS = (
     ),
     Flag(
         name="defer_fsdp_grad_sync",
-        effect="True: gradients are reduced in the last micro-batch alone, and kept whole until then; False: reduced"
-        " and sharded in each, but over replicas in the last alone.",
+        effect="True: gradients stay whole until the last micro-batch, and are reduced only there. False: every"
+        " micro-batch reduces and shards the gradients; replicas reduce them only in the last micro-batch.",
         settings=tuple(
             Setting(
                 value=f"{defers}, {'2 replicas of 2 shards' if ranks == 4 else '2 shards'}, 3 micro-batches",
@@ -234,8 +235,8 @@ FLAGS = (
     ),
     Flag(
         name="offload_policy",
-        effect="Shards of parameters, gradients and optimizer states are in host memory. On CPU ranks they are anyway,"
-        " and the policy changes nothing.",
+        effect="Keeps shards of parameters, gradients and optimizer states in host memory. On CPU ranks they are there in"
+        " any case, so the policy changes nothing.",
         settings=tuple(
             Setting(
                 value=value,
@@ -247,9 +248,9 @@ FLAGS = (
     ),
     Flag(
         name="patch_is_packed_sequence",
-        effect="transformers does not look for packed sequences, for which the host would wait for the device; a batch"
-        " whose position ids restart or jump is refused. `CausalLM` lets it not look in batches without position ids,"
-        " whatever the flag says.",
+        effect="Stops transformers from looking for packed sequences, because the host would wait for the device. A batch"
+        " whose position ids restart or jump is refused. With `CausalLM`, transformers never looks in batches without"
+        " position ids, whatever the flag says.",
         settings=(
             Setting(value="False", figures={"searches": 1, "waits of the host": 1}),
             Setting(
@@ -261,7 +262,7 @@ FLAGS = (
     ),
     Flag(
         name="tp_size, sequence_parallel, loss_parallel",
-        effect="See [tensor_parallel.md](tensor_parallel.md). Collectives over the tensor parallel ranks.",
+        effect="See [tensor_parallel.md](tensor_parallel.md). The counts are collectives over the tensor parallel ranks.",
         settings=(
             Setting(
                 value="tp_size=2",
@@ -280,9 +281,9 @@ FLAGS = (
     ),
     Flag(
         name="cp_size, context_parallel_method",
-        effect="See [context_parallel.md](context_parallel.md). Collectives, with those of FSDP2: keys and values of"
-        " a layer are gathered in forward and in backward, and their gradients sent back; or heads are exchanged"
-        " before and after attention, in forward and in backward.",
+        effect="See [context_parallel.md](context_parallel.md). The counts include the collectives of FSDP2. With"
+        " allgather, the keys and values of a layer are gathered in forward and in backward, and their gradients are"
+        " sent back. With ulysses, heads are exchanged before and after attention, in forward and in backward.",
         settings=(
             Setting(
                 value="cp_size=2, allgather",
@@ -311,7 +312,7 @@ FLAGS = (
     ),
     Flag(
         name="CausalLM(loss=)",
-        effect="chunked: the logits exist for a chunk of positions at a time (1024; here 8 of 24).",
+        effect="chunked: the logits exist only for one chunk of positions at a time (1024; here 8 of 24).",
         settings=(
             Setting(value="full", figures={"rows of logits": POSITIONS, "all-gathers": UNITS + LAYERS - 1}),
             Setting(value="chunked", figures={"rows of logits": CHUNK, "all-gathers": UNITS + LAYERS - 1}),

@@ -95,7 +95,7 @@ def check_strategy(kind: Kind, folder: Path) -> None:
         assert_same_weights(trainer.lightning_module, expected)
 
 
-@trainer_option("devices", "2 processes; another number than there are is refused")
+@trainer_option("devices", "2 processes; a number other than that of the processes is refused")
 def check_devices(kind: Kind, folder: Path) -> None:
     trainer = fit_both(kind).mesh
     assert trainer.num_devices == trainer.world_size == trainer.strategy.data_parallel_size == WORLD
@@ -166,7 +166,7 @@ def check_callbacks(kind: Kind, folder: Path) -> None:
 # ---------------------------------------------------------------------- how long
 
 
-@trainer_option("fast_dev_run", "2: so many batches, no checkpoints, no logs")
+@trainer_option("fast_dev_run", "2: two batches, no checkpoints, no logs")
 def check_fast_dev_run(kind: Kind, folder: Path) -> None:
     options = {"fast_dev_run": 2, "enable_checkpointing": True, "logger": True, "default_root_dir": folder}
     mesh = fit_both(kind, make_module=Counts, validation=3, **options).mesh
@@ -187,7 +187,7 @@ class Stops(Callback):
         trainer.should_stop = True
 
 
-@trainer_option("min_epochs", "2, where a callback would stop at once")
+@trainer_option("min_epochs", "2, although a callback would stop at once")
 def check_min_epochs(kind: Kind, folder: Path) -> None:
     options = {"min_epochs": 2, "max_epochs": 3, "make_callbacks": lambda: [Stops()], **ALL_EPOCHS}
     assert fit_both(kind, 2, **options).mesh.current_epoch == 2
@@ -198,7 +198,7 @@ def check_max_steps(kind: Kind, folder: Path) -> None:
     assert fit_both(kind, 2, max_steps=3).mesh.global_step == 3
 
 
-@trainer_option("min_steps", "3, where a callback would stop at once")
+@trainer_option("min_steps", "3, although a callback would stop at once")
 def check_min_steps(kind: Kind, folder: Path) -> None:
     options = {"min_steps": 3, "min_epochs": 0, "make_callbacks": lambda: [Stops()], "max_epochs": 4, **ALL_EPOCHS}
     assert fit_both(kind, 4, **options).mesh.global_step == 3
@@ -221,7 +221,7 @@ def check_stops_by_the_clock_of_rank_0(kind: Kind, **options: Any) -> None:
     assert trainer.global_step == 2
 
 
-@trainer_option("max_time", "stops all ranks in the same step, by the clock of the first")
+@trainer_option("max_time", "stops all ranks in the same step, by the first rank's clock")
 def check_max_time(kind: Kind, folder: Path) -> None:
     check_stops_by_the_clock_of_rank_0(kind, max_time={"seconds": 2})
 
@@ -276,7 +276,7 @@ def check_overfit_batches(kind: Kind, folder: Path) -> None:
 # ---------------------------------------------------------------------- validation and logs
 
 
-@trainer_option("val_check_interval", "a number and a fraction of batches; a time, by the first clock that says so")
+@trainer_option("val_check_interval", "a number and a fraction of batches; a time, on all ranks when the first clock reaches it")
 def check_val_check_interval(kind: Kind, folder: Path) -> None:
     every = {"num_sanity_val_steps": 0, "max_epochs": 2, "validation": 1, "make_module": Counts, **ALL_EPOCHS}
     assert fit_both(kind, 4, val_check_interval=2, **every).mesh.lightning_module.validated_at == [2, 4, 6, 8]
@@ -322,7 +322,7 @@ def check_log_every_n_steps(kind: Kind, folder: Path) -> None:
     assert [row["step"] for row in read_csv(logger)] == ["1", "3"]
 
 
-@trainer_option("enable_checkpointing", "one that can be loaded, or none")
+@trainer_option("enable_checkpointing", "True writes a checkpoint that can be loaded, False none")
 def check_enable_checkpointing(kind: Kind, folder: Path) -> None:
     for enabled in (True, False):
         root = folder / str(enabled)
@@ -409,7 +409,7 @@ def check_deterministic(kind: Kind, folder: Path) -> None:
         assert mesh.lightning_module.settings["deterministic"]
 
 
-@trainer_option("benchmark", "True: the switch of cuDNN is on")
+@trainer_option("benchmark", "True: turns on cuDNN's benchmark mode")
 def check_benchmark(kind: Kind, folder: Path) -> None:
     assert fit_both(kind, make_module=LooksAtSettings, benchmark=True).mesh.lightning_module.settings["benchmark"]
 
