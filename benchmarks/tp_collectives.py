@@ -160,7 +160,7 @@ def print_heading() -> None:
     """Print versions, sizes and the head of the table."""
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {dist.get_world_size()} ranks,")
     print(f"{BATCH} x {LENGTH} tokens of width {WIDTH} in float32; per layer:\n")
-    columns = ("family", "layout", "direction", *(f"{kind}s" for kind in RING_PASSES), "KiB sent", "minimum KiB", "small")
+    columns = ("family", "layout", "direction", *(f"{kind}s" for kind in RING_PASSES), "KiB sent", "min. KiB", "small")
     print("| " + " | ".join(columns) + " |")
     print("|---|---|---|--:|--:|--:|--:|--:|--:|")
 

@@ -59,8 +59,8 @@ ABOUT_TEXT = [
     f"{family_parity.STEPS} AdamW steps with clipping in float32, on each layout and in one process. A number is the",
     "largest difference of any gradient in the first step, relative to that parameter's largest gradient (or to 1 % of",
     "the model's largest gradient). In every cell with a number, losses, all gradients before and after clipping, the",
-    "gradient norm and the weights after the last step are within the tolerances of the tests: 1e-5 for losses, 1e-5 of",
-    "a parameter's largest gradient for gradients, and ten times that for gradients after the first step.",
+    "gradient norm and the weights after the last step are within the tolerances of the tests: 1e-5 for losses, 1e-5",
+    "of a parameter's largest gradient for gradients, and ten times that for gradients after the first step.",
     "",
     "`sp` means `sequence_parallel=True`. `accumulate 2` means two micro-batches per step, synchronised once.",
 ]

@@ -82,7 +82,7 @@ class HasBackbone(Regressor):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-@callback_option("BackboneFinetuning", "the backbone is frozen for an epoch, then has a separate learning rate", refused=FREEZING)
+@callback_option("BackboneFinetuning", "frozen for an epoch, then with a separate learning rate", refused=FREEZING)
 def check_backbone_finetuning(kind: Kind, folder: Path) -> None:
     callback = lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)]  # noqa: E731
     fit_both(kind, 2, make_module=HasBackbone, make_callbacks=callback, max_epochs=3, **ALL_EPOCHS)

@@ -203,8 +203,8 @@ DIFFERENCES = (
     Difference(
         "random numbers after `seed_everything`",
         "iterators of loaders draw their seed from the global generator",
-        "iterators have their own generator: the same seed gives other dropout masks, and another order for a loader with"
-        " `shuffle=True` and `use_distributed_sampler=False`",
+        "iterators have their own generator: the same seed gives other dropout masks, and another order for a loader"
+        " with `shuffle=True` and `use_distributed_sampler=False`",
         "a resumed run draws the same numbers as an uninterrupted one",
     ),
     Difference(
@@ -313,10 +313,10 @@ def describe_differences() -> list[str]:
         "",
         "## What differs from Lightning's `ddp`",
         "",
-        "We ran about 175 uses of `fit`, `validate`, `test`, `predict`, loops, checkpoints, callbacks and the Tuner under",
-        'Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most of them also on one. We compared',
-        "values, files, errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of these",
-        "comparisons. These uses differ:",
+        "We ran about 175 uses of `fit`, `validate`, `test`, `predict`, loops, checkpoints, callbacks and the Tuner",
+        'under Lightning\'s `"ddp"`, `FSDP2Strategy` and `DDPStrategy`, on two ranks and most of them also on one. We',
+        "compared values, files, errors and the order of hooks. `tests/strategies/test_beside_ddp.py` keeps a part of",
+        "these comparisons. These uses differ:",
         "",
         "| | Lightning's `ddp` | here | because |",
         "|---|---|---|---|",
@@ -331,11 +331,11 @@ def describe_options(made_with: str) -> str:
         "",
         made_with,
         "",
-        "This page lists every argument of Lightning's Trainer, every callback of Lightning, and its Tuner. *works* means",
-        "that on two CPU ranks the option did the same as in one process, with the values and at the times in the second",
-        "column. If the option can change weights, they were compared. *refused* means that an error before the first",
-        "step names the option. Megatron-FSDP needs GPUs, so it ran with a stand-in for CUDA's streams. Other common",
-        "features of the strategies are in [strategies.md](strategies.md).",
+        "This page lists every argument of Lightning's Trainer, every callback of Lightning, and its Tuner. *works*",
+        "means that on two CPU ranks the option did the same as in one process, with the values and at the times in",
+        "the second column. If the option can change weights, they were compared. *refused* means that an error before",
+        "the first step names the option. Megatron-FSDP needs GPUs, so it ran with a stand-in for CUDA's streams.",
+        "Other common features of the strategies are in [strategies.md](strategies.md).",
     ]
     for group, heading in HEADINGS.items():
         names = [f"`{kind.strategy.__name__}`" for kind in STRATEGIES.values()]

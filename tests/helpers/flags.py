@@ -107,8 +107,8 @@ FUSED = {
 FLAGS = (
     Flag(
         name="mp_policy",
-        effect="Sets the dtypes of the units. Layers do not cast their output, but the root may. Gradients are reduced in"
-        " float32.",
+        effect="Sets the dtypes of the units. Layers do not cast their output, but the root may. Gradients are reduced"
+        " in float32.",
         settings=make_policies(),
     ),
     Flag(
@@ -134,8 +134,9 @@ FLAGS = (
     ),
     Flag(
         name="activation_checkpointing",
-        effect="full: layers keep only their inputs, and are recomputed in backward. selective: they also keep the results"
-        " of fused attention, of reductions over ranks and of every second matrix product, if backward reads them.",
+        effect="full: layers keep only their inputs, and are recomputed in backward. selective: they also keep the"
+        " results of fused attention, of reductions over ranks and of every second matrix product, if backward reads"
+        " them.",
         settings=(
             Setting(value="False", figures={"matrix products": PRODUCTS, "attentions": LAYERS}),
             Setting(
@@ -171,16 +172,16 @@ FLAGS = (
     ),
     Flag(
         name="enable_async_tensor_parallel",
-        effect="In compiled, sequence parallel layers, collectives overlap the matrix products next to them, on GPUs that"
-        " read each other's memory. The counts are for one layer, from the graphs that inductor makes for a CPU:",
+        effect="In compiled, sequence parallel layers, collectives overlap the matrix products next to them, on GPUs"
+        " that read each other's memory. The counts are for one layer, from the graphs that inductor makes for a CPU:",
         settings=(Setting(value="True", figures=FUSED),),
         measured=False,
     ),
     Flag(
         name="reshard_after_forward",
-        effect="Sets which units are freed after forward and gathered again in backward: all except the last layer and the"
-        " head (None), all (True), or none (False). With an int, the layers are gathered again within groups of that"
-        " many ranks. An untied embedding is not needed in backward.",
+        effect="Sets which units are freed after forward and gathered again in backward: all except the last layer and"
+        " the head (None), all (True), or none (False). With an int, the layers are gathered again within groups of"
+        " that many ranks. An untied embedding is not needed in backward.",
         settings=(
             Setting(value="None", figures={"all-gathers": UNITS + LAYERS - 1}),
             Setting(value="True", flags={"reshard_after_forward": True}, figures={"all-gathers": UNITS + LAYERS + 1}),
@@ -195,8 +196,8 @@ FLAGS = (
     ),
     Flag(
         name="enable_fsdp2_prefetch, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth",
-        effect="Sets how many units are gathered ahead in a chain of all units. Without prefetching, no unit is gathered"
-        " ahead in forward.",
+        effect="Sets how many units are gathered ahead in a chain of all units. Without prefetching, no unit is"
+        " gathered ahead in forward.",
         settings=(
             Setting(value="True, 1, 2", figures={"all-gathers before the first layer": 3}),
             Setting(
@@ -235,8 +236,8 @@ FLAGS = (
     ),
     Flag(
         name="offload_policy",
-        effect="Keeps shards of parameters, gradients and optimizer states in host memory. On CPU ranks they are there in"
-        " any case, so the policy changes nothing.",
+        effect="Keeps shards of parameters, gradients and optimizer states in host memory. On CPU ranks they are there"
+        " in any case, so the policy changes nothing.",
         settings=tuple(
             Setting(
                 value=value,
@@ -248,9 +249,9 @@ FLAGS = (
     ),
     Flag(
         name="patch_is_packed_sequence",
-        effect="Stops transformers from looking for packed sequences, because the host would wait for the device. A batch"
-        " whose position ids restart or jump is refused. With `CausalLM`, transformers never looks in batches without"
-        " position ids, whatever the flag says.",
+        effect="Stops transformers from looking for packed sequences, because the host would wait for the device. A"
+        " batch whose position ids restart or jump is refused. With `CausalLM`, transformers never looks in batches"
+        " without position ids, whatever the flag says.",
         settings=(
             Setting(value="False", figures={"searches": 1, "waits of the host": 1}),
             Setting(
@@ -262,7 +263,8 @@ FLAGS = (
     ),
     Flag(
         name="tp_size, sequence_parallel, loss_parallel",
-        effect="See [tensor_parallel.md](tensor_parallel.md). The counts are collectives over the tensor parallel ranks.",
+        effect="See [tensor_parallel.md](tensor_parallel.md). The counts are of collectives over the tensor parallel"
+        " ranks.",
         settings=(
             Setting(
                 value="tp_size=2",

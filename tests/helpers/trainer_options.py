@@ -276,7 +276,7 @@ def check_overfit_batches(kind: Kind, folder: Path) -> None:
 # ---------------------------------------------------------------------- validation and logs
 
 
-@trainer_option("val_check_interval", "a number and a fraction of batches; a time, on all ranks when the first clock reaches it")
+@trainer_option("val_check_interval", "a number and a fraction of batches; a time, by any rank's clock")
 def check_val_check_interval(kind: Kind, folder: Path) -> None:
     every = {"num_sanity_val_steps": 0, "max_epochs": 2, "validation": 1, "make_module": Counts, **ALL_EPOCHS}
     assert fit_both(kind, 4, val_check_interval=2, **every).mesh.lightning_module.validated_at == [2, 4, 6, 8]
