@@ -135,7 +135,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
 
     monkeypatch.setattr(distributed, "_finish", die_in_third_save)
     with pytest.raises(RankError, match="died"):
-        run_ranks(lambda: train(tmp_path), 2)
+        run_ranks(lambda: train(tmp_path), 2, patience=0.5)
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] == ["last.ckpt"]
     assert_same_end(tmp_path, expected)

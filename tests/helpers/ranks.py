@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
+PATIENCE_SECONDS = 3.0
 
 
 class NativeCrash(Exception):
@@ -45,7 +46,13 @@ class RankError(AssertionError):
         self.cause = cause
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    group: bool = True,
+    patience: float = PATIENCE_SECONDS,
+) -> list[Any]:
     """Run ``function(*args)`` on ``world_size`` forked ranks and return what each of them returned, in rank order.
 
     Args:
@@ -54,6 +61,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
         *args: Passed to ``function``.
         group: Whether each rank starts the default (gloo) process group before it calls ``function``. A function that
             starts a ``Trainer`` can let the strategy start it: the environment is that of a torchrun worker.
+        patience: Seconds that the other ranks have to end, too, once one has failed; then they are killed.
 
     A segmentation fault in a native thread is tried once again, with a warning: now and then one of gloo's dies in
     `malloc`, of a cause that is not known (docs/decisions.md). One in a thread of Python's, where the code under test
@@ -63,14 +71,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
         RankError: With the traceback of the first rank that failed. The other ranks are killed.
     """
     try:
-        return _run_once(function, world_size, args, group)
+        return _run_once(function, world_size, args, group, patience)
     except NativeCrash as crash:
         warnings.warn(f"tried again: {crash}", stacklevel=2)
-        return _run_once(function, world_size, args, group, is_second=True)
+        return _run_once(function, world_size, args, group, patience, is_second=True)
 
 
 def _run_once(
-    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], group: bool, is_second: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    group: bool,
+    patience: float,
+    is_second: bool = False,
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
@@ -82,7 +95,7 @@ def _run_once(
         gc.freeze()  # so that collections in the ranks do not copy the parent's pages
         for process in processes:
             process.start()
-        failed = _wait_for_all(processes, world_size)
+        failed = _wait_for_all(processes, patience)
         if not is_second:
             _raise_native_crash(processes, Path(folder))
         results = [_read_result(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
@@ -90,7 +103,7 @@ def _run_once(
         return [result["value"] for result in results]
 
 
-def _wait_for_all(processes: list[Any], world_size: int) -> int | None:
+def _wait_for_all(processes: list[Any], patience: float) -> int | None:
     """Wait until every rank ended; after a first failure give the others a moment, then kill them."""
     deadline = time.monotonic() + RUN_TIMEOUT_SECONDS
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -108,7 +121,7 @@ def _wait_for_all(processes: list[Any], world_size: int) -> int | None:
             processes[rank].join()
             if processes[rank].exitcode != 0 and first_failure is None:
                 first_failure = rank
-                deadline = time.monotonic() + 3.0
+                deadline = time.monotonic() + patience
     return first_failure
 
 

@@ -639,7 +639,7 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
 
     explained = rf"wants to save a checkpoint, but not every rank did.*rank {1 - rank} did not.*on all ranks"
     with pytest.raises(RankError, match=explained) as caught:
-        run_ranks(run, WORLD)
+        run_ranks(run, WORLD, patience=0.5)
     assert caught.value.rank == rank
     assert names(tmp_path) == []
 
@@ -660,7 +660,7 @@ def test_a_hook_that_fails_on_one_rank_is_explained_on_the_others(tmp_path: Path
         trainer.fit(Fails(), make_loader())
 
     with pytest.raises(RankError, match=r"wants to write a checkpoint.*rank 1 did not.*on_save_checkpoint") as caught:
-        run_ranks(run, WORLD)
+        run_ranks(run, WORLD, patience=0.5)
     assert caught.value.rank == 0
     assert names(tmp_path) == []
 
