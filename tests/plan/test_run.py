@@ -25,6 +25,12 @@ def plan(strategy: Any = None, batch: Any = None, *, trainer: dict[str, Any] | N
     return plan_run(made, options.pop("module", None) or make_module(), batch, **{"world_size": 4, **options})
 
 
+@pytest.fixture(scope="module")
+def usual() -> Plan:
+    """The plan of FSDP2 on four ranks."""
+    return plan()
+
+
 def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
     planned = plan(FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True)), device="h100")
     assert planned.model == "CausalLM (LlamaForCausalLM)"
@@ -47,15 +53,15 @@ def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
     assert max(sum(moment.bytes.values()) for moment in timeline) == planned.peak_bytes
 
 
-def test_described_it_is_the_tables_of_the_command() -> None:
-    text = describe(plan())
+def test_described_it_is_the_tables_of_the_command(usual: Plan) -> None:
+    text = describe(usual)
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("model        CausalLM (LlamaForCausalLM)")
     assert "\nfits: " in text
 
 
-def test_it_is_plain_values_for_json() -> None:
-    plain = json.loads(json.dumps(plan().to_dict()))
+def test_it_is_plain_values_for_json(usual: Plan) -> None:
+    plain = json.loads(json.dumps(usual.to_dict()))
     assert plain["peak_bytes"] == sum(plain["ranks"][0]["peak"].values())
     assert plain["world_size"] == 4
 
@@ -229,24 +235,22 @@ def test_the_products_of_experts_count() -> None:
 # ---------------------------------------------------------------------- what does not fit
 
 
-def test_what_is_allocated_and_what_is_held_decide() -> None:
-    planned = plan()
-    verdicts = {}
-    for memory in (planned.peak_bytes - 1, planned.peak_bytes, planned.reserved.most - 1, planned.reserved.most):
-        device = replace(get_device("h100"), memory=memory)
-        verdicts[memory] = plan(device=device, suggest=False).verdict
-    assert list(verdicts.values()) == ["does not fit", "tight", "tight", "fits"]
+def with_memory(planned: Plan, memory: int) -> Plan:
+    return replace(planned, device=replace(planned.device, memory=memory))
 
 
-def test_each_verdict_is_said_with_what_is_missing() -> None:
-    planned = plan()
-    device = replace(get_device("h100"), memory=planned.peak_bytes + 2**20)
+def test_what_is_allocated_and_what_is_held_decide(usual: Plan) -> None:
+    peak, most = usual.peak_bytes, usual.reserved.most
+    verdicts = [with_memory(usual, memory).verdict for memory in (peak - 1, peak, most - 1, most)]
+    assert verdicts == ["does not fit", "tight", "tight", "fits"]
+
+
+def test_each_verdict_is_said_with_what_is_missing(usual: Plan) -> None:
+    device = replace(get_device("h100"), memory=usual.peak_bytes + 2**20)
     text = describe(plan(device=device, suggest=False))
     assert "\ntight: " in text
     assert max(map(len, text.splitlines())) <= 100
-    assert "\ndoes not fit by 1.0 MiB: " in describe(
-        plan(device=replace(device, memory=planned.peak_bytes - 2**20), suggest=False)
-    )
+    assert "\ndoes not fit by 1.0 MiB: " in describe(with_memory(usual, usual.peak_bytes - 2**20))
 
 
 @pytest.mark.slow
@@ -282,11 +286,11 @@ def make_data(batch_size: int) -> TextDataModule:
     return TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=batch_size)
 
 
-def test_what_is_offloaded_is_not_counted() -> None:
-    kept, offloaded = (plan(FSDP2Strategy(config=FSDP2Config(offload_policy=policy))) for policy in (None, True))
+def test_what_is_offloaded_is_not_counted(usual: Plan) -> None:
+    offloaded = plan(FSDP2Strategy(config=FSDP2Config(offload_policy=True)))
     peak = offloaded.ranks[0].peak
     assert not any(peak[name] for name in ("weights", "gradients", "optimizer states"))
-    assert kept.peak_bytes > offloaded.peak_bytes
+    assert usual.peak_bytes > offloaded.peak_bytes
     assert any("host memory" in note for note in offloaded.notes)
 
 
