@@ -196,6 +196,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "compiled, full": {"enable_compile": True, "activation_checkpointing": "full"},
     "compiled, selective": {"enable_compile": True, "activation_checkpointing": "selective"},
 }
+FAST = [(2, name) for name in RECIPES if name not in ("compiled", "compiled, selective")]
+CELLS = [(world_size, name) for world_size in (2, 4) for name in RECIPES]
 
 
 def refuse(pending: PendingSum) -> NoReturn:
@@ -218,9 +220,11 @@ def test_after_the_forward_it_is_an_error_to_read_it_for_the_first_time() -> Non
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("world_size", "name"), [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS]
+)
 @pytest.mark.usefixtures("compile_without_code")
-def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(name: str) -> None:
+def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(world_size: int, name: str) -> None:
     def run() -> None:
         config = FSDP2Config(sequence_parallel=True, **{"mp_policy": MixedPrecisionPolicy(), **RECIPES[name]})
         model = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
@@ -229,7 +233,7 @@ def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(
             for _ in range(2):  # the first step is verified
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-    run_ranks(run, 4)
+    run_ranks(run, world_size)
 
 
 IDS = torch.arange(24).reshape(2, 12)
