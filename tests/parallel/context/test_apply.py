@@ -1,5 +1,6 @@
 """Context parallelism of Hugging Face models: what they are given, what they return, and what is refused."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,18 +78,18 @@ def compare_with_one_process(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_that_a_model_returns_is_that_of_all_labels(method: str, ranks: int) -> None:
     make = partial(make_model, num_key_value_heads=4)
     run_ranks(lambda: compare_with_one_process(make, method, make_batch()), ranks)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": 5}, {"num_items_in_batch": torch.tensor(5)}])
-def test_ranks_without_a_label_and_counts_of_the_user(arguments: dict[str, Any]) -> None:
+def test_ranks_without_a_label_and_counts_of_the_user() -> None:
     def run() -> None:
         batch = make_batch()
         batch["labels"][:, 4:] = -100  # all of the second rank's
-        compare_with_one_process(make_model, "allgather", {**batch, **arguments})
+        for arguments in ({}, {"num_items_in_batch": 5}, {"num_items_in_batch": torch.tensor(5)}):
+            compare_with_one_process(make_model, "allgather", {**batch, **arguments})
 
     run_ranks(run, 2)
 
@@ -103,8 +104,15 @@ def test_a_model_that_returns_a_tuple() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("mixtral", "allgather"),
+        ("qwen3_moe", "ulysses"),
+        pytest.param("mixtral", "ulysses", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "allgather", marks=pytest.mark.slow),
+    ],
+)
 def test_the_auxiliary_loss_of_a_router_is_that_of_all_tokens(family: str, method: str) -> None:
     def make() -> nn.Module:
         model = make_model(family)
@@ -127,11 +135,20 @@ def test_the_auxiliary_loss_of_a_padded_batch_is_refused() -> None:
 
 
 ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 13}
+DYNAMIC = {**ROPE, "rope_type": "dynamic"}
 LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rope", [{**ROPE, "rope_type": "dynamic"}, LONGROPE], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize(
+    ("rope", "method"),
+    [
+        (DYNAMIC, "allgather"),
+        (LONGROPE, "ulysses"),
+        pytest.param(DYNAMIC, "ulysses", marks=pytest.mark.slow),
+        pytest.param(LONGROPE, "allgather", marks=pytest.mark.slow),
+    ],
+    ids=["dynamic-allgather", "longrope-ulysses", "dynamic-ulysses", "longrope-allgather"],
+)
 def test_rotary_frequencies_are_those_of_the_whole_length(rope: dict[str, Any], method: str) -> None:
     """They change at 13 positions: with 16, one rank's chunks end before that."""
     make = partial(make_model, rope_parameters=rope, max_position_embeddings=13)
@@ -192,7 +209,7 @@ def make_vision_language_model() -> nn.Module:
     return model.train()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_documents_of_models_whose_positions_are_places_in_images(method: str) -> None:
     """The text's position ids, before the three of a place, say where documents begin."""
     text = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([5, 11], [9, 7])])
@@ -208,8 +225,14 @@ def test_documents_of_models_whose_positions_are_places_in_images(method: str) -
     run_ranks(refuse, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("side", ["left", "right", "both"])
+PADDINGS = list(itertools.product(["llama", "gemma3_text", "gpt_oss"], ["left", "right", "both"]))
+FAST_PADDINGS = [("llama", "both"), ("gemma3_text", "left"), ("gpt_oss", "right")]
+
+
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [pytest.param(*cell, marks=() if cell in FAST_PADDINGS else pytest.mark.slow) for cell in PADDINGS],
+)
 def test_padding_is_not_seen(family: str, side: str) -> None:
     """Labels are left out at padding alone, so that the last position of padding on the left predicts a token."""
 
@@ -388,38 +411,23 @@ def make_roberta() -> nn.Module:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-@pytest.mark.parametrize(
-    ("make_arguments", "message"),
-    [
-        (lambda: {**make_batch(length=14)}, r"divisible by 4 .* this batch has 14 positions; use 12 or 16"),
-        (lambda: {**make_batch(), "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask of shape"),
-        (lambda: {**make_batch(), "pixel_values": torch.ones(2, 3, 4, 4)}, "merge it yourself"),
-        (lambda: {**make_batch(), "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
-        (lambda: {**make_batch(), "past_key_values": DynamicCache()}, "was given past_key_values"),
-        (lambda: {**make_batch(), "output_attentions": True}, "was given output_attentions"),
-        (lambda: {**make_batch(), "cu_seq_lens_q": torch.tensor([0, 16])}, "goes by position_ids"),
-        (lambda: {**make_batch(), "logits_to_keep": 1}, "logits_to_keep"),
-        (lambda: {"input_ids": make_batch()["input_ids"], "labels": torch.ones(2, 5)}, "labels of shape"),
-        (lambda: {"labels": make_batch()["labels"]}, "without input_ids"),
-    ],
-    ids=[
-        "length",
-        "mask",
-        "image",
-        "unknown-tensor",
-        "prefix",
-        "attentions",
-        "lengths",
-        "logits-to-keep",
-        "labels",
-        "no-inputs",
-    ],
-)
-def test_arguments_that_cannot_be_sharded_are_refused(make_arguments: Callable[[], Any], message: str) -> None:
+def test_arguments_that_cannot_be_sharded_are_refused() -> None:
     def run() -> None:
-        model = shard(make_model())
-        with pytest.raises(ValueError, match=message):
-            model(**make_arguments())
+        batch, model = make_batch(), shard(make_model())
+        for arguments, message in (
+            (make_batch(length=14), r"divisible by 4 .* this batch has 14 positions; use 12 or 16"),
+            ({**batch, "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask of shape"),
+            ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "merge it yourself"),
+            ({**batch, "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
+            ({**batch, "past_key_values": DynamicCache()}, "was given past_key_values"),
+            ({**batch, "output_attentions": True}, "was given output_attentions"),
+            ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "goes by position_ids"),
+            ({**batch, "logits_to_keep": 1}, "logits_to_keep"),
+            ({"input_ids": batch["input_ids"], "labels": torch.ones(2, 5)}, "labels of shape"),
+            ({"labels": batch["labels"]}, "without input_ids"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model(**arguments)
 
     run_ranks(run, 2)
 
