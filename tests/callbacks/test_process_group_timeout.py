@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
-from helpers.strategies import STRATEGIES, Kind
+from helpers.strategies import STRATEGIES, Kind, fast_under
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
 from torch import Tensor
 
@@ -18,14 +18,9 @@ from lightning_fsdp2 import CheckpointConfig
 from lightning_fsdp2.callbacks import ProcessGroupTimeout
 from lightning_fsdp2.compat.torch import get_group_timeout
 from lightning_fsdp2.ranks import coordination
+from lightning_fsdp2.strategies.launch import rendezvous
 
 SHORT, LONG = timedelta(seconds=7), timedelta(seconds=60)
-
-each_strategy = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
-    ids=STRATEGIES,
-)
 
 
 def read_timeouts() -> set[timedelta]:
@@ -68,7 +63,7 @@ class SavesOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@each_strategy
+@fast_under("fsdp2")
 def test_training_steps_alone_have_the_short_timeout(kind: Kind, tmp_path: Path) -> None:
     def run() -> list[tuple[str, set[timedelta]]]:
         reads = Reads()
@@ -93,8 +88,9 @@ def test_training_steps_alone_have_the_short_timeout(kind: Kind, tmp_path: Path)
         assert read == [*first, *second, ("test", {LONG})]
 
 
-@each_strategy
-def test_a_rank_that_does_not_come_is_found(kind: Kind, tmp_path: Path) -> None:
+@fast_under("fsdp2")
+def test_a_rank_that_does_not_come_is_found(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_PROBE_TIMEOUT", timedelta(seconds=0.5))  # the other rank waits for this one
     found = tmp_path / "found"
 
     class Hangs(Regressor):

@@ -1,12 +1,14 @@
 """The strategies of the package, and what differs between them by their nature. A new one is added here."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.ranks import run_ranks
@@ -84,3 +86,21 @@ STRATEGIES = {
         context=cuda_on_cpu,
     ),
 }
+
+
+def fast_under(*names: str) -> pytest.MarkDecorator:
+    """Give the decorated test each strategy as ``kind``; those that ``names`` leaves out are slow."""
+    kinds = [
+        pytest.param(kind, id=name, marks=() if name in names else pytest.mark.slow)
+        for name, kind in STRATEGIES.items()
+    ]
+    return pytest.mark.parametrize("kind", kinds)
+
+
+def pairs(argument: str, values: Iterable[Any], *, fast: Collection[tuple[str, Any]]) -> pytest.MarkDecorator:
+    """Give the decorated test each strategy as ``kind`` with each of ``values``; pairs that ``fast`` lacks are slow."""
+    cells = [
+        pytest.param(kind, value, id=f"{name}-{value}", marks=() if (name, value) in fast else pytest.mark.slow)
+        for (name, kind), value in itertools.product(STRATEGIES.items(), values)
+    ]
+    return pytest.mark.parametrize(("kind", argument), cells)

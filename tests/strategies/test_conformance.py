@@ -21,7 +21,7 @@ from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from helpers.strategies import STRATEGIES, Kind
+from helpers.strategies import STRATEGIES, Kind, fast_under, pairs
 from helpers.user_modules import (
     PROMPT,
     WIDTH,
@@ -65,11 +65,11 @@ from lightning_fsdp2.cli import FSDP2CLI
 
 # ---------------------------------------------------------------------- lifetime
 
-STAGES = ["fit, save, test, fit", "fit, predict, validate"]
-STAGES += [pytest.param(stages, marks=pytest.mark.slow) for stages in ("validate, fit", "predict, fit, fit")]
+STAGES = ("fit, save, test, fit", "fit, predict, validate", "validate, fit", "predict, fit, fit")
+FAST_STAGES = [*((name, STAGES[0]) for name in STRATEGIES), ("fsdp2", STAGES[1])]
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pairs("stages", STAGES, fast=FAST_STAGES)
 def test_stages_in_any_order_on_one_module(kind: Kind, stages: str, tmp_path: Path) -> None:
     batches = make_batches(2 * WORLD)
 
@@ -122,6 +122,7 @@ def count_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
+@fast_under("fsdp2")
 def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
     """A sweep of a hundred trials must not hold a hundred communicators."""
 
@@ -140,6 +141,7 @@ def test_trainers_of_one_process_share_their_process_groups(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2")
 def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
     def run() -> None:
         os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
@@ -234,6 +236,7 @@ class OwnParameters(pl.LightningModule):
         return make_optimizer(self.parameters())
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_parameters_directly_on_the_module_are_trained_in_sync(kind: Kind) -> None:
     batches = make_batches(2 * WORLD)
 
@@ -327,6 +330,7 @@ class UsesOptimizer(Regressor):
         return self.kind(self.parameters())
 
 
+@fast_under("fsdp2")
 def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind) -> None:
     batches = make_batches(3 * WORLD)
 
@@ -351,6 +355,7 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Ki
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2", "ddp")
 def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_none(kind: Kind) -> None:
     def run() -> None:
         averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
@@ -382,6 +387,7 @@ def test_callbacks_are_refused_before_they_copy_the_module(kind: Kind) -> None:
     kind.run(run, 1)
 
 
+@fast_under("fsdp2")
 @pytest.mark.parametrize("bound", [-1.0, math.nan])
 def test_a_bound_of_clipping_that_would_be_passed_over_is_refused(kind: Kind, bound: float) -> None:
     def run() -> None:
@@ -407,6 +413,7 @@ class Gathering(pl.LightningModule):
         return make_optimizer(self.parameters())
 
 
+@fast_under("fsdp2")
 def test_all_gather_and_boolean_decisions(kind: Kind) -> None:
     def check(module: pl.LightningModule) -> None:
         rank = module.global_rank
@@ -452,6 +459,7 @@ class CallsModel(pl.Callback):
         self.results.append((trainer.global_step, logits.detach().clone(), generate(module.model)))
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 @pytest.mark.parametrize(
     ("with_grad", "hooks"),
     [
@@ -512,6 +520,7 @@ def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_model_called_after_fit(kind: Kind) -> None:
     batches = make_token_batches(2 * WORLD)
 
@@ -530,6 +539,7 @@ def test_model_called_after_fit(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_reducing_a_parameter_leaves_it_as_it_is(kind: Kind) -> None:
     class Reduces(Regressor):
         def on_fit_start(self) -> None:
@@ -564,6 +574,7 @@ class UsesSubclasses(Regressor):
         return KeepsSubclasses(self.parameters(), lr=0.1)
 
 
+@fast_under("fsdp2")
 def test_states_that_are_tensor_subclasses_are_refused_in_the_first_step(kind: Kind) -> None:
     def run() -> None:
         trainer = kind.make_trainer()
@@ -595,6 +606,7 @@ def test_a_module_without_an_optimizer_runs_saves_and_goes_on(kind: Kind, tmp_pa
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_an_evaluation_in_inference_mode_leaves_a_module_that_can_be_trained(kind: Kind, tmp_path: Path) -> None:
     batches = make_batches(2 * WORLD)
 
@@ -622,6 +634,7 @@ class WithoutSteps(Regressor):
     validation_step = test_step = None
 
 
+@fast_under("fsdp2")
 def test_steps_that_are_none_are_no_steps(kind: Kind) -> None:
     def run() -> None:
         module, loader = WithoutSteps(), make_loader(make_batches(WORLD))
@@ -639,6 +652,7 @@ class FSDPNet(Regressor):
     """A user's own class that is called like those which FSDP2 makes."""
 
 
+@fast_under("fsdp2")
 def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_name(
     kind: Kind, tmp_path: Path
 ) -> None:
@@ -672,6 +686,7 @@ class Images(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@fast_under("fsdp2")
 def test_running_statistics_are_those_without_activation_checkpointing(kind: Kind) -> None:
     samples = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -714,6 +729,7 @@ class Centres(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@fast_under("fsdp2")
 @pytest.mark.filterwarnings("ignore")
 def test_buffers_that_training_reads_are_those_of_rank_0_however_often_it_is_interrupted(
     kind: Kind, tmp_path: Path
@@ -736,6 +752,7 @@ def test_buffers_that_training_reads_are_those_of_rank_0_however_often_it_is_int
                 torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=f"{name}, {options}")
 
 
+@fast_under("fsdp2")
 def test_a_metric_counts_each_batch_once(kind: Kind) -> None:
     def run() -> None:
         trainer = kind.make_trainer()
@@ -772,6 +789,7 @@ class ReadsParameters(pl.Callback):
         self.norms.append(sum(weight.square().sum().item() for weight in weights.values()))
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_parameters_can_be_read_in_every_hook(kind: Kind) -> None:
     batches = make_batches(4 * WORLD)
 
@@ -802,6 +820,7 @@ class ValidatesWithHalf(pl.Callback):
             parameter.data.copy_(self.own[name])
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_weights_exchanged_for_validation_are_validated_and_come_back(kind: Kind) -> None:
     batches = make_batches(3 * WORLD)
 
@@ -849,6 +868,7 @@ class Scored(Regressor):
         return make_optimizer([p for name, p in self.named_parameters() if not name.startswith("score.")])
 
 
+@fast_under("fsdp2", "megatron_fsdp")
 def test_a_metric_may_hold_a_network(kind: Kind) -> None:
     batches = make_batches(2 * WORLD)
 
@@ -881,7 +901,10 @@ class EndsEarly(Regressor):
         self.trainer.should_stop = True
 
 
-@pytest.mark.parametrize("fails", [False, True])
+ENDS = [("fsdp2", False), ("fsdp2", True), ("ddp", False), ("ddp", True), ("megatron_fsdp", True)]
+
+
+@pairs("fails", (False, True), fast=ENDS)
 def test_a_window_that_ended_early_leaves_nothing_behind(kind: Kind, fails: bool) -> None:
     batches = make_batches(4 * WORLD)
 
@@ -910,6 +933,7 @@ def test_zero_grad_drops_what_was_not_yet_synchronised(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2", "ddp")
 def test_a_graph_of_a_sharded_module_is_refused(kind: Kind, tmp_path: Path) -> None:
     class HasExample(Regressor):
         example_input_array = torch.zeros(2, WIDTH)
@@ -935,6 +959,7 @@ class Embeds(Regressor):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@fast_under("fsdp2", "ddp")
 def test_sparse_gradients_are_refused_where_they_would_be_sharded(kind: Kind) -> None:
     def run() -> None:
         error = pytest.raises(ValueError, match="reduces dense gradients, and those of the embeddings table are sparse")
@@ -944,6 +969,7 @@ def test_sparse_gradients_are_refused_where_they_would_be_sharded(kind: Kind) ->
     kind.run(run, WORLD)
 
 
+@fast_under("fsdp2")
 def test_steps_that_are_none_end_an_accumulation_of_one_process(kind: Kind) -> None:
     """What came before is stepped with; several ranks are refused by Lightning."""
 
@@ -969,7 +995,7 @@ def test_steps_that_are_none_end_an_accumulation_of_one_process(kind: Kind) -> N
 # ---------------------------------------------------------------------- manual optimisation
 
 
-@pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
+@pairs("accumulate", (1, 2), fast=[("fsdp2", 1), ("fsdp2", 2), ("ddp", 2), ("megatron_fsdp", 1)])
 def test_two_optimizers_that_are_stepped_by_hand(kind: Kind, accumulate: int) -> None:
     batches = make_batches(3 * accumulate * WORLD)
 
@@ -1005,31 +1031,35 @@ def test_an_optimizer_that_is_stepped_by_hand(kind: Kind) -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize(
-    ("world_size", "precision", "accumulate", "clip", "tied", "meta"),
-    [
-        pytest.param(1, "32-true", 3, 0.1, False, True, marks=pytest.mark.slow),
-        (2, "32-true", 1, 0.1, True, False),
-        pytest.param(3, "32-true", 3, None, True, True, marks=pytest.mark.slow),
-        (2, "bf16-mixed", 3, 0.1, True, False),
-        (2, "bf16-true", 1, None, False, False),
-    ],
-)
-def test_a_language_model_has_the_numbers_of_one_process(
-    kind: Kind, world_size: int, precision: str, accumulate: int, clip: float | None, tied: bool, meta: bool
-) -> None:
+PARITIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1-32-true": (1, {"precision": "32-true", "accumulate": 3, "clip": 0.1, "tied": False, "meta": True}),
+    "2-32-true": (2, {"precision": "32-true", "accumulate": 1, "clip": 0.1, "tied": True, "meta": False}),
+    "3-32-true": (3, {"precision": "32-true", "accumulate": 3, "clip": None, "tied": True, "meta": True}),
+    "2-bf16-mixed": (2, {"precision": "bf16-mixed", "accumulate": 3, "clip": 0.1, "tied": True, "meta": False}),
+    "2-bf16-true": (2, {"precision": "bf16-true", "accumulate": 1, "clip": None, "tied": False, "meta": False}),
+}
+FAST_PARITIES = [*((name, "2-bf16-mixed") for name in STRATEGIES), ("ddp", "2-bf16-true")]
+
+
+@pairs("name", PARITIES, fast=FAST_PARITIES)
+def test_a_language_model_has_the_numbers_of_one_process(kind: Kind, name: str) -> None:
+    world_size, options = PARITIES[name]
+
     def run() -> None:
-        options = {"accumulate": accumulate, "clip": clip, "tied": tied, "meta": meta, "precision": precision}
         check_parity(make_case("llama", **options, strategy_class=kind.strategy))
 
     kind.run(run, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, None), pytest.param(3, 0.5, marks=pytest.mark.slow)])
-def test_twenty_steps_with_groups_and_a_schedule(
-    kind: Kind, world_size: int, accumulate: int, clip: float | None
-) -> None:
+WINDOWS = [(2, 1, 0.5), (2, 3, None), (2, 3, 0.5)]
+WINDOWS += [(world_size, *window) for world_size in (1, 4) for _, *window in WINDOWS]
+"""World sizes, micro-batches of a step, and bounds of clipping."""
+FAST_TWENTY = [("fsdp2", WINDOWS[1]), ("ddp", WINDOWS[1]), ("megatron_fsdp", WINDOWS[0])]
+
+
+@pairs("window", WINDOWS, fast=FAST_TWENTY)
+def test_twenty_steps_with_groups_and_a_schedule(kind: Kind, window: tuple[int, int, float | None]) -> None:
+    world_size, accumulate, clip = window
     batches = make_batches(20 * accumulate * world_size)
 
     def run() -> None:
@@ -1046,8 +1076,11 @@ def test_twenty_steps_with_groups_and_a_schedule(
 # ---------------------------------------------------------------------- checkpoints
 
 
+FAST_READERS = [("fsdp2", "ddp"), ("ddp", "ddp"), ("megatron_fsdp", "megatron_fsdp")]
+
+
 @pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("reader", STRATEGIES)
+@pairs("reader", STRATEGIES, fast=FAST_READERS)
 def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
     kind: Kind, reader: str, format_: Any, tmp_path: Path
 ) -> None:
@@ -1118,6 +1151,7 @@ class Started(Exception):
     """Comes in place of the rest of a run, for which there are no devices."""
 
 
+@fast_under("fsdp2")
 @pytest.mark.parametrize("binds", [False, True])
 def test_bind_device_id_gives_the_process_group_the_device_of_the_rank(
     kind: Kind, binds: bool, monkeypatch: pytest.MonkeyPatch
@@ -1154,6 +1188,7 @@ def test_bind_device_id_gives_the_process_group_the_device_of_the_rank(
 # ---------------------------------------------------------------------- wrong options
 
 
+@fast_under("fsdp2")
 def test_bind_device_id_is_refused_where_there_is_nothing_to_bind_to(kind: Kind) -> None:
     def run() -> None:
         trainer = kind.make_trainer({"bind_device_id": True})

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
-from helpers.strategies import STRATEGIES, Kind
+from helpers.strategies import STRATEGIES, Kind, fast_under
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
 from torch.utils.data import DataLoader
 
@@ -75,7 +75,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_a_rank_0_that_does_not_come_is_named() -> None:
     def run() -> str:
         os.environ["RANK"] = "3"
-        return start(timedelta(seconds=2), MASTER_ADDR="127.0.0.1")
+        return start(timedelta(seconds=1), MASTER_ADDR="127.0.0.1")
 
     [message] = run_ranks(run, 1, group=False)
     assert message.startswith("Rank 3 (b) could not reach the store of rank 0 at 127.0.0.1:")
@@ -128,12 +128,9 @@ def test_a_port_that_is_taken_is_named() -> None:
 # ---------------------------------------------------------------------- later
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
-    ids=STRATEGIES,
-)
-def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path) -> None:
+@fast_under("fsdp2")
+def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PROBE_TIMEOUT", timedelta(seconds=2))
     found = tmp_path / "found"
 
     class Stops(pl.Callback):
