@@ -100,10 +100,23 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+FAST_ENDS = (
+    "before the first interval",
+    "at the end of an epoch",
+    "at an interval",
+    "on request",
+    "with accumulation",
+    "link",
+    "async",
+)
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [FAST_ENDS, pytest.param(tuple(ENDS), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_the_last_checkpoint_is_that_of_the_last_step(names: tuple[str, ...], tmp_path: Path) -> None:
     def run() -> None:
-        for name, (step, options) in ENDS.items():
+        for name in names:
+            step, options = ENDS[name]
             trainer, _ = fit(FSDP2, tmp_path / name, **options)
             assert trainer.global_step == step, name
             path = tmp_path / name / "last.ckpt"
@@ -131,16 +144,23 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
 }
 """How a first run ends, how one goes on that was not ended, and the loader of both."""
 
+FAST_GOES_ON = ("amid an epoch, for epochs", "after an epoch, without validation", "after epochs")
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "fsdp2")]
+    ("strategy", "names"),
+    [
+        pytest.param("fsdp2", FAST_GOES_ON, id="fsdp2-some"),
+        *(pytest.param(name, tuple(GOES_ON), id=f"{name}-all", marks=pytest.mark.slow) for name in STRATEGIES),
+    ],
 )
-def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, names: tuple[str, ...], tmp_path: Path) -> None:
     kind = STRATEGIES[strategy]
 
     def run() -> None:
-        for name, (first, whole_run, loader) in GOES_ON.items():
+        for name in names:
+            first, whole_run, loader = GOES_ON[name]
             expected_trainer, expected = fit(kind, None, loader=loader, **whole_run)
             trainer, before = fit(kind, tmp_path / name, loader=loader, **first)
             trainer.save_checkpoint(tmp_path / name / "after_fit.ckpt")
@@ -157,7 +177,7 @@ def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
+@pytest.mark.parametrize("loader", [StatefulDataLoader, pytest.param(DataLoader, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_the_hooks_of_the_last_batch_of_an_epoch(
     loader: type[DataLoader[Any]], tmp_path: Path
 ) -> None:
