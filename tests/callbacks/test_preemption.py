@@ -96,7 +96,7 @@ def assert_goes_on_as_if_nothing_had_been(
     run_ranks(run, WORLD)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_amid_accumulation_saves_behind_the_step(tmp_path: Path, rank: int) -> None:
     assert_goes_on_as_if_nothing_had_been(
         tmp_path, saved=3, code=143, signals=Signal(rank), accumulate_grad_batches=2, limit_val_batches=0
@@ -123,22 +123,32 @@ class Validates(Regressor):
         self.log("loss/validation", 1.0 - 0.1 * self.trainer.global_step)
 
 
+EVERY_SECOND_STEP = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+EVERY_EPOCH = {"limit_train_batches": 2}  # the epoch has not ended before the validation has
+
+
 @pytest.mark.parametrize(
-    "hook",
-    ["on_before_backward", pytest.param("on_validation_start", marks=pytest.mark.slow), "on_validation_batch_start"],
-)
-@pytest.mark.parametrize(
-    "options",
+    ("options", "hook"),
     [
-        {"val_check_interval": 2, "check_val_every_n_epoch": None},
-        {"limit_train_batches": 2},  # at the end of each epoch, which has not ended before the validation has
+        (EVERY_SECOND_STEP, "on_before_backward"),
+        (EVERY_EPOCH, "on_validation_batch_start"),
+        *(
+            pytest.param(options, hook, marks=pytest.mark.slow)
+            for options, hook in (
+                (EVERY_SECOND_STEP, "on_validation_batch_start"),
+                (EVERY_SECOND_STEP, "on_validation_start"),
+                (EVERY_EPOCH, "on_before_backward"),
+                (EVERY_EPOCH, "on_validation_start"),
+            )
+        ),
     ],
 )
 def test_a_validation_that_is_left_out_is_made_up_for(tmp_path: Path, hook: str, options: Any) -> None:
+    options = {**options, "num_sanity_val_steps": 0}
+
     def run() -> None:
         stopping = partial(EarlyStopping, "loss/validation", patience=5)
         first, second, third = Validates(), Validates(), Validates()
-        options["num_sanity_val_steps"] = 0
         _, _, expected = train(tmp_path / "whole", stopping(), module=first, **options)
         # where ModelCheckpoint has saved in this very step, too
         every = {"every_n_train_steps": 2, "save_top_k": -1}
@@ -209,7 +219,6 @@ class Records(Regressor):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, **self.scheduler}}
 
 
-EVERY_SECOND_STEP = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 NO_VALIDATION = {"limit_val_batches": 0}
 RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # options of the Trainer, and the rest: batches of an epoch, a scheduler, callbacks, options of ModelCheckpoint
@@ -243,7 +252,7 @@ RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "reloaded-data": ({"reload_dataloaders_every_n_epochs": 1}, {"batches": 2}),
 }
-SAMPLED = ("validation-amid-accumulation", "validation-at-the-end-of-epochs", "epochs-without-validation")
+SAMPLED = ("validation-amid-accumulation", "epochs-without-validation")
 
 
 @pytest.mark.parametrize(
@@ -390,8 +399,8 @@ LAST = [
 @pytest.mark.parametrize(
     ("checkpoints", "async_save"),
     [
-        (LAST[0], True),
         (LAST[1], True),
+        pytest.param(LAST[0], True, marks=pytest.mark.slow),
         *(pytest.param(options, False, marks=pytest.mark.slow) for options in LAST),
     ],
 )
@@ -596,7 +605,7 @@ def test_an_evaluation_ends_at_once(is_handled: bool) -> None:
         assert run_ranks(run, WORLD) == [(0, False), (1, False)]
     else:
         with pytest.raises(RankError, match="rank 1 died or hung without a result"):
-            run_ranks(run, WORLD)
+            run_ranks(run, WORLD, patience=0.5)
 
 
 @pytest.mark.parametrize(
