@@ -21,11 +21,9 @@ SAMPLE = [
     ("dp2", "32-true", "llama"),
     ("dp3", "32-true", "gpt2"),
     ("dp2", "bf16-true", "gpt2"),
-    ("tp2", "bf16-mixed", "gpt2"),
     ("tp2+sp", "32-true", "llama"),
     ("dp2xtp2+sp+loss", "bf16-mixed", "llama"),
     ("cp2", "bf16-mixed", "llama"),
-    ("cp2+ulysses", "32-true", "gpt2"),
 ]
 CELLS = [
     (mesh, precision, model)

@@ -38,7 +38,9 @@ SAMPLE = (
 
 SLOW = ("gemma3n_text", "opt", "gptj", "stablelm", "qwen3_moe", "qwen2_moe", "deepseek_v4")
 SLOW += ("qwen3_next", "jamba", "doge", "inkling_text", "longcat_flash", "olmo2", "cohere2", "falcon")
-"""Those that take longest, and differ least from others or are rare: `make test-all` has them."""
+SLOW += ("llama", "gpt2", "mixtral", "gemma3_text")
+"""Those that take longest, and differ least from others or are rare, or which other fast tests train, too:
+`make test-all` has them."""
 
 CONTEXT_SAMPLE = (
     "gemma3_text",
@@ -47,7 +49,7 @@ CONTEXT_SAMPLE = (
     "gpt_oss",
     "gemma4_text",  # keys and values of earlier layers, a part of the mask
 )
-CONTEXT_SLOW = ("mixtral", "gemma4_text")
+CONTEXT_SLOW = ("gemma3_text", "mixtral", "gemma4_text")
 
 
 @pytest.mark.parametrize(

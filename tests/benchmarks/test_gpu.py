@@ -35,8 +35,8 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["attention", "waits", "plan-8b", "plan-8b-tp", "parity"],
-        pytest.param(["tests", "plan-70b"], marks=pytest.mark.slow),
+        ["attention", "waits", "plan-8b", "parity"],
+        pytest.param(["tests", "plan-8b-tp", "plan-70b"], marks=pytest.mark.slow),
     ],
     ids=["usual", "rest"],
 )

@@ -13,7 +13,7 @@ import lightning_fsdp2
 
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
-    ("cp2", "dp2-cp2"),
+    ("cp2", "dp2"),
     ("ddp2", "megatron2"),
     ("megatron2", "dp3"),
 ]

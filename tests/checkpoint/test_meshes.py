@@ -42,7 +42,7 @@ MODELS = {
 MESHES = {"one": (1, 1), "dp2": (2, 1), "tp2": (1, 2), "dp2-tp2": (2, 2), "tp4": (1, 4)}
 SAMPLE = [
     ("qwen3-moe-packed-experts", "dp2", "tp4"),
-    ("gpt2-tied-packed-qkv", "tp2", "dp2-tp2"),
+    ("gpt2-tied-packed-qkv", "tp2", "dp2"),
 ]
 BATCHES = make_token_batches(5, size=4, ragged=False)
 

@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import os
 import runpy
@@ -534,8 +535,22 @@ SHORT_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT_NAMES)
-@pytest.mark.parametrize("source", ["yaml", "yaml-with-options", "flag"])
+FAST_SHORT_NAMES = [
+    *(("yaml", name) for name in SHORT_NAMES),
+    ("yaml-with-options", "fsdp2_offload"),
+    ("yaml-with-options", "megatron_fsdp"),
+    ("flag", "lightning_fsdp2_ddp"),
+    ("flag", "megatron_fsdp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        pytest.param(*cell, marks=() if cell in FAST_SHORT_NAMES else pytest.mark.slow)
+        for cell in itertools.product(["yaml", "yaml-with-options", "flag"], SHORT_NAMES)
+    ],
+)
 def test_short_names_of_strategies(name, source, tmp_path, capsys):
     class_path, offload_policy = SHORT_NAMES[name]
     config = {"activation_checkpointing": "full"} if name != "megatron_fsdp" else {"activation_checkpointing": True}
@@ -554,7 +569,7 @@ def test_short_names_of_strategies(name, source, tmp_path, capsys):
         assert printed["activation_checkpointing"] == config["activation_checkpointing"]
 
 
-@pytest.mark.parametrize("source", ["yaml", "one-word", "two-words"])
+@pytest.mark.parametrize("source", ["yaml", pytest.param("one-word", marks=pytest.mark.slow), "two-words"])
 def test_a_class_path_without_options_is_no_short_name(source, tmp_path, capsys):
     path = "lightning_fsdp2.DDPStrategy"
     args = {

@@ -253,7 +253,9 @@ def check_found(trainer: pl.Trainer, found: Any, module: HasLearningRate, batche
     assert_same_weights(module, expected)
 
 
-@callback_option("LearningRateFinder", "the first rank's suggestion on all, then training from the initial weights")
+@callback_option(
+    "LearningRateFinder", "the first rank's suggestion on all, then training from the initial weights", slow=True
+)
 def check_learning_rate_finder(kind: Kind, folder: Path) -> None:
     batches, module = make_batches(20 * WORLD), HasLearningRate()
     options = {key.replace("num_training", "num_training_steps"): value for key, value in FINDER.items()}

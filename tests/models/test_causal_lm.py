@@ -1,5 +1,6 @@
 """CausalLM: any Hugging Face causal language model, from a config or from weights, under our strategy and others."""
 
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -75,8 +76,21 @@ def make_loader(count: int = 8, **options: Any) -> DataLoader[Any]:
     return DataLoader(make_token_batches(count, **options), batch_size=None)
 
 
-@pytest.mark.parametrize("name", PRETRAINED)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+FAST_PRETRAINED = [
+    ("32-true", "llama-tied"),
+    ("32-true", "mixtral"),
+    ("bf16-true", "llama"),
+    ("bf16-true", "gpt2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        pytest.param(*cell, marks=() if cell in FAST_PRETRAINED else pytest.mark.slow)
+        for cell in itertools.product(["32-true", "bf16-true"], PRETRAINED)
+    ],
+)
 def test_pretrained_weights_are_read_as_shards(name: str, precision: str, tmp_path: Path) -> None:
     source = make_causal_lm(PRETRAINED[name]).eval()
     source.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
@@ -137,8 +151,18 @@ class OwnSharding(CausalLM):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("loss", ["full", "chunked"])
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "model-parallel"])
+@pytest.mark.parametrize(
+    ("strategy", "loss"),
+    [
+        ("auto", "chunked"),
+        ("ddp", "full"),
+        ("model-parallel", "chunked"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (("auto", "full"), ("ddp", "chunked"), ("model-parallel", "full"))
+        ),
+    ],
+)
 def test_the_same_module_trains_under_lightnings_own_strategies(strategy: str, loss: Any) -> None:
     """Same loss and weights as the oracle: the token mean does not depend on our strategy."""
     ranks = 1 if strategy == "auto" else 2
@@ -244,7 +268,9 @@ def run_one_step(
     return groups, counts.counter.operations, [w for w in caught if "fused" in str(w.message)]
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fsdp2", "ddp") else ()) for name in FUSED]
+)
 def test_the_default_optimizer_is_fused(name: str) -> None:
     def run() -> None:
         with cuda_on_cpu() if name == "megatron" else nullcontext():

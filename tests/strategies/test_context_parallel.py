@@ -91,11 +91,10 @@ def bare_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize(
     ("loss", "convert"),
     [
-        (hf_loss, lambda batch: batch),
-        (tuple_loss, lambda batch: (batch["input_ids"], batch["labels"])),
-        (bare_loss, lambda batch: batch["input_ids"]),
+        pytest.param(hf_loss, lambda batch: batch, id="dict", marks=pytest.mark.slow),
+        pytest.param(tuple_loss, lambda batch: (batch["input_ids"], batch["labels"]), id="tuple"),
+        pytest.param(bare_loss, lambda batch: batch["input_ids"], id="tensor"),
     ],
-    ids=["dict", "tuple", "tensor"],
 )
 def test_a_users_own_step_that_takes_the_loss_of_the_model(
     loss: Callable[..., Any], convert: Callable[[Any], Any], mesh: str

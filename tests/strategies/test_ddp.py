@@ -29,13 +29,18 @@ from lightning_fsdp2 import CheckpointConfig, DDPConfig, DDPManager, DDPStrategy
 
 FLAGS: list[dict[str, Any]] = [
     {"static_graph": True},
-    {"find_unused_parameters": True},
     {"gradient_as_bucket_view": True},
     {"bucket_cap_mb": 0.001},
-    {"broadcast_buffers": False},
     {"activation_checkpointing": "selective", "static_graph": True},
     {"autocast_dtype": torch.bfloat16},
-    pytest.param({"activation_checkpointing": True}, marks=pytest.mark.slow),
+    *(
+        pytest.param({name: value}, marks=pytest.mark.slow)
+        for name, value in (
+            ("find_unused_parameters", True),
+            ("broadcast_buffers", False),
+            ("activation_checkpointing", True),
+        )
+    ),
 ]
 
 

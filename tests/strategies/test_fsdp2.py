@@ -429,7 +429,9 @@ SUBMODULES = [
 ]
 
 
-@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_optimizer_step", pytest.param("on_train_batch_end", marks=pytest.mark.slow)]
+)
 def test_submodules_called_from_a_callback(hook: str) -> None:
     batches = make_token_batches(3 * WORLD)
 

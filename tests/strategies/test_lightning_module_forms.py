@@ -196,7 +196,7 @@ def loss_on_hidden_states(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten()), 1
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 def test_loss_on_hidden_states_and_the_weight_of_the_head(tied: bool) -> None:
     def make_model() -> nn.Module:
         return make_causal_lm({**LLAMA, "tie_word_embeddings": tied})
@@ -230,7 +230,7 @@ class UnusedAndInTurn(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_accumulation_with_units_that_do_not_run(precision: Any) -> None:
     batches = make_token_batches(16)
 

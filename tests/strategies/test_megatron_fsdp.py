@@ -39,7 +39,7 @@ from lightning_fsdp2.parallel.megatron import wrap as megatron_fsdp
 
 KIND = STRATEGIES["megatron_fsdp"]
 ALL_STRATEGIES = (0, 1, 2, 3)
-EACH = [pytest.param(number, marks=pytest.mark.slow if number in (0, 2) else ()) for number in ALL_STRATEGIES]
+EACH = [pytest.param(number, marks=() if number == 3 else pytest.mark.slow) for number in ALL_STRATEGIES]
 
 # ---------------------------------------------------------------------- numbers
 
@@ -98,7 +98,10 @@ ALL_OPTIONS = list(itertools.product((1, 3), (None, 0.5)))
         *(pytest.param(size, ALL_OPTIONS, id=f"{size}-all", marks=pytest.mark.slow) for size in (1, 2, 4)),
     ],
 )
-@pytest.mark.parametrize("zero_dp_strategy", EACH)
+@pytest.mark.parametrize(
+    "zero_dp_strategy",
+    [pytest.param(number, marks=() if number == 1 else pytest.mark.slow) for number in ALL_STRATEGIES],
+)
 def test_twenty_steps_with_groups_and_a_schedule(
     zero_dp_strategy: int, world_size: int, combinations: list[tuple[int, float | None]]
 ) -> None:
@@ -445,7 +448,9 @@ class WithInputGradients(Regressor):
         return nn.functional.mse_loss(outputs, batch["targets"]) * (1 + gradient.square().mean().detach())
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}], ids=["shards", "replicas"])
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"dp_replicate_size": 2}, marks=pytest.mark.slow)], ids=["shards", "replicas"]
+)
 def test_gradients_of_inputs_leave_those_of_parameters_alone(sizes: dict[str, int]) -> None:
     world_size = 4 if sizes else WORLD
     batches = make_batches(4 * world_size)

@@ -212,7 +212,7 @@ POLICIES = {
 """Policies, and where they differ from bf16-mixed."""
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_an_explicit_policy_wins(precision: Any) -> None:
     batches = make_batches(4)
 
@@ -385,8 +385,15 @@ def test_other_precisions_are_refused_and_the_alternative_named(precision: Any) 
             make_trainer(precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "lightning_fsdp2.FSDP2Strategy"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("fsdp2", "16-mixed"),
+        ("lightning_fsdp2.FSDP2Strategy", "16"),
+        pytest.param("fsdp2", "16", marks=pytest.mark.slow),
+        pytest.param("lightning_fsdp2.FSDP2Strategy", "16-mixed", marks=pytest.mark.slow),
+    ],
+)
 def test_the_command_line_refuses_16_mixed_which_lightning_would_replace_on_a_cpu(
     strategy: str,
     precision: str,

@@ -378,7 +378,7 @@ def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> 
 # ---------------------------------------------------------------------- the public functions
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "plain"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "llama-tied", "plain"])
 def test_unshard_fsdp2_model(name: str) -> None:
     def compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
         output = model(tokens)

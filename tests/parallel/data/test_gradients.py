@@ -112,7 +112,10 @@ def clip_whole(dtype: torch.dtype, order: float, max_norm: float) -> tuple[Tenso
     return norm, [parameter.grad for parameter in parameters]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("two-ranks", "four-ranks") else ()) for name in LAYOUTS],
+)
 def test_clip_grad_norm_equals_torch_on_whole_gradients(name: str) -> None:
     def run() -> list[float]:
         layout = Layout(name)
@@ -185,7 +188,7 @@ def test_one_tensor_is_accepted_like_by_torch() -> None:
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.7]))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.slow)], ids=str)
 def test_a_nonfinite_gradient_of_one_rank_raises_on_all_before_any_is_touched(value: float) -> None:
     def run() -> None:
         layout = Layout("four-ranks")

@@ -130,7 +130,7 @@ def test_selective_keeps_attention_of_documents_under_context_parallel() -> None
     assert run_ranks(run, 2)[0] == 2 * LAYERS  # a rank has two chunks of the sequence
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "sp"])
 def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool) -> None:
     def run() -> list[Counter[str]]:
         counts = []
@@ -182,7 +182,7 @@ def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
     assert plain > 2 * selective
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "sp"])
 def test_tensor_parallel_layers_keep_nothing_that_backward_does_not_read(sequence_parallel: bool) -> None:
     def run() -> int:
         def measure(layers: int) -> int:

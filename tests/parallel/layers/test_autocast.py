@@ -28,7 +28,11 @@ def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
     return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model)
 
 
-@pytest.mark.parametrize("policy", [GATHERED_IN_FLOAT32, GATHERED_IN_BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(GATHERED_IN_FLOAT32, marks=pytest.mark.slow), GATHERED_IN_BFLOAT16],
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize(
     "config", [pytest.param(LLAMA, id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow)]
 )
@@ -65,7 +69,7 @@ def test_without_an_output_dtype_the_residual_stream_is_that_of_the_weights() ->
     run_ranks(run, 1)
 
 
-@pytest.mark.parametrize("mode", [False, "full"])
+@pytest.mark.parametrize("mode", [pytest.param(False, marks=pytest.mark.slow), "full"])
 def test_the_gradient_error_is_that_of_one_process_in_autocast(mode: Any) -> None:
     def compute(model: Any) -> Tensor:
         model(**make_batch(), use_cache=False).loss.backward()

@@ -99,7 +99,6 @@ SAMPLE = {
     "tp2": ["llama-tied", "granite"],
     "tp2+sp+selective": ["gpt2"],
     "tp2+loss": ["gemma2", "gpt2"],
-    "dp2xtp2+sp+loss": ["llama"],
 }
 
 
@@ -219,10 +218,18 @@ def test_frozen_weights_adapters_on_the_head_dropout_and_layers_compiled_one_by_
     assert_equal_gradients(actual, expected)
 
 
-@pytest.mark.parametrize("mesh", ["dp2+reshard+full", "tp2"])
+ADAPTED = {"target_modules": ["q_proj", "lm_head"]}
+SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+
+
 @pytest.mark.parametrize(
-    "adapters",
-    [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+    ("adapters", "mesh"),
+    [
+        (ADAPTED, "tp2"),
+        (SAVED, "dp2+reshard+full"),
+        pytest.param(ADAPTED, "dp2+reshard+full", marks=pytest.mark.slow),
+        pytest.param(SAVED, "tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_on_a_sharded_head(adapters: dict[str, Any], mesh: str) -> None:
     ranks, options = MESHES[mesh]
@@ -347,7 +354,7 @@ class LogitsElements(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "tp2", "tp2+loss"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("tp2", marks=pytest.mark.slow), "tp2+loss"])
 def test_logits_exist_for_a_chunk_at_a_time(mesh: str) -> None:
     ranks, options = MESHES[mesh]
     size = VOCABULARY // 2 + 1 if mesh == "tp2+loss" else VOCABULARY
@@ -380,7 +387,12 @@ def test_logits_exist_for_a_chunk_at_a_time(mesh: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reshard_after_forward": True}, {"tp_size": 2}, {"tp_size": 2, "loss_parallel": True}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"reshard_after_forward": True},
+        {"tp_size": 2},
+        {"tp_size": 2, "loss_parallel": True},
+    ],
     ids=str,
 )
 def test_nothing_is_gathered_more_often(options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Plans applied to models, against the plain model in one process; and what is refused before anything is touched."""
 
 import copy
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,7 +73,9 @@ def count_local(module: nn.Module) -> int:
 # ---------------------------------------------------------------------- whole models
 
 
-@pytest.mark.parametrize("config", [TIED_LLAMA, LLAMA, GPT2], ids=["tied-llama", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [TIED_LLAMA, pytest.param(LLAMA, marks=pytest.mark.slow), GPT2], ids=["tied-llama", "llama", "gpt2"]
+)
 def test_a_model_trains_like_in_one_process_and_each_rank_keeps_its_part(config: dict[str, Any]) -> None:
     def run() -> None:
         plain = make_rough_model(config)
@@ -397,16 +400,21 @@ class Draft(nn.Module):
         return sum(model(input_ids=input_ids, labels=input_ids, use_cache=False).loss for model in models)
 
 
+SHARED = {"alias": Alias, "actor-and-critic": ActorAndCritic, "draft": Draft}
+FLAGS: dict[str, dict[str, Any]] = {"tp": {}, "sp": {"sequence_parallel": True}, "loss": {"loss_parallel": True}}
+FAST = [("alias", "tp"), ("actor-and-critic", "sp"), ("draft", "loss")]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"sequence_parallel": True}, {"loss_parallel": True}], ids=["tp", "sp", "loss"]
+    ("kind", "flags"),
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in itertools.product(SHARED, FLAGS)],
 )
-@pytest.mark.parametrize("kind", [Alias, ActorAndCritic, Draft])
-def test_modules_that_hang_in_two_places_are_sharded_once(kind: type[nn.Module], options: dict[str, Any]) -> None:
+def test_modules_that_hang_in_two_places_are_sharded_once(kind: str, flags: str) -> None:
     def run() -> None:
         torch.manual_seed(0)
-        plain = kind()
+        plain = SHARED[kind]()
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(find_structure(sharded), make_mesh(), **options)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), **FLAGS[flags])
         ids = make_batch()["input_ids"]
         for model in (plain, sharded):
             model(ids).backward()
@@ -422,21 +430,32 @@ ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
 KEPT = {"target_modules": "all-linear", "modules_to_save": ["lm_head", "embed_tokens"]}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-all-linear": ("llama", {"target_modules": "all-linear"}),
+    "llama-modules-to-save": ("llama", KEPT),
+    "llama-head": ("llama", {"target_modules": ["lm_head"]}),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "qwen3_moe-attention": ("qwen3_moe", ATTENTION),
+}
+FAST_ADAPTERS = [
+    ("llama-all-linear", "tp"),
+    ("llama-modules-to-save", "sp"),
+    ("llama-head", "sp"),
+    ("gpt2", "tp"),
+    ("qwen3_moe-attention", "sp"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model_type", "options"),
+    ("name", "flags"),
     [
-        ("llama", {"target_modules": "all-linear"}),
-        ("llama", KEPT),
-        ("llama", {"target_modules": ["lm_head"]}),
-        ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-        ("qwen3_moe", ATTENTION),
+        pytest.param(*cell, marks=() if cell in FAST_ADAPTERS else pytest.mark.slow)
+        for cell in itertools.product(ADAPTERS, ("tp", "sp"))
     ],
-    ids=["llama-all-linear", "llama-modules-to-save", "llama-head", "gpt2", "qwen3_moe-attention"],
 )
-def test_adapters_of_low_rank_on_a_frozen_base(
-    model_type: str, options: dict[str, Any], sequence_parallel: bool
-) -> None:
+def test_adapters_of_low_rank_on_a_frozen_base(name: str, flags: str) -> None:
+    model_type, options = ADAPTERS[name]
+
     def run() -> None:
         torch.manual_seed(0)
         plain: Any = add_adapters(make_family_model(model_type), **options)
@@ -446,7 +465,7 @@ def test_adapters_of_low_rank_on_a_frozen_base(
         trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
         assert all("lora_" in name or "modules_to_save" in name for name in trained)
         sharded = copy.deepcopy(plain)
-        apply_tensor_parallel(find_structure(sharded), make_mesh(), sequence_parallel=sequence_parallel)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), **FLAGS[flags])
         assert trained == {name for name, parameter in sharded.named_parameters() if parameter.requires_grad}
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
         assert_trains_like(plain, sharded)
@@ -480,8 +499,15 @@ def test_other_adapters_are_refused_by_name(model_type: str, options: dict[str, 
 # ---------------------------------------------------------------------- loss on a sharded vocabulary
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("config", "sequence_parallel"),
+    [
+        pytest.param(LLAMA, True, id="llama-sp"),
+        pytest.param(GPT2, False, id="gpt2-tp"),
+        pytest.param(LLAMA, False, id="llama-tp", marks=pytest.mark.slow),
+        pytest.param(GPT2, True, id="gpt2-sp", marks=pytest.mark.slow),
+    ],
+)
 def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, Any], sequence_parallel: bool) -> None:
     def run() -> None:
         plain = make_rough_model(config)

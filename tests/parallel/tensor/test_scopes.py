@@ -219,8 +219,15 @@ def flatten(*values: Any) -> tuple[Tensor, ...]:
     return tuple(result)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@BOTH_MODELS
+@pytest.mark.parametrize(
+    ("config", "sequence_parallel"),
+    [
+        pytest.param(LLAMA, True, id="llama-sp"),
+        pytest.param(GPT2, False, id="gpt2-tp"),
+        pytest.param(LLAMA, False, id="llama-tp", marks=pytest.mark.slow),
+        pytest.param(GPT2, True, id="gpt2-sp", marks=pytest.mark.slow),
+    ],
+)
 def test_generate_continues_as_in_one_process(config: dict[str, Any], sequence_parallel: bool) -> None:
     def run() -> None:
         plain = make_rough_model(config).eval()

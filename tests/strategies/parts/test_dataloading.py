@@ -297,7 +297,14 @@ def run_stage(trainer: pl.Trainer, stage: str, module: Reader, loader: Any) -> N
 UNKNOWN_LENGTH = ("stream", "stream of guessed length", "plain iterable")
 
 
-@pytest.mark.parametrize("kind", ["own sampler", *UNKNOWN_LENGTH])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "own sampler",
+        "stream of guessed length",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stream", "plain iterable")),
+    ],
+)
 def test_ragged_loaders_end_together_with_a_warning(kind: str) -> None:
     warning = "have 2 to 3 batches; every rank stops after 2" if kind == "own sampler" else "1 of 2 ranks ran out of"
 
@@ -317,7 +324,7 @@ def test_ragged_loaders_end_together_with_a_warning(kind: str) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("guesses", [(5, 5), (5, 4), (2, 2)])
+@pytest.mark.parametrize("guesses", [pytest.param((5, 5), marks=pytest.mark.slow), (5, 4), (2, 2)])
 def test_the_length_a_stream_claims_is_known_to_the_trainer(guesses: tuple[int, int]) -> None:
     """Progress bars and `val_check_interval` fractions need one; the stream itself ends where it ends."""
 
@@ -339,7 +346,9 @@ def test_the_length_a_stream_claims_is_known_to_the_trainer(guesses: tuple[int, 
         assert bool(ragged) == (rank == 0 and guesses[0] != guesses[1])
 
 
-@pytest.mark.parametrize("kind", UNKNOWN_LENGTH)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "stream" else pytest.mark.slow) for kind in UNKNOWN_LENGTH]
+)
 def test_equal_streams_are_read_to_their_end_without_a_warning(kind: str) -> None:
     def run() -> None:
         module = Reader()
@@ -355,7 +364,9 @@ def test_equal_streams_are_read_to_their_end_without_a_warning(kind: str) -> Non
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("kind", UNKNOWN_LENGTH)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "plain iterable" else pytest.mark.slow) for kind in UNKNOWN_LENGTH]
+)
 def test_predict_on_unequal_streams_is_an_error_on_every_rank(kind: str) -> None:
     def run() -> None:
         for longest_rank in (0, 1):
@@ -366,12 +377,12 @@ def test_predict_on_unequal_streams_is_an_error_on_every_rank(kind: str) -> None
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "predict"])
-def test_a_rank_without_any_batch_is_an_error_on_every_rank(stage: str) -> None:
+def test_a_rank_without_any_batch_is_an_error_on_every_rank() -> None:
     def run() -> None:
-        loader = make_ragged("own sampler", 2 * dist.get_rank())
-        with pytest.raises(ValueError, match=r"has \[0, 2\] batches on ranks 0 to 1"):
-            run_stage(make_trainer(use_distributed_sampler=False), stage, Reader(), loader)
+        for stage in (*STAGES, "predict"):
+            loader = make_ragged("own sampler", 2 * dist.get_rank())
+            with pytest.raises(ValueError, match=r"has \[0, 2\] batches on ranks 0 to 1"):
+                run_stage(make_trainer(use_distributed_sampler=False), stage, Reader(), loader)
 
     run_ranks(run, 2)
 
@@ -452,10 +463,13 @@ def assert_resumed_run_reads_the_next_batch(kind: str, step: int, folder: Path, 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
-        *itertools.product(("own", "torchdata"), (1, 2)),
-        ("own, sized", 2),
+        ("own", 2),
+        ("torchdata", 2),
         ("torchdata with a worker", 1),
-        pytest.param("torchdata with a worker", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (("own", 1), ("torchdata", 1), ("own, sized", 2), ("torchdata with a worker", 2))
+        ),
     ],
 )
 def test_a_resumed_run_reads_the_next_batch(kind: str, world_size: int, tmp_path: Path) -> None:
@@ -467,7 +481,7 @@ def test_a_resumed_run_reads_the_next_batch(kind: str, world_size: int, tmp_path
     run_ranks(run, world_size)
 
 
-@pytest.mark.parametrize("kind", ["own", "own, sized", "torchdata"])
+@pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.slow), "own, sized", "torchdata"])
 def test_a_run_resumed_at_the_end_of_a_ragged_epoch(kind: str, tmp_path: Path) -> None:
     run_ranks(lambda: assert_resumed_run_reads_the_next_batch(kind, EPOCH, tmp_path, is_ragged=True), 2)
 
