@@ -2,7 +2,6 @@
 
 import collections
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
