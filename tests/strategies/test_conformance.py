@@ -652,7 +652,6 @@ class FSDPNet(Regressor):
     """A user's own class that is called like those which FSDP2 makes."""
 
 
-@fast_under("fsdp2")
 def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_name(
     kind: Kind, tmp_path: Path
 ) -> None:
