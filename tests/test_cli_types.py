@@ -128,7 +128,13 @@ YAML_CASES = {
 }
 
 
-@pytest.mark.parametrize(("config_class", "options", "expected"), YAML_CASES.values(), ids=YAML_CASES)
+@pytest.mark.parametrize(
+    ("config_class", "options", "expected"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in ("fsdp2-plan", "fsdp2-defaults") else ())
+        for name, case in YAML_CASES.items()
+    ],
+)
 def test_yaml_and_printed_config_make_the_same_object(config_class, options, expected, tmp_path, capsys):
     from_yaml = write_yaml(tmp_path, config_class, options)
     assert parse(from_yaml).config == expected

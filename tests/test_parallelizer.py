@@ -83,8 +83,10 @@ def assert_equal_gradients(actual: list[Tensor], expected: list[Tensor], factor:
 
 @pytest.mark.parametrize(
     ("make_model", "loss"),
-    [(PlainTransformer, plain_loss), (partial(make_causal_lm, LLAMA), token_sum_loss)],
-    ids=["plain", "llama"],
+    [
+        pytest.param(PlainTransformer, plain_loss, id="plain", marks=pytest.mark.slow),
+        pytest.param(partial(make_causal_lm, LLAMA), token_sum_loss, id="llama"),
+    ],
 )
 def test_a_plain_loop_trains_like_one_process_on_our_mesh_and_on_one_made_elsewhere(
     make_model: Callable[[], nn.Module], loss: LossFunction
@@ -386,7 +388,9 @@ def test_importing_several_skips_what_is_missing_with_a_warning_each(caplog: pyt
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sequence_parallel": True}, {"loss_parallel": True}], ids=["tp", "sp", "loss-parallel"]
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"sequence_parallel": True}, {"loss_parallel": True}],
+    ids=["tp", "sp", "loss-parallel"],
 )
 def test_a_step_under_tensor_parallelism_warns_of_nothing(options: dict[str, Any]) -> None:
     """FSDP2 warns of units that return views, as a gathered head of an odd vocabulary would."""

@@ -22,7 +22,7 @@ SAMPLE = [
     ("dp3", "32-true", "gpt2"),
     ("dp2", "bf16-true", "gpt2"),
     ("tp2+sp", "32-true", "llama"),
-    ("dp2xtp2+sp+loss", "bf16-mixed", "llama"),
+    ("dp2xtp2+sp+loss", "32-true", "llama"),
     ("cp2", "bf16-mixed", "llama"),
 ]
 CELLS = [

@@ -37,7 +37,7 @@ def shard_meta(name: str, dp_replicate_size: int, seed: int) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("llama", "gpt2") else ()) for name in MODELS]
+    "name", [pytest.param(name, marks=() if name == "llama-tied" else pytest.mark.slow) for name in MODELS]
 )
 def test_a_seed_gives_one_model_on_any_mesh(name: str) -> None:
     results = {mesh: run_ranks(shard_meta, size, name, replicas, 7) for mesh, (size, replicas) in MESHES.items()}
