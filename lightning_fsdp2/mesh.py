@@ -17,6 +17,7 @@ Every view has all of its axes, those of size 1 included, so that one rank runs 
 """
 
 import atexit
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -42,6 +43,16 @@ EXPERT_PARALLEL = "ep"
 """Expert parallel axis of a mesh made elsewhere; none of our meshes has it."""
 
 _MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
+
+_VIEWS = (
+    _MESH_AXES,
+    (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL),
+    (DP_CP, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CP_TP),
+)
+"""Axes of every view of the world, outermost first. :attr:`MeshSizes.axes` has the size of each."""
+
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
 
 
@@ -60,15 +71,24 @@ class MeshSizes:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each axis that a view may have."""
+        return {
+            DP_REPLICATE: self.dp_replicate,
+            DP_SHARD: self.dp_shard,
+            DP_SHARD_CP: self.dp_shard * self.cp,
+            DP_CP: self.dp * self.cp,
+            DATA_PARALLEL: self.dp,
+            CONTEXT_PARALLEL: self.cp,
+            TENSOR_PARALLEL: self.tp,
+            CP_TP: self.cp * self.tp,
+        }
+
+    @property
     def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Axis names and sizes of every view of the world."""
-        return {
-            _MESH_AXES: (self.dp_replicate, self.dp_shard, self.cp, self.tp),
-            (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL): (self.dp_replicate, self.dp_shard * self.cp, self.tp),
-            (DP_CP, TENSOR_PARALLEL): (self.dp * self.cp, self.tp),
-            (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL): (self.dp, self.cp, self.tp),
-            (DATA_PARALLEL, CP_TP): (self.dp, self.cp * self.tp),
-        }
+        sizes = self.axes
+        return {names: tuple(sizes[name] for name in names) for names in _VIEWS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +200,7 @@ def build_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or the process group has another number of ranks.
     """
-    world_size = sizes.dp * sizes.cp * sizes.tp
+    world_size = math.prod(sizes.views[_MESH_AXES])
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
@@ -244,22 +264,16 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
         ValueError: When there is no such axis; the message lists the existing ones.
     """
     names = (name,) if isinstance(name, str) else tuple(name)
-    views = get_views(device_mesh)
-    for view in views:
-        axes = view.mesh_dim_names or ()
-        if all(axis in axes for axis in names):
-            return view[names if len(names) > 1 else names[0]]
-    known = sorted({axis for view in views for axis in view.mesh_dim_names or ()})
+    if (view := _get_optional_view(device_mesh, names)) is not None:
+        return view[names if len(names) > 1 else names[0]]
+    known = sorted({axis for view in get_views(device_mesh) for axis in view.mesh_dim_names or ()})
     raise ValueError(f"The device mesh has no axis {' x '.join(map(repr, names))}; it has {known}.")
 
 
 def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """Return the axis called ``name``, or None if there is none or it has one rank."""
-    for view in get_views(device_mesh):
-        if name in (view.mesh_dim_names or ()):
-            mesh = view[name]
-            return mesh if mesh.size() > 1 else None
-    return None
+    view = _get_optional_view(device_mesh, (name,))
+    return view[name] if view is not None and view[name].size() > 1 else None
 
 
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
@@ -278,14 +292,14 @@ def get_fsdp_mesh(
 ) -> DeviceMesh:
     """Return the 1-D (shard) or 2-D (replicate x shard) mesh to pass to ``fully_shard``.
 
-    On a mesh of :func:`create_device_mesh` the default names mean: shard over ``dp_shard`` x cp, replicate over
-    ``dp_replicate``. On a mesh made elsewhere the result is the axis ``dp_cp_mesh_name`` if there is one, else
+    On a mesh with the axes ``dp_replicate`` and ``dp_shard_cp``, as :func:`create_device_mesh` builds it, the default
+    names mean these two. On any other mesh the result is the axis ``dp_cp_mesh_name`` if there is one, else
     ``dp_mesh_name``, which may name two axes (replicate, shard).
 
     Raises:
         ValueError: When the axis does not exist, or context parallel ranks would be left out.
     """
-    if hasattr(device_mesh, _VIEWS_ATTRIBUTE) and dp_mesh_name == DATA_PARALLEL:
+    if dp_mesh_name == DATA_PARALLEL and _get_optional_view(device_mesh, (DP_REPLICATE, DP_SHARD_CP)) is not None:
         if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
             return get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP))
         return get_mesh(device_mesh, DP_SHARD_CP)
@@ -301,6 +315,14 @@ def get_fsdp_mesh(
     if device_mesh.ndim == 1 and not axes:
         return device_mesh
     return get_mesh(device_mesh, dp_mesh_name)
+
+
+def get_shard_size(fsdp_mesh: DeviceMesh) -> int:
+    """Return the number of ranks that parameters are sharded over on a mesh for ``fully_shard``.
+
+    Its axes, (shard) or (replicate, shard), have any names: torch goes by their order.
+    """
+    return fsdp_mesh.size(fsdp_mesh.ndim - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +397,12 @@ def check_tp_size_of_megatron(tp_size: int) -> None:
             f"tp_size={tp_size} is not supported with MegatronFSDPConfig: megatron-fsdp hangs on tensor parallel models"
             " (https://github.com/NVIDIA/Megatron-LM/issues/5786); leave it at 1, or use FSDP2Config."
         )
+
+
+def _get_optional_view(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """Return the first view of ``device_mesh`` that has all axes in ``names``."""
+    views = (view for view in get_views(device_mesh) if set(names) <= set(view.mesh_dim_names or ()))
+    return next(views, None)
 
 
 def _check_size(name: str, size: int | str | None) -> int:

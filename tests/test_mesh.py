@@ -1,5 +1,6 @@
 """Sizes, axes, the ranks along them by hand, and what is said when sizes do not fit."""
 
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,15 @@ from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig, create_device_mesh
-from lightning_fsdp2.mesh import MeshSizes, ParallelSizes, check_bound_device, get_fsdp_mesh, get_mesh, get_views
+from lightning_fsdp2.mesh import (
+    MeshSizes,
+    ParallelSizes,
+    check_bound_device,
+    get_fsdp_mesh,
+    get_mesh,
+    get_shard_size,
+    get_views,
+)
 
 AXES = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
 VIEWS = {
@@ -185,6 +194,14 @@ def test_the_world_is_what_torchrun_says_where_no_group_exists(monkeypatch: pyte
 
 
 # ---------------------------------------------------------------------- the mesh and its views
+
+
+def test_every_view_has_all_ranks_by_the_sizes_of_its_axes() -> None:
+    sizes = MeshSizes(dp_replicate=2, dp_shard=3, cp=5, tp=7)
+    assert sizes.views.keys() == VIEWS
+    assert {math.prod(view) for view in sizes.views.values()} == {2 * 3 * 5 * 7}
+    assert sizes.views[AXES] == (2, 3, 5, 7)
+    assert sizes.axes.keys() == {name for names in VIEWS for name in names}
 
 
 def assert_sizes(mesh: DeviceMesh, sizes: tuple[int, ...]) -> None:
@@ -362,12 +379,15 @@ def test_a_mesh_made_elsewhere_shards_over_the_axes_it_is_told() -> None:
         ((4, 2), ("data_parallel", "dp_cp"), {}, [0, 1]),
         ((4, 2), ("data_parallel", "all"), {"dp_cp_mesh_name": "all"}, [0, 1]),
         ((2, 2, 2), ("a", "b", "tp"), {"dp_mesh_name": ("a", "b")}, [[0, 2], [4, 6]]),
+        ((2, 2, 2), ("dp_replicate", "dp_shard_cp", "tp"), {}, [[0, 2], [4, 6]]),
+        ((1, 4, 2), ("dp_replicate", "dp_shard_cp", "tp"), {}, [0, 2, 4, 6]),
     ]
 
     def run() -> None:
         for shape, axes, names, expected in cases:
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-            assert get_fsdp_mesh(mesh, **names).mesh.tolist() == expected, (axes, names)
+            fsdp_mesh = get_fsdp_mesh(init_device_mesh("cpu", shape, mesh_dim_names=axes), **names)
+            assert fsdp_mesh.mesh.tolist() == expected, (axes, names)
+            assert get_shard_size(fsdp_mesh) == torch.tensor(expected).size(-1), (axes, names)
 
     run_one_of(8, 0, run)
 

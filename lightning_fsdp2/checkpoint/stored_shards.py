@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_fsdp2.compat.torch import StridedShard
+from lightning_fsdp2.ranks.packed_shards import get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import get_even_mesh, is_uneven, shard_unevenly_like, to_even
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether each tensor parallel rank holds several pieces of ``tensor``."""
-    # the tensor parallel axis is the last one; a StridedShard on another axis is FSDP2's: one piece per rank
-    return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], StridedShard)
+    """Return whether each rank holds several pieces of ``tensor``."""
+    return isinstance(tensor, DTensor) and bool(get_packed_placements(tensor))
 
 
 def is_converted(tensor: Any) -> TypeGuard[DTensor]:
@@ -55,5 +54,6 @@ def get_stored_layout(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...
     """Return the mesh and the placements of the tensor that :func:`convert` returns."""
     if is_uneven(tensor):
         return get_even_mesh(tensor), (Shard(0),)
-    *others, packed = tensor.placements
-    return tensor.device_mesh, (*others, Shard(packed.dim))  # type: ignore[attr-defined]
+    contiguous = {axis: Shard(packed.dim) for axis, packed in get_packed_placements(tensor).items()}
+    placements = tuple(contiguous.get(axis, placement) for axis, placement in enumerate(tensor.placements))
+    return tensor.device_mesh, placements

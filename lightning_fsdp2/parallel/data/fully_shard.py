@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
-from lightning_fsdp2.compat.torch import StridedShard
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.structure import ModelStructure, get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan
+from lightning_fsdp2.ranks.packed_shards import get_packed_placements
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
@@ -277,8 +277,8 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
 
     DTensor has no placement that takes a shard of every packed shard.
     """
-    placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
-    if not isinstance(placement, StridedShard) or placement.dim != 0:
+    packed = get_packed_placements(parameter) if isinstance(parameter, DTensor) else {}
+    if not any(placement.dim == 0 for placement in packed.values()):
         return None
     if parameter.size(1) % ranks:
         raise ValueError(

@@ -163,7 +163,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
         ValueError: If no parameter is on the meta device.
     """
     mesh = get_fsdp_mesh(device_mesh)
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    placements = [Replicate() if axis == DP_REPLICATE else Shard(0) for axis in mesh.mesh_dim_names or ()]
     spread: dict[Tensor, nn.Parameter] = {}
     for module in get_modules(model):
         for name, parameter in module._parameters.items():
@@ -225,7 +225,7 @@ def apply_megatron_fsdp(
         mesh=view.mesh,
         mesh_dim_names=(DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL),
     )
-    if mesh.size(0) > 1:
+    if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
         options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": get_mesh(device_mesh, DP_CP).get_group()}
     weights = _take_spread_parameters(model, device)
     with without_metrics(model):
