@@ -21,7 +21,8 @@ from lightning_fsdp2.config import (
 )
 from lightning_fsdp2.mesh import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, AxisNames
 from lightning_fsdp2.modules.structure import find_parts, find_structure
-from lightning_fsdp2.parallel.data.fully_shard import apply_layer_sharding, unshard_model
+from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, unshard_model
+from lightning_fsdp2.parallel.data.units import build_layer_units
 from lightning_fsdp2.parallel.megatron.wrap import HAVE_MEGATRON_FSDP
 from lightning_fsdp2.parallel.tensor.matching import match_plan
 from lightning_fsdp2.parallel.tensor.plans import PlanOption, get_plan, get_style, to_torch_style
@@ -235,9 +236,8 @@ def apply_fsdp_sharding_recursively(
         mp_policy: Dtypes of the units; None for the dtypes of the parameters themselves.
         offload_policy: Policy for where shards live; None keeps them on the mesh's device.
     """
-    apply_layer_sharding(
-        find_structure(module), mesh, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy
-    )
+    units = build_layer_units(find_structure(module), mesh=mesh)
+    apply_fully_shard(units, module, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy)
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes
+from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
+from lightning_fsdp2.parallel.data.units import build_unit_plan
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
@@ -67,7 +68,7 @@ def parallelize_with_fsdp2(
     check_peft(model)
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names)
-    check_reshard_after_forward(config.reshard_after_forward, axes.fsdp.size(-1))
+    check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)
     fusion = get_optional_fusion(axes.tp, config)
     _warn_of_flags_without_effect(axes, config)
@@ -107,13 +108,8 @@ def parallelize_with_fsdp2(
         apply_autocast(structure, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
         policy = replace(policy, cast_forward_inputs=False)
     offload_policy = get_optional_offload_policy(config, device)
-    plan = apply_fully_shard(
-        structure,
-        axes.fsdp,
-        mp_policy=policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=config.reshard_after_forward,
-    )
+    plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp)
+    apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     if config.enable_fsdp2_prefetch:
         apply_prefetch(
             plan,

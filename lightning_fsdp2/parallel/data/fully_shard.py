@@ -13,38 +13,40 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.sharder import get_optional_sharder
-from lightning_fsdp2.modules.structure import ModelStructure, get_class, get_modules, get_parameter_owners
-from lightning_fsdp2.parallel.data.units import Unit, UnitPlan, build_layer_units, build_unit_plan
+from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
+from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
 from lightning_fsdp2.ranks.packed_shards import get_packed_placements
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
 
 def apply_fully_shard(
-    structure: ModelStructure,
-    mesh: DeviceMesh,
+    units: Iterable[Unit],
+    model: nn.Module,
     *,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
-) -> UnitPlan:
-    """Shard a model over ``mesh``, unit by unit, and return the units.
+) -> None:
+    """Shard a model unit by unit, each over its own mesh.
 
     Args:
-        structure: Structure of a LightningModule, a Hugging Face model or any other module, which is changed in place.
-        mesh: 1-D mesh to shard, or 2-D mesh to replicate x shard (HSDP).
+        units: Units with meshes, inner ones first; see :func:`~lightning_fsdp2.parallel.data.units.build_unit_plan`.
+        model: Model that holds the units; changed in place.
         mp_policy: Dtypes of compute, gradient reduction and the model's output.
         offload_policy: Policy that says where the shards live between uses.
-        reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
-            False keeps every block gathered; an int reshards blocks to that many ranks.
 
     Raises:
-        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
+        TypeError: If a module's class cannot be combined with FSDP2's.
+        ValueError: If a weight packs several projections along dim 0, and the unit's ranks do not divide its dim 1.
     """
-    plan = build_unit_plan(structure, reshard_after_forward)
-    _shard_units(plan.units, structure.root, mesh, mp_policy, offload_policy)
-    return plan
+    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
+    units = list(units)
+    for module in (module for unit in units for module in unit.modules):
+        _check_class(type(module))
+    for unit in units:
+        _shard_unit(unit, mp_policy, offload_policy, ignored)
 
 
 def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> None:
@@ -61,23 +63,11 @@ def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks:
         )
 
 
-def apply_layer_sharding(
-    structure: ModelStructure,
-    mesh: DeviceMesh,
-    *,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
-) -> None:
-    """Shard a model's blocks only. Arguments and errors are those of :func:`apply_fully_shard`."""
-    _shard_units(build_layer_units(structure, reshard_after_forward), structure.root, mesh, mp_policy, offload_policy)
-
-
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
     """Make every unit start the all-gather of the next units in its chain.
 
     Args:
-        plan: Units and chains that :func:`apply_fully_shard` returned.
+        plan: Units and chains of a model, after :func:`apply_fully_shard`.
         forward_depth: Number of units gathered ahead in forward; 0 leaves it to torch.
         backward_depth: Number of units gathered ahead in backward; 0 means torch's own prefetch of one unit.
     """
@@ -196,21 +186,6 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
         module.reshard()
 
 
-def _shard_units(
-    units: Iterable[Unit],
-    model: nn.Module,
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy | None,
-) -> None:
-    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
-    units = list(units)
-    for module in (module for unit in units for module in unit.modules):
-        _check_class(type(module))
-    for unit in units:
-        _shard_unit(unit, mesh, mp_policy, offload_policy, ignored)
-
-
 class _Unregistered(FSDPModule):
     """FSDP2's class, except that the user's class is not notified of the new subclass."""
 
@@ -239,7 +214,6 @@ def _check_class(cls: type[nn.Module]) -> None:
 
 def _shard_unit(
     unit: Unit,
-    mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
     ignored_params: set[nn.Parameter],
@@ -248,6 +222,7 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
+    mesh = cast(DeviceMesh, unit.mesh)
     attributes = _get_parameter_attributes(unit.modules)
     fully_shard(
         unit.modules if len(unit.modules) > 1 else unit.modules[0],
@@ -256,7 +231,7 @@ def _shard_unit(
         mp_policy=mp_policy,
         offload_policy=offload_policy or OffloadPolicy(),
         ignored_params=ignored_params,
-        shard_placement_fn=partial(_get_placement, ranks=mesh.size(-1)),
+        shard_placement_fn=partial(_get_placement, ranks=get_shard_size(mesh)),
     )
     for module in unit.modules:
         _keep_class_name(module)

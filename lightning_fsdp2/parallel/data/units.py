@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import has_gradient_hooks
 from lightning_fsdp2.modules.structure import (
@@ -32,6 +33,10 @@ class Unit:
 
     modules: list[nn.Module]
     """Modules in the order in which forward runs them."""
+
+    mesh: DeviceMesh | None = None
+    """Mesh that the weights are sharded over: 1-D (shard) or 2-D (replicate x shard). Units may have different meshes.
+    None in a plan that is not applied."""
 
     reshard_after_forward: bool | int = True
     """Whether the weights are resharded after forward.
@@ -57,12 +62,16 @@ class UnitPlan:
     chains: list[list[Unit]]
 
 
-def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> UnitPlan:
+def build_unit_plan(
+    structure: ModelStructure, reshard_after_forward: bool | int | None = None, *, mesh: DeviceMesh | None = None
+) -> UnitPlan:
     """Decide on the units of a model without changing it.
 
     Args:
         structure: Structure of a LightningModule, a Hugging Face model or any other module.
-        reshard_after_forward: See :func:`~lightning_fsdp2.parallel.data.fully_shard.apply_fully_shard`.
+        reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
+            False keeps every block gathered; an int reshards blocks to that many ranks.
+        mesh: Mesh of every unit; see :attr:`Unit.mesh`.
 
     Raises:
         ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
@@ -89,15 +98,22 @@ def build_unit_plan(structure: ModelStructure, reshard_after_forward: bool | int
         _extend_chain(chains, parts.module, embedding, head)
     units.extend(_build_child_units(structure, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
-    return UnitPlan(units=_split_by_dtype(model, units), chains=[chain for chain in chains if len(chain) > 1])
+    units = _set_mesh(_split_by_dtype(model, units), mesh)
+    return UnitPlan(units=units, chains=[chain for chain in chains if len(chain) > 1])
 
 
-def build_layer_units(structure: ModelStructure, reshard_after_forward: bool | int | None = None) -> list[Unit]:
+def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Unit]:
     """Decide on the units of a model's blocks only. Arguments and errors are those of :func:`build_unit_plan`."""
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
-    units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, reshard_after_forward)]
-    return _split_by_dtype(model, units)
+    units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, None)]
+    return _set_mesh(_split_by_dtype(model, units), mesh)
+
+
+def _set_mesh(units: list[Unit], mesh: DeviceMesh | None) -> list[Unit]:
+    for unit in units:
+        unit.mesh = mesh
+    return units
 
 
 def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
