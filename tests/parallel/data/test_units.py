@@ -1,14 +1,17 @@
 """The units of every kind of model, and what no grouping into units can serve."""
 
+from typing import cast
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.model_kinds import MODELS, make_moe
 from helpers.models import Block, PlainTransformer
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.modules.structure import find_structure
-from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
+from lightning_fsdp2.parallel.data.units import Unit, build_layer_units, build_unit_plan
 
 
 def describe(unit: Unit, root: nn.Module) -> str:
@@ -28,6 +31,14 @@ def test_units_of_a_model(name: str) -> None:
     model = MODELS[name].make()
     expected = [line.strip() for line in MODELS[name].units.strip().splitlines()]
     assert [describe(unit, model) for unit in build_unit_plan(find_structure(model)).units] == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_unit_has_the_mesh_of_the_plan(name: str) -> None:
+    structure, mesh = find_structure(MODELS[name].make()), cast(DeviceMesh, object())
+    assert {unit.mesh for unit in build_unit_plan(structure, mesh=mesh).units} == {mesh}
+    assert {unit.mesh for unit in build_layer_units(structure, mesh=mesh)} <= {mesh}
+    assert {unit.mesh for unit in build_unit_plan(structure).units} == {None}
 
 
 def test_a_module_with_two_dtypes_is_refused_with_its_parameters() -> None:
