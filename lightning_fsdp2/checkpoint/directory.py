@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
@@ -426,10 +427,12 @@ def _make_target(
         if in_place and _is_weight(metadata, key):
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    mesh = next((tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)), None)
+    meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
-    if not is_plain and mesh is not None and len(entry.size) > 0:
-        # the model lacks the key, or has it in another shape; a hook may rename it, so read it without a full copy
+    if not is_plain and meshes and len(entry.size) > 0:
+        # the model lacks the key, or has it in another shape; a hook may rename it, so read it without a full copy, in
+        # the smallest shards: `load_model_state` moves them to the mesh of the parameter
+        mesh = max(meshes, key=DeviceMesh.size)
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
 

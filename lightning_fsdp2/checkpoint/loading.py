@@ -1,12 +1,14 @@
 """Read a checkpoint of any kind into a sharded or whole model."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.directory import read_directory
@@ -93,7 +95,8 @@ def load_model_state(
         state = _take_what_fits(path, own, state)
     sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
     try:
-        model.load_state_dict(sharded, strict=strict)
+        with _own_meshes_for_renamed(model):
+            model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):  # raised by a hook
             raise
@@ -124,6 +127,28 @@ def load_optimizer_states(
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         set_optimizer_state(model, optimizer, state)
+
+
+@contextmanager
+def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
+    """Run a ``load_state_dict`` whose hooks may give a tensor the name of a parameter on another mesh.
+
+    A tensor that the model does not know by its name was read on a mesh of other parameters. Only after the module's
+    own hooks it is known which parameter the tensor is for.
+    """
+
+    def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor) and value.device_mesh != getattr(parameter, "device_mesh", None):
+                state[prefix + name] = shard_like(value, parameter)
+
+    handles = [module.register_load_state_dict_pre_hook(shard) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _may_leave_out(model: nn.Module) -> bool:
