@@ -19,9 +19,13 @@ from helpers.unit_meshes import (
     train_alone,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_fsdp2.checkpoint import load_checkpoint, save_checkpoint
+from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
 
+PACKED = StridedShard(0, split_factor=2)
 SHARD: dict[str, Any] = {"many": shard_over_many_meshes, "one": shard_over_one_mesh}
 READERS_OF = {"many": READERS, "one": RANKS}
 LAYOUTS = [("many", "many"), ("many", "one"), ("one", "many")]
@@ -42,6 +46,25 @@ def test_training_goes_on_from_a_checkpoint_of_other_meshes(before: str, after: 
         for name, weight in saved.weights.items():
             assert torch.equal(actual.initial[name], weight), name
         assert_equal_runs(join(saved, actual), expected)
+
+    run_ranks(run, RANKS)
+
+
+@pytest.mark.skipif(not has_packed_shards(), reason="this torch cannot gather packed shards")
+@pytest.mark.parametrize("placements", [(PACKED, Shard(1)), (Shard(1), PACKED)], ids=["first", "last"])
+def test_a_packed_weight_is_saved_and_read_whichever_axis_packs_it(placements: Any, tmp_path: Path) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        whole_weight = torch.arange(48.0).view(8, 6)
+        model, other, plain = (nn.Linear(6, 8, bias=False) for _ in range(3))
+        model.weight = nn.Parameter(distribute_tensor(whole_weight, mesh, placements))
+        save_checkpoint(tmp_path / "a.ckpt", model)
+        other.weight = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, placements[::-1]))
+        for loaded in (other, plain):
+            load_checkpoint(tmp_path / "a.ckpt", loaded)
+            (weight,) = whole(dict(loaded.named_parameters())).values()
+            assert torch.equal(weight, whole_weight)
+        assert torch.equal(other.weight.to_local(), distribute_tensor(whole_weight, mesh, placements[::-1]).to_local())
 
     run_ranks(run, RANKS)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import assert_equal_gradients, assert_equal_runs
+from helpers.oracle import assert_equal_gradients, assert_equal_runs, whole
 from helpers.ranks import run_ranks
 from helpers.unit_meshes import (
     BATCHES,
@@ -31,6 +31,7 @@ from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard
 from lightning_fsdp2.parallel.data.gradients import drop_deferred_gradients
 from lightning_fsdp2.parallel.data.units import Unit
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
+from lightning_fsdp2.weights.materialize import materialize
 
 STEPS = range(3)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
@@ -92,6 +93,20 @@ def test_deferred_gradients_on_different_meshes_can_be_dropped() -> None:
             backward(model, second, 1)
             assert_equal_gradients(get_gradients(model), expected)
             model.zero_grad()
+
+    run_ranks(run, RANKS)
+
+
+def test_a_model_without_weights_gets_those_of_one_process_on_any_meshes() -> None:
+    def run() -> None:
+        with torch.device("meta"):
+            model, reference = make_model(), make_model()
+        meshes = shard_over_many_meshes(model)
+        for module, mesh in ((model, meshes[""]), (reference, None)):
+            torch.manual_seed(0)
+            materialize(module, torch.device("cpu"), mesh)
+        weights = whole(dict(model.named_parameters()))
+        assert all(torch.equal(weights[name], weight) for name, weight in reference.named_parameters())
 
     run_ranks(run, RANKS)
 
