@@ -134,11 +134,11 @@ def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
     """Run a ``load_state_dict`` whose hooks may give a tensor the name of a parameter on another mesh.
 
     A tensor that the model does not know by its name was read on a mesh of other parameters. Only after the module's
-    own hooks it is known which parameter the tensor is for.
+    own hooks is it known which parameter the tensor is for.
     """
 
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
             if isinstance(value, DTensor) and value.device_mesh != getattr(parameter, "device_mesh", None):
                 state[prefix + name] = shard_like(value, parameter)
