@@ -1,8 +1,10 @@
 """Every figure of ``docs/flags.md``, measured."""
 
 import pytest
-from helpers.flags import FLAGS, PAGE, Setting, make_page, measure
+from helpers.flags import FLAGS, Setting, measure
 from helpers.ranks import run_ranks
+
+from tools.flags import PAGE, make_page
 
 SETTINGS = [
     pytest.param(setting, id=f"{flag.name}-{setting.value}", marks=pytest.mark.slow if setting.is_slow else ())
@@ -19,4 +21,4 @@ def test_a_value_of_a_flag_has_the_figures_of_the_page(setting: Setting, compile
 
 
 def test_the_page_says_so() -> None:
-    assert PAGE.read_text() == make_page(), "run `PYTHONPATH=tests python tests/helpers/flags.py`"
+    assert PAGE.read_text() == make_page(), "run `python tools/flags.py`"

@@ -86,7 +86,7 @@ def test_hooks_run_the_tools_of_the_environment() -> None:
 def test_what_contributors_are_pointed_to_exists(name: str) -> None:
     text = (ROOT / name).read_text()
     makefile = (ROOT / "Makefile").read_text()
-    paths = re.findall(r"`((?:tests|lightning_fsdp2|docs)/[\w./]*)`|\]\(([\w./]+)\)", text)
+    paths = re.findall(r"`((?:tests|tools|lightning_fsdp2|docs)/[\w./]*)`|\]\(([\w./]+)\)", text)
     assert [path for pair in paths for path in pair if path and not (ROOT / path).exists()] == []
     targets = [re.sub(r"[\d.]+$", "%", target) for target in re.findall(r"`make ([\w.-]+)`", text)]
     assert [target for target in targets if f"\n{target}:" not in makefile] == []

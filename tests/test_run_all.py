@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import run_all
 from helpers import ledger, reach
 from helpers.ledger import Ledger, get_key, hold, run_jobs
 from helpers.reach import ROOT, find_reach
+
+from tools import run_all
 
 Files = dict[str, str]
 Run = Callable[[], tuple[int, list[str]]]

@@ -4,7 +4,7 @@ Causal language models that have a tensor parallel plan, or models that see imag
 measured is kept under ``.parity/`` for as long as nothing changes that can reach it (:mod:`helpers.reach`), so that an
 interrupted run goes on where it stopped.
 
-Usage: python tests/parity_matrix.py [--context | --images] [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
+Usage: python tools/parity_matrix.py [--context | --images] [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
 """
 
 import argparse
@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -99,6 +100,7 @@ IMAGES = Matrix(
 
 
 def main() -> int:
+    """Measure what is not known yet and return whether something failed, as an exit status."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -134,11 +136,12 @@ def main() -> int:
 
 
 def is_open(ledger: Ledger, layout: str) -> bool:
-    """Whether a layout has not been measured, or failed."""
+    """Return whether a layout has not been measured, or failed."""
     return ledger.results.get(layout, {"cell": FAILED})["cell"] == FAILED
 
 
 def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledger) -> int:
+    """Write the cell of each layout into the family's ledger."""
     for layout in layouts:
         try:
             ledger.add(layout, cell=f"{matrix.measure(family, layout):.0e}")
@@ -155,6 +158,7 @@ def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledg
 
 
 def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> str:
+    """Return the page, in Markdown."""
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
     reasons = dict.fromkeys((family, cell["reason"]) for (family, _), cell in cells.items() if "reason" in cell)
@@ -163,7 +167,7 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> s
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, "
         + ", ".join(f"{name} {VERSIONS[name]}" for name in ("Python", "torch", "transformers"))
-        + ". Written by tests/parity_matrix.py (`make parity`, `make parity-oldest`).",
+        + ". Written by tools/parity_matrix.py (`make parity`, `make parity-oldest`).",
         "",
         *matrix.about,
         "",
@@ -182,6 +186,7 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> s
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", type=lambda text: text.split(","), help="model types; default: all")
     parser.add_argument(

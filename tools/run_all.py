@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
 import conftest  # noqa: F401  what is imported here need not be in each fork
 import pytest
 from helpers.ledger import VERSIONS, Ledger, get_commit, get_key, hold, run_jobs
@@ -27,6 +29,7 @@ END = "end"
 
 
 def main() -> int:
+    """Run what is left, write the page, and return whether a test failed, as an exit status."""
     start = time.monotonic()
     with hold(FOLDER):
         ledgers = {ledger.name: ledger for ledger in map(open_ledger, sorted((ROOT / "tests").rglob("test_*.py")))}
@@ -48,6 +51,7 @@ def open_ledger(file: Path) -> "FileLedger":
 
 
 def run_file(ledger: "FileLedger") -> int:
+    """Run the tests of a file that have not passed before and return the exit status."""
     status = pytest.main(["--rootdir", str(ROOT), "-p", "no:cacheprovider", str(ledger.file)], plugins=[ledger])
     # an earlier run may have left nothing to do, which pytest reports as an error
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -147,6 +151,7 @@ def summarize(ledgers: dict[str, FileLedger], seconds: float, ran: int) -> str:
 
 
 def table_row(title: str, results: list[dict[str, Any]]) -> str:
+    """Return a row of the page: counts of outcomes, and seconds."""
     counts = Counter(result["outcome"] for result in results)
     seconds = sum(result["seconds"] for result in results)
     return f"| {title} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} | {seconds:.0f} |"

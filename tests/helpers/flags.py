@@ -1,4 +1,4 @@
-"""The flags of FSDP2, what each value of them does, and the figures that prove it: ``docs/flags.md`` and its tests.
+"""The flags of FSDP2, what each value does, and the figures that prove it, for the tests and ``docs/flags.md``.
 
 The figures are those of one training step of a Llama of three layers, 2 sequences of 12 tokens per rank, in float32 if
 the flag is not about dtypes. They follow from the model's structure, not from a run:
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +29,6 @@ from lightning_fsdp2.parallel.context.apply import shard_sequence
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
-
 LAYERS, UNITS = LLAMA["num_hidden_layers"], 2 + LLAMA["num_hidden_layers"]
 PRODUCTS = 3 * (7 * LAYERS + 1)
 HIDDEN, INTERMEDIATE, KEYS = LLAMA["hidden_size"], LLAMA["intermediate_size"], 16
@@ -42,15 +39,6 @@ POSITIONS, CHUNK = 24, 8
 
 BF16 = "bfloat16"
 FP32 = "float32"
-
-
-HEADER = """# What the flags of FSDP2 do
-
-Every row was measured. The figures are those of one training step of a Llama of three layers on two CPU ranks (2
-sequences of 12 tokens each). `tests/test_flags.py` asserts all of them except those of asynchronous tensor parallelism,
-which are in `tests/parallel/tensor/test_fusion.py`. `PYTHONPATH=tests python tests/helpers/flags.py` writes this page
-from the same data.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,27 +409,3 @@ def _count_searches() -> Iterator[Counter[str]]:
 
 def _name(values: set[Any]) -> str:
     return ", ".join(sorted(str(value).removeprefix("torch.") for value in values))
-
-
-def make_page() -> str:
-    """``docs/flags.md``."""
-    lines = [HEADER]
-    for flag in FLAGS:
-        names = list(dict.fromkeys(name for setting in flag.settings for name in setting.figures))
-        lines += [
-            f"## {flag.name}",
-            "",
-            flag.effect,
-            "",
-            f"| value | {' | '.join(names)} |",
-            "|---" * (1 + len(names)) + "|",
-        ]
-        for setting in flag.settings:
-            figures = [str(setting.figures.get(name, "")) for name in names]
-            lines.append(f"| {setting.value} | {' | '.join(figures)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(make_page())

@@ -10,10 +10,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 from helpers import callback_options, trainer_options  # noqa: F401 - they fill the table
-from helpers.compatibility import HEADINGS, OPTIONS, describe_options, try_options
+from helpers.compatibility import OPTIONS, try_options
 from helpers.strategies import STRATEGIES
 from lightning.pytorch import callbacks
 from lightning.pytorch.tuner import Tuner
+
+from tools.compatibility import HEADINGS, describe_options
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
