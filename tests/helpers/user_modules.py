@@ -1,6 +1,7 @@
 """A user's own modules, the loop that trains them in one process, and Trainers for them."""
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,13 +27,81 @@ WORLD = 2
 Batch = dict[str, Tensor]
 
 
-class Regressor(pl.LightningModule):
-    """A user's own module: blocks, a head, a parameter of its own; nothing of this package."""
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class UserModule(pl.LightningModule):
+    """The least that a user writes: layers, a loss, an optimizer; nothing of this package."""
+
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = staticmethod(partial(torch.optim.SGD, lr=0.1))
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.build()
+
+    def build(self) -> None:
+        """Make the layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class Recorder(UserModule):
+    """Has one weight; writes down the rows of tokens of each batch that it trains on and validates on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[list[tuple[int, ...]]] = []
+        self.validated: list[list[tuple[int, ...]]] = []
+
+    def build(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return (self.weight * batch["input_ids"]).sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.trained.append([tuple(row) for row in batch["input_ids"].tolist()])
+        return self.loss(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated.append([tuple(row) for row in batch["input_ids"].tolist()])
+
+
+class WithModel(UserModule):
+    """Has a model that ``make_model`` makes in ``configure_model``, and the loss that the model itself computes."""
+
+    def __init__(self, make_model: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.make_model = make_model
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.make_model()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Regressor(UserModule):
+    """Blocks, a head, a parameter of its own."""
+
+    make_optimizer = staticmethod(make_optimizer)
+
+    def __init__(self) -> None:
+        super().__init__()
         self.scale = nn.Parameter(torch.rand(WIDTH))
 
     def build(self) -> None:
@@ -47,9 +116,6 @@ class Regressor(pl.LightningModule):
     def loss(self, batch: Batch) -> Tensor:
         return F.mse_loss(self(batch["inputs"]), batch["targets"])
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("loss", self.loss(batch), sync_dist=True)
 
@@ -57,13 +123,6 @@ class Regressor(pl.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self(batch["inputs"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
-
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -80,9 +139,14 @@ def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
 
 
 def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
-    world_size = dist.get_world_size() if dist.is_initialized() else WORLD
-    options = {"devices": world_size, "max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
-    return pl.Trainer(accelerator="cpu", strategy=strategy or FSDP2Strategy(), **options)
+    """Return a Trainer of all ranks, or with "auto" of this one, that takes two steps and writes and shows nothing."""
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1 if strategy == "auto" else int(os.environ.get("WORLD_SIZE", 1)),
+        "max_steps": -1 if "max_epochs" in options else 2,
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(strategy=FSDP2Strategy() if strategy is None else strategy, **{**defaults, **QUIET, **options})
 
 
 def train_alone(
@@ -107,17 +171,28 @@ def assert_same_weights(module: nn.Module, expected: nn.Module) -> None:
     torch.testing.assert_close(whole(dict(module.named_parameters())), dict(expected.named_parameters()))
 
 
-class Gan(pl.LightningModule):
+class Normalized(UserModule):
+    """Has a batch norm, whose statistics every rank keeps for itself."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+class Gan(UserModule):
     """Two optimizers, each stepped every ``accumulate`` batches."""
 
     def __init__(self, accumulate: int, order: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.automatic_optimization = False
         self.accumulate, self.order = accumulate, order
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def build(self) -> None:
         self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-        self.gradients: list[dict[str, Tensor]] = []
 
     def loss(self, player: str, batch: Batch) -> Tensor:
         noise, real = batch["inputs"], batch["inputs"] ** 2

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from helpers.oracle import QUIET, whole
+from helpers import user_modules
+from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
+from helpers.strategies import STRATEGIES
+from helpers.user_modules import WIDTH, WORLD, Normalized
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy, load_checkpoint
+from lightning_fsdp2 import CheckpointConfig, load_checkpoint
 from lightning_fsdp2.checkpoint import asynchronous, verify_checkpoint
 from lightning_fsdp2.checkpoint.files import drafts as folder
 from lightning_fsdp2.strategies import checkpoint_io
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 
-WORLD = 2
-WIDTH = 8
-
 INPUTS = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(1)).repeat(8, 1)
 """Every batch is the same, so that it does not matter where in an epoch a run resumes."""
 
 
-class Regressor(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
-
+class Regressor(Normalized):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = (self.net(batch) - batch.sum(-1, keepdim=True)).square().mean()
         self.log("loss", loss.detach())
@@ -56,10 +52,7 @@ class Regressor(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def make_trainer(config: CheckpointConfig | None = None, **options: Any) -> pl.Trainer:
-    strategy = FSDP2Strategy(checkpoint=config, timeout=timedelta(seconds=60))
-    settings = {**QUIET, "max_steps": 4, "max_epochs": -1, "use_distributed_sampler": False, **options}
-    return pl.Trainer(accelerator="cpu", **{"devices": WORLD, "strategy": strategy, **settings})
+make_trainer = partial(STRATEGIES["fsdp2"].make_trainer, max_steps=4)
 
 
 def make_loader() -> DataLoader[Tensor]:
@@ -132,7 +125,7 @@ def test_training_goes_on_while_a_checkpoint_of_its_moment_is_written(
             assert not path.exists()
             gate.open()
 
-        trainer = make_trainer(ASYNC, callbacks=[AtSteps({1: save, 3: look_and_open})])
+        trainer = make_trainer(checkpoint=ASYNC, callbacks=[AtSteps({1: save, 3: look_and_open})])
         module = fit(trainer)
         after = whole(module.state_dict())
         assert not any(after[name].equal(saved[name]) for name in saved if "running" in name or "weight" in name)
@@ -160,7 +153,7 @@ def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothin
     def run() -> int:
         monkeypatch.setattr(checkpoint_io, "write_snapshot", fail_second)
         keep_one = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
-        trainer = make_trainer(ASYNC, enable_checkpointing=True, callbacks=[keep_one], max_steps=50)
+        trainer = make_trainer(checkpoint=ASYNC, enable_checkpointing=True, callbacks=[keep_one], max_steps=50)
         with pytest.raises(OSError, match="No space left"):
             fit(trainer)
         return trainer.global_step
@@ -172,7 +165,8 @@ def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothin
 
 def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
-        trainer = make_trainer(ASYNC, max_steps=50, callbacks=[AtSteps({1: lambda t: t.save_checkpoint(path)})])
+        save = AtSteps({1: lambda trainer: trainer.save_checkpoint(path)})
+        trainer = make_trainer(checkpoint=ASYNC, max_steps=50, callbacks=[save])
 
         def stage(self: Any, *args: Any, **options: Any) -> Any:
             raise MemoryError("no host memory left")
@@ -209,7 +203,8 @@ def test_last_names_a_complete_checkpoint_at_every_moment(
         callback = ModelCheckpoint(
             tmp_path, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last="link"
         )
-        fit(make_trainer(CheckpointConfig(async_save=is_async), enable_checkpointing=True, callbacks=[callback]))
+        config = CheckpointConfig(async_save=is_async)
+        fit(make_trainer(checkpoint=config, enable_checkpointing=True, callbacks=[callback]))
         return seen
 
     links = run_ranks(run, WORLD)[0]
@@ -347,7 +342,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last:
         callback = ModelCheckpoint(
             tmp_path, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=1, save_last=save_last
         )
-        return callback, make_trainer(config, enable_checkpointing=True, callbacks=[callback], **options)
+        return callback, make_trainer(checkpoint=config, enable_checkpointing=True, callbacks=[callback], **options)
 
     def run() -> None:
         callback, trainer = make(max_steps=6)
@@ -440,7 +435,7 @@ def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
 
         callbacks = [AtSteps({3: fail}), by_time, on_error]
         with pytest.raises(ArithmeticError, match="on all ranks"):
-            fit(make_trainer(ASYNC, enable_checkpointing=True, callbacks=callbacks))
+            fit(make_trainer(checkpoint=ASYNC, enable_checkpointing=True, callbacks=callbacks))
 
     run_ranks(run, WORLD)
     assert names(tmp_path / "time") == ["step=1.ckpt", "step=2.ckpt"]
@@ -450,7 +445,7 @@ def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
 
 def test_a_checkpoint_saved_after_test_and_one_of_weights_only(tmp_path: Path) -> None:
     def run() -> None:
-        trainer = make_trainer(ASYNC)
+        trainer = make_trainer(checkpoint=ASYNC)
         module = fit(trainer)
         trainer.test(module, make_loader(), verbose=False)
         trainer.save_checkpoint(tmp_path / "after.ckpt")
@@ -472,7 +467,7 @@ def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool,
     config = CheckpointConfig(format="full", async_save=is_async)
 
     def run() -> dict[str, Tensor]:
-        trainer = make_trainer(config, max_steps=2)
+        trainer = make_trainer(checkpoint=config, max_steps=2)
         fit(trainer)
         trainer.save_checkpoint(path)
         trainer.save_checkpoint(path)  # and once more in its place
@@ -480,13 +475,13 @@ def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool,
         assert state.keys() == (sharded.keys() if trainer.is_global_zero else set())  # as under Lightning's strategies
         expected = whole(sharded)
         assert all(type(value) is Tensor and value.equal(expected[name]) for name, value in state.items())
-        resumed = whole(fit(make_trainer(config), ckpt_path=path).state_dict())
+        resumed = whole(fit(make_trainer(checkpoint=config), ckpt_path=path).state_dict())
         expected = whole(fit(make_trainer()).state_dict())
         assert all(value.equal(expected[name]) for name, value in resumed.items())
         return resumed
 
     def run_alone() -> None:
-        trainer = pl.Trainer(accelerator="cpu", devices=1, **{**QUIET, "max_steps": 3, "max_epochs": -1})
+        trainer = user_modules.make_trainer("auto", max_steps=3)
         module = fit(trainer, ckpt_path=path)
         assert trainer.global_step == 3
         assert trainer.optimizers[0].state[next(module.parameters())]["step"] == 3
@@ -617,7 +612,7 @@ def test_a_name_that_is_being_written_is_taken(tmp_path: Path, monkeypatch: pyte
 
         callback = ModelCheckpoint(tmp_path, "best", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
         options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [callback], "max_steps": 2}
-        fit(make_trainer(ASYNC, plugins=[OpensAtSecondSave()], **options))
+        fit(make_trainer(checkpoint=ASYNC, plugins=[OpensAtSecondSave()], **options))
 
     run_ranks(run, WORLD)
     assert names(tmp_path) == ["best-v1.ckpt", "best.ckpt"]
@@ -853,7 +848,7 @@ class SavesKeys(Regressor):
 @pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_hooks_and_schedules_get_back_what_they_saved(format_: Any, tmp_path: Path) -> None:
     def run() -> None:
-        trainer = make_trainer(CheckpointConfig(format=format_), max_steps=2)
+        trainer = make_trainer(checkpoint=CheckpointConfig(format=format_), max_steps=2)
         trainer.fit(SavesKeys(), make_loader())
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         trainer = make_trainer(max_steps=3)
@@ -880,9 +875,11 @@ def test_a_store_of_fsspec_holds_the_checkpoints_of_all_ranks(tmp_path: Path) ->
         callback = ModelCheckpoint(
             f"shared:/{tmp_path}", "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
         )
-        trainer = make_trainer(ASYNC, enable_checkpointing=True, callbacks=[callback])
+        trainer = make_trainer(checkpoint=ASYNC, enable_checkpointing=True, callbacks=[callback])
         expected = whole(fit(trainer).state_dict())
-        resumed = fit(make_trainer(CheckpointConfig(verify=True), max_steps=4), ckpt_path=callback.best_model_path)
+        resumed = fit(
+            make_trainer(checkpoint=CheckpointConfig(verify=True), max_steps=4), ckpt_path=callback.best_model_path
+        )
         assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
 
     with warnings.catch_warnings():

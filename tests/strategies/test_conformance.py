@@ -33,6 +33,7 @@ from helpers.user_modules import (
     Regressor,
     Scheduled,
     ThrowsAway,
+    UserModule,
     assert_same_weights,
     generate,
     make_batches,
@@ -218,22 +219,16 @@ def test_module_built_on_the_meta_device(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
-class OwnParameters(pl.LightningModule):
+class OwnParameters(UserModule):
     """All parameters lie directly on the LightningModule."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    make_optimizer = staticmethod(make_optimizer)
+
+    def build(self) -> None:
         self.weight, self.bias = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.zeros(1))
 
     def loss(self, batch: Batch) -> Tensor:
         return F.mse_loss(F.linear(batch["inputs"], self.weight, self.bias), batch["targets"])
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
 
 
 @fast_under("fsdp2", "megatron_fsdp")
@@ -397,20 +392,16 @@ def test_a_bound_of_clipping_that_would_be_passed_over_is_refused(kind: Kind, bo
     kind.run(run, 1)
 
 
-class Gathering(pl.LightningModule):
+class Gathering(OwnParameters):
     """Runs ``check`` in the middle of a training step."""
 
     def __init__(self, check: Callable[[pl.LightningModule], None]) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
         self.check = check
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.check(self)
-        return self.layer(batch["inputs"]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
+        return super().training_step(batch, batch_idx)
 
 
 @fast_under("fsdp2")
@@ -665,24 +656,19 @@ def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_
     assert f"{FSDPNet.__module__}.FSDPNet" in hyperparameters.read_text()
 
 
-class Images(pl.LightningModule):
+class Images(UserModule):
     """A small convolutional network with batch norms, of which every step updates the statistics."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    def build(self) -> None:
         self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
         for block in self.blocks:
             batch = block(batch)
-        return batch.square().mean()
+        return batch
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.log("loss", self.loss(batch), sync_dist=True)
 
 
 @fast_under("fsdp2")
@@ -703,12 +689,10 @@ def test_running_statistics_are_those_without_activation_checkpointing(kind: Kin
         assert actual_loss == loss
 
 
-class Centres(pl.LightningModule):
+class Centres(UserModule):
     """Trains on inputs minus their running mean, which every rank updates from its own batches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    def build(self) -> None:
         self.layer = nn.Linear(4, 1)
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("count", torch.zeros((), dtype=torch.int32))
@@ -723,9 +707,6 @@ class Centres(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @fast_under("fsdp2")

@@ -9,32 +9,27 @@ import torch
 import torch.distributed as dist
 from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import WIDTH, Normalized, UserModule, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fsdp2 import FSDP2Strategy, token_mean_loss
+from lightning_fsdp2 import token_mean_loss
 
 Batch = dict[str, Tensor]
 
 
-def make_trainer(**options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        use_distributed_sampler=False,
-        **{**QUIET, "strategy": FSDP2Strategy(), "max_steps": 2, **options},
-    )
+class Plain(UserModule):
+    def build(self) -> None:
+        self.model = PlainTransformer()
 
 
-class TokenMean(pl.LightningModule):
+class TokenMean(Plain):
     def __init__(self, *, manual: bool, micro_batches: int = 2) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.model = PlainTransformer()
         self.automatic_optimization = not manual
         self.micro_batches = micro_batches
 
@@ -53,9 +48,6 @@ class TokenMean(pl.LightningModule):
             optimizer.step()
             optimizer.zero_grad()
         return None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class IgnoresClosures(torch.optim.SGD):
@@ -126,17 +118,13 @@ def test_an_aborted_run_leaves_no_tokens_behind() -> None:
     assert run_ranks(run, 1, True) == run_ranks(run, 1, False) == [2 * 11]
 
 
-class OwnParameter(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class OwnParameter(UserModule):
+    def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(4))
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.manual_backward(self.scale.sum())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_own_parameters_under_manual_optimisation_are_refused_by_name() -> None:
@@ -147,13 +135,11 @@ def test_own_parameters_under_manual_optimisation_are_refused_by_name() -> None:
     run_ranks(run, 2)
 
 
-class Queries(pl.LightningModule):
+class Queries(Plain):
     """Holds a ParameterList, and steps that do not ask for the batch's index."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = PlainTransformer()
+    def build(self) -> None:
+        super().build()
         self.scales = nn.ParameterList([torch.ones(VOCABULARY), torch.full((VOCABULARY,), 2.0)])
 
     def training_step(self, batch: Batch) -> Tensor:
@@ -164,9 +150,6 @@ class Queries(pl.LightningModule):
 
     def predict_step(self, batch: Batch) -> Tensor:
         return batch["input_ids"][:, 0]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_parameter_list_and_steps_without_batch_idx() -> None:
@@ -211,13 +194,11 @@ def test_loss_on_hidden_states_and_the_weight_of_the_head(tied: bool) -> None:
     run_ranks(check_parity, 2, case)
 
 
-class UnusedAndInTurn(pl.LightningModule):
+class UnusedAndInTurn(Plain):
     """A head that never runs and two that take turns, so that no micro-batch runs every unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = PlainTransformer()
+    def build(self) -> None:
+        super().build()
         self.heads = nn.ModuleList(nn.Linear(VOCABULARY, 3) for _ in range(3))
 
     def loss(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -225,9 +206,6 @@ class UnusedAndInTurn(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.loss(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
@@ -315,33 +293,22 @@ def test_a_network_inside_a_metric_stays_whole() -> None:
     assert run_ranks(run, 2)[0] == pytest.approx(run_ranks(run, 1)[0])
 
 
-class Normalizes(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model(batch).square().mean()
-
+class LogsStatistics(Normalized):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("mean", self.model[1].running_mean.sum().clone())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.log("mean", self.net[1].running_mean.sum().clone())
 
 
 def test_running_statistics_are_those_of_rank_0_in_evaluation_and_checkpoints(tmp_path: Path) -> None:
-    samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    samples = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
 
     def run() -> tuple[Tensor, float, Tensor]:
-        module = Normalizes()
+        module = LogsStatistics()
         trainer = make_trainer(max_steps=2)
         trainer.fit(module, DataLoader(samples[dist.get_rank() :: 2], batch_size=4))
-        own = module.model[1].running_mean.clone()
+        own = module.net[1].running_mean.clone()
         trainer.validate(module, DataLoader(samples, batch_size=4), verbose=False)
         trainer.save_checkpoint(tmp_path / "x.ckpt")
-        return own, trainer.callback_metrics["mean"].item(), module.model[1].running_mean
+        return own, trainer.callback_metrics["mean"].item(), module.net[1].running_mean
 
     (first, *_), (second, *_) = results = run_ranks(run, 2)
     assert not torch.equal(first, second)
@@ -353,6 +320,6 @@ def test_running_statistics_are_those_of_rank_0_in_evaluation_and_checkpoints(tm
 def test_synchronised_batch_norm_is_refused_where_torch_has_none() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm runs on accelerators only"):
-            make_trainer(sync_batchnorm=True).fit(Normalizes(), DataLoader(torch.randn(8, 4), batch_size=4))
+            make_trainer(sync_batchnorm=True).fit(Normalized(), DataLoader(torch.randn(8, WIDTH), batch_size=4))
 
     run_ranks(run, 1)

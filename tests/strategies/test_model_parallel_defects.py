@@ -15,14 +15,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers.collectives import StepCounter
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import WIDTH, WORLD, Batch, Regressor, make_batches, make_optimizer, make_trainer
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,10 +32,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.strategies.launch.process_groups import get_default_backend
 
-WIDTH = 8
-WORLD = 2
-UNITS = 4
-"""Two blocks, the head, and the root, which holds a parameter itself."""
+UNITS = 5
+"""Three blocks, the head, and the root, which holds a parameter itself."""
 
 NOT_APPLICABLE: dict[int, str] = {
     11: (
@@ -52,39 +50,6 @@ NOT_APPLICABLE: dict[int, str] = {
     ),
 }
 
-Batch = dict[str, Tensor]
-
-
-class Regressor(pl.LightningModule):
-    """Shards nothing itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = torch.tanh(block(inputs))
-        return self.head(inputs * self.scale)
-
-    def loss(self, batch: Batch) -> Tensor:
-        return F.mse_loss(self(batch["inputs"]), batch["targets"])
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
-
 
 class ShardsItself(Regressor):
     """As Lightning's strategy demands it; ours takes it too."""
@@ -96,14 +61,6 @@ class ShardsItself(Regressor):
                 fully_shard(unit, mesh=mesh)
 
 
-def make_batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {"inputs": torch.randn(2, WIDTH, generator=generator), "targets": torch.randn(2, 1, generator=generator)}
-        for _ in range(count)
-    ]
-
-
 def make_loader(steps: int = 2) -> DataLoader[Batch]:
     rank = int(dist.get_rank()) if dist.is_initialized() else 0
     return DataLoader(make_batches(steps * WORLD)[rank::WORLD], batch_size=None)
@@ -112,11 +69,6 @@ def make_loader(steps: int = 2) -> DataLoader[Batch]:
 def make_loader_of_one_batch() -> DataLoader[Batch]:
     """Epochs of one step: where a plain DataLoader goes on after a resume is Lightning's affair."""
     return make_loader(steps=1)
-
-
-def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    options = {"max_steps": 2, "max_epochs": -1, "use_distributed_sampler": False, **QUIET, **options}
-    return pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, **options)
 
 
 def make_theirs(**options: Any) -> ModelParallelStrategy:
@@ -494,6 +446,9 @@ class SavesTrainableOnly(ShardsItself):
         super().__init__()
         self.strict_loading = False
         self.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for key in [key for key in checkpoint["state_dict"] if key.startswith("blocks.")]:

@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import UserModule, make_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,15 +33,6 @@ WIDTH = 16
 FP32, BF16 = torch.float32, torch.bfloat16
 
 Batch = dict[str, Tensor]
-
-
-def make_trainer(config: FSDP2Config | None = None, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 1,
-        use_distributed_sampler=False,
-        **{"strategy": FSDP2Strategy(config=config), "max_steps": 2, **QUIET, **options},
-    )
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -59,12 +52,12 @@ def make_loader(batches: list[Batch]) -> DataLoader[Batch]:
 # ---------------------------------------------------------------------- who has which dtype
 
 
-class Observed(pl.LightningModule):
+class Observed(UserModule):
     """A Hugging Face model, a layer and a parameter of its own; writes down every dtype it meets."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=1e-3))
+
+    def build(self) -> None:
         self.model = make_causal_lm(LLAMA)
         self.layer = nn.Linear(WIDTH, VOCABULARY)
         self.scale = nn.Parameter(torch.ones(VOCABULARY))
@@ -113,9 +106,6 @@ class Observed(pl.LightningModule):
         states = self.trainer.optimizers[0].state.values()
         assert len(states) == len(list(self.parameters()))
         self.dtypes["optimizer state"].update(s[name].dtype for s in states for name in ("exp_avg", "exp_avg_sq"))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @contextmanager
@@ -194,7 +184,7 @@ def test_dtypes_of_ddp() -> None:
     def run() -> None:
         for precision, row in DDP_TABLE.items():
             module, strategy = Observed(), DDPStrategy()
-            make_trainer(strategy=strategy, precision=precision).fit(module, make_loader(batches))
+            make_trainer(strategy, precision=precision).fit(module, make_loader(batches))
             assert module.autocast == {precision == "bf16-mixed"}, precision
             assert module.dtypes == {name: {dtype} for name, dtype in row.items() if name != "reduction"}, precision
 
@@ -218,9 +208,9 @@ def test_an_explicit_policy_wins(precision: Any) -> None:
 
     def run() -> None:
         for name, (policy, differences) in POLICIES.items():
-            module, config = Observed(), FSDP2Config(mp_policy=policy)
+            module, strategy = Observed(), FSDP2Strategy(config=FSDP2Config(mp_policy=policy))
             with record_reductions(module.dtypes["reduction"]):
-                make_trainer(config, precision=precision, max_steps=1).fit(module, make_loader(batches))
+                make_trainer(strategy, precision=precision, max_steps=1).fit(module, make_loader(batches))
             expected = {**TABLE["bf16-mixed"], **differences}
             assert module.dtypes == {key: {dtype} for key, dtype in expected.items()}, name
 
@@ -230,13 +220,13 @@ def test_an_explicit_policy_wins(precision: Any) -> None:
 # ---------------------------------------------------------------------- users' own modules under bf16-mixed
 
 
-class LinearOnModule(pl.LightningModule):
+class LinearOnModule(UserModule):
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=3e-3))
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.losses: list[Tensor] = []
         self.gradients: list[dict[str, Tensor]] = []
-        self.build()
 
     def build(self) -> None:
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -252,9 +242,6 @@ class LinearOnModule(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(whole({name: p.grad for name, p in self.named_parameters()}))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 class Block(nn.Module):
@@ -351,7 +338,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, str], str]] = [
 def test_a_policy_that_contradicts_the_precision_is_refused() -> None:
     def run() -> None:
         for precision, policy, message in CONTRADICTIONS:
-            trainer = make_trainer(FSDP2Config(mp_policy=policy), precision=precision)
+            trainer = make_trainer(FSDP2Strategy(config=FSDP2Config(mp_policy=policy)), precision=precision)
             with pytest.raises(ValueError, match=rf'precision="{precision}".\ {message}'):
                 trainer.fit(LinearOnModule(), DataLoader(make_batches(1), batch_size=None))
             assert not dist.is_initialized()
