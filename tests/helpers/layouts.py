@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 
 SAVED_AT = 2
@@ -212,12 +213,6 @@ def _without_names(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "param_names"}
 
 
-def make_trainer(name: str, **options: Any) -> pl.Trainer:
-    layout = LAYOUTS[name]
-    options = {**QUIET, "accelerator": "cpu", "use_distributed_sampler": False, **options}
-    return pl.Trainer(devices=layout.world_size, strategy=layout.make_strategy(), **options)
-
-
 def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = None, resume: Path | None = None) -> Run:
     """Train to the end, from ``seed`` or from the checkpoint ``resume`` on; every rank of the layout must call it."""
     run = Run()
@@ -225,13 +220,14 @@ def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
         warnings.filterwarnings("ignore", r"unused\.bias, unused\.weight: not used by the loss")
-        make_trainer(name, max_steps=STEPS, callbacks=[Observer(run, save)]).fit(module, ckpt_path=resume)
+        trainer = make_trainer(LAYOUTS[name].make_strategy(), max_steps=STEPS, callbacks=[Observer(run, save)])
+        trainer.fit(module, ckpt_path=resume)
     return run
 
 
 def load_weights(name: str, *, seed: int, path: Path) -> dict[str, Tensor]:
     """Load the weights of a checkpoint, as a test or a prediction does; every rank of the layout must call it."""
     module = LAYOUTS[name].make_module(seed)
-    trainer = make_trainer(name, limit_predict_batches=0)
+    trainer = make_trainer(LAYOUTS[name].make_strategy(), limit_predict_batches=0)
     trainer.predict(module, module.train_dataloader(), ckpt_path=path)
     return whole(module.state_dict())

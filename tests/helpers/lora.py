@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from helpers.families import make_family_model
 from helpers.mesh_runs import RankBatches
 from helpers.models import make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, whole
+from helpers.user_modules import make_trainer
 from lightning_fsdp2 import CausalLM
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,14 +68,7 @@ def fit(
     On all ranks on the same batches whatever the mesh, or on one again and again (``alike``); or on batches of their
     own, as the oracle deals them out (``apart``).
     """
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=strategy,
-        max_steps=steps,
-        use_distributed_sampler=False,
-        **{**QUIET, **options},
-    )
+    trainer = make_trainer(strategy, max_steps=steps, **options)
     batches = make_token_batches(1 if alike else 8, size=4, ragged=apart) * (8 if alike else 1)
     data = (
         {"datamodule": RankBatches(batches)} if apart else {"train_dataloaders": DataLoader(batches, batch_size=None)}

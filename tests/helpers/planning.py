@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from helpers import user_modules
 from helpers.collectives import COLLECTIVE_KINDS
 from helpers.ranks import run_ranks
 from lightning_fsdp2 import CausalLM
@@ -49,18 +50,13 @@ def make_batch(size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def make_trainer(strategy: Any, *, ranks: int = 1, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"precision": "bf16-mixed", "gradient_clip_val": 1.0, **options},
-    )
+make_trainer = partial(
+    user_modules.make_trainer,
+    max_steps=STEPS,
+    precision="bf16-mixed",
+    gradient_clip_val=1.0,
+    use_distributed_sampler=True,
+)
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -130,7 +126,7 @@ def measure_peak(make_strategy: Callable[[], Any], ranks: int, config: dict[str,
 
     def run() -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as whole:
-            trainer = make_trainer(make_strategy(), ranks=ranks)
+            trainer = make_trainer(make_strategy())
             module = CausalLM(config=config, optimizer=partial(AdamW, foreach=True))
             sequence = {name: tensor[0] for name, tensor in batch.items()}
             trainer.fit(module, DataLoader([sequence] * ranks * STEPS, 1))
@@ -147,7 +143,7 @@ def train(
 
     def run() -> tuple[list[Call], list[int]]:
         watch = Watch(accumulation)
-        trainer = make_trainer(make_strategy(), ranks=ranks, callbacks=[watch], **options)
+        trainer = make_trainer(make_strategy(), callbacks=[watch], **options)
         sequence = {name: tensor[0] for name, tensor in make_batch().items()}
         trainer.fit(make_module(**(module or {})), DataLoader([sequence] * BATCH * ranks * accumulation * STEPS, BATCH))
         return watch.calls, watch.added

@@ -13,11 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import user_modules
 from helpers.collectives import CountsStep, StepCounter
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, token_sum_loss, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss, whole
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -63,13 +64,7 @@ PROPHETNET: dict[str, Any] = {
 PRETRAINED = {"llama": LLAMA, "llama-tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2, "mixtral": MIXTRAL}
 
 
-def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        strategy=strategy or FSDP2Strategy(),
-        **{**QUIET, "max_steps": 2, "log_every_n_steps": 1, **options},
-    )
+make_trainer = partial(user_modules.make_trainer, log_every_n_steps=1, use_distributed_sampler=True)
 
 
 def make_loader(count: int = 8, **options: Any) -> DataLoader[Any]:

@@ -1,6 +1,7 @@
 """Modules come back from checkpoints of any kind in one process: with the weights that were trained, and all else."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, make_config
+from helpers.oracle import make_config
 from helpers.ranks import run_ranks
+from helpers.user_modules import UserModule, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -46,12 +48,7 @@ TOKENS = BATCHES[0]["input_ids"]
 
 def train(module: pl.LightningModule, path: Path, **strategy: Any) -> Tensor:
     """Train two steps, save, and return the logits of the trained model."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=strategy.get("strategy") or FSDP2Strategy(**strategy),
-        **{**QUIET, "max_steps": 2},
-    )
+    trainer = make_trainer(strategy.get("strategy") or FSDP2Strategy(**strategy))
     trainer.fit(module, DataLoader(BATCHES, batch_size=None))
     trainer.save_checkpoint(path)
     return get_logits(module)
@@ -90,22 +87,29 @@ def test_a_model_that_was_sharded(config: dict[str, Any], tp_size: int, format: 
     assert_loaded(load_from_checkpoint(CausalLM, path), logits)
 
 
-class FromConfig(pl.LightningModule):
-    """A user's own module, whose hyper-parameter is the config that its model holds."""
+class TrainsLogits(UserModule):
+    """A user's own module with a Hugging Face model, whose logits it returns."""
+
+    make_optimizer = staticmethod(partial(torch.optim.SGD, lr=0.5))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self(batch["input_ids"]).square().mean()
+
+
+class FromConfig(TrainsLogits):
+    """Its hyper-parameter is the config that its model holds."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = LlamaForCausalLM(config)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 class SaveOnTheWay(pl.Callback):
@@ -123,13 +127,9 @@ def test_a_config_in_the_hyperparameters_of_a_context_parallel_model(format: Any
 
     def run() -> Tensor:
         checkpoint = CheckpointConfig(format=format, trust_checkpoint=True)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=FSDP2Strategy(cp_size=2, checkpoint=checkpoint),
-            callbacks=[SaveOnTheWay(path)],
-            **{**QUIET, "max_steps": 2, "logger": CSVLogger(tmp_path, name="", version="")},
-        )
+        strategy = FSDP2Strategy(cp_size=2, checkpoint=checkpoint)
+        logger = CSVLogger(tmp_path, name="", version="")
+        trainer = make_trainer(strategy, callbacks=[SaveOnTheWay(path)], logger=logger)
         module = FromConfig(make_config(LLAMA))
         trainer.fit(module, DataLoader(BATCHES, batch_size=None))
         return get_logits(module)
@@ -158,29 +158,19 @@ def test_the_files_that_training_began_with_are_not_read_again(tmp_path: Path) -
     assert_loaded(module, logits)
 
 
-class FromFolder(pl.LightningModule):
-    """A user's own module, which takes the weights that training began with from files."""
+class FromFolder(TrainsLogits):
+    """Takes the weights that training began with from files."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = None
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = from_pretrained(self.hparams["folder"])
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["input_ids"]).square().mean()
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 def test_what_was_trained_is_not_replaced_by_what_training_began_with(tmp_path: Path) -> None:
@@ -191,10 +181,7 @@ def test_what_was_trained_is_not_replaced_by_what_training_began_with(tmp_path: 
         logits = train(FromFolder(str(folder)), path)
         module = load_from_checkpoint(FromFolder, path)
         torch.testing.assert_close(get_logits(module), logits)
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=FSDP2Strategy(), **QUIET
-        )
-        trainer.validate(module, DataLoader(BATCHES, batch_size=None), verbose=False)
+        make_trainer().validate(module, DataLoader(BATCHES, batch_size=None), verbose=False)
         torch.testing.assert_close(get_logits(module), logits)
 
     run_ranks(run, 2)
@@ -257,13 +244,12 @@ def test_a_directory_of_lightnings_own_strategy(tmp_path: Path) -> None:
     assert_loaded(load_from_checkpoint(OwnSharding, path), logits)
 
 
-class OnMeta(pl.LightningModule):
+class OnMeta(TrainsLogits):
     """Builds on the meta device under any strategy; holds what only initialisation can fill."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = None
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -272,13 +258,7 @@ class OnMeta(pl.LightningModule):
                 self.head = nn.Sequential(nn.Linear(101, 3), Scale())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.model(input_ids=input_ids, use_cache=False).logits)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["input_ids"]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.head(super().forward(input_ids))
 
 
 class Scale(nn.Module):
@@ -307,7 +287,7 @@ def test_what_is_built_on_the_meta_device_gets_weights_and_buffers(tmp_path: Pat
     assert module.head[1].count == 2
     assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
     torch.testing.assert_close(get_logits(module), logits, rtol=1e-5, atol=1e-6)
-    state = torch.get_rng_state()
+    state = torch.manual_seed(1).get_state()
     load_from_checkpoint(OnMeta, path)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -382,7 +362,7 @@ class Data(pl.LightningDataModule):
 def test_a_data_module_comes_back_with_its_arguments_and_state(format: Any, tmp_path: Path) -> None:
     def run() -> None:
         strategy = FSDP2Strategy(checkpoint=CheckpointConfig(format=format))
-        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **{**QUIET, "max_steps": 1})
+        trainer = make_trainer(strategy, max_steps=1)
         trainer.fit(CausalLM(config=LLAMA), datamodule=Data(size=2, count=3))
         trainer.save_checkpoint(tmp_path / "a.ckpt")
 

@@ -1,15 +1,17 @@
 """Hugging Face models in anybody's LightningModule: built without weights, which the strategy reads as shards."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from helpers import user_modules
 from helpers.families import make_family_model
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
+from helpers.user_modules import WithModel
 from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,36 +30,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Classifier(pl.LightningModule):
+class Classifier(WithModel):
     """A user's own module, with a part of its own beside a model with a new head."""
 
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=1e-3))
+
     def __init__(self, folder: Path, *, allow_missing: Any = "score.*", on_meta: bool = True) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {"allow_missing": allow_missing, "on_meta": on_meta}
-        self.folder = folder
-        self.backbone: Any = None
+        make_model = partial(
+            from_pretrained,
+            folder,
+            auto_class="AutoModelForSequenceClassification",
+            config={"num_labels": 5, "pad_token_id": 0},
+            attn_implementation="eager",
+            allow_missing=allow_missing,
+            on_meta=on_meta,
+        )
+        super().__init__(make_model)
+        self.scale = torch.nn.Parameter(torch.ones(1))
 
-    def configure_model(self) -> None:
-        if self.backbone is None:
-            self.backbone = from_pretrained(
-                self.folder,
-                auto_class="AutoModelForSequenceClassification",
-                config={"num_labels": 5, "pad_token_id": 0},
-                attn_implementation="eager",
-                **self.options,
-            )
-            self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return (self.backbone(batch["input_ids"]).logits * self.scale).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.model(batch["input_ids"]).logits * self.scale).square().mean()
 
 
-def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**QUIET, "max_steps": 2, **options})
+make_trainer = partial(user_modules.make_trainer, use_distributed_sampler=True)
 
 
 def make_loader() -> DataLoader[Any]:
@@ -70,11 +65,11 @@ def test_a_users_module_takes_its_weights_as_shards_and_a_new_head(folder: Path)
         module = Classifier(folder, on_meta=on_meta)
         trainer = make_trainer(strategy(), limit_train_batches=0)
         trainer.fit(module, make_loader())
-        assert module.backbone.training
-        assert module.backbone.config._attn_implementation == "eager"
-        weights = whole(module.backbone.state_dict())
+        assert module.model.training
+        assert module.model.config._attn_implementation == "eager"
+        weights = whole(module.model.state_dict())
         make_trainer(strategy()).fit(module, make_loader())
-        assert not torch.equal(whole(module.backbone.state_dict())["score.weight"], weights["score.weight"])
+        assert not torch.equal(whole(module.model.state_dict())["score.weight"], weights["score.weight"])
         return weights
 
     expected = run_ranks(run, 1, lambda: "auto", False, group=False)[0]

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from helpers.lora import (
 )
 from helpers.mesh_runs import Case, check_parity, train_alone, train_on_mesh
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import assert_equal_runs, hf_loss, token_sum_loss
+from helpers.oracle import assert_equal_runs, token_sum_loss
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
+from helpers.user_modules import WithModel
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -226,29 +228,20 @@ def test_all_parameters_have_the_dtype_of_the_precision(precision: str, tmp_path
     assert run_ranks(run, 2)[0] == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
 
 
+class CallsPeft(WithModel):
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=1e-2))
+
+    def __init__(self, make_base: Callable[[], Any]) -> None:
+        super().__init__(lambda: get_peft_model(make_base(), LoraConfig(**LORA, **FAMILIES["llama"])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_meta", [True, False])
 def test_a_module_that_calls_peft_itself(on_meta: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
 
-    class Own(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model: Any = None
-
-        def configure_model(self) -> None:
-            if self.model is None:
-                plain = from_pretrained(base, on_meta=on_meta)
-                self.model = get_peft_model(plain, LoraConfig(**LORA, **FAMILIES["llama"]))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return hf_loss(self.model, batch)[0]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
     def run() -> None:
-        module = Own()
+        module = CallsPeft(partial(from_pretrained, base, on_meta=on_meta))
         fit(module, FSDP2Strategy(tp_size=2, config=SP))
         assert [*module.model.peft_config] == ["default"]
         plain = make_plain(base).state_dict()
@@ -269,30 +262,13 @@ def test_a_base_in_bfloat16_changes_no_bit_of_adapters_in_float32(tmp_path: Path
     save_base(tmp_path / "float32")
     AutoModelForCausalLM.from_pretrained(tmp_path / "float32").bfloat16().save_pretrained(tmp_path / "base")
 
-    class Own(pl.LightningModule):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__()
-            self.dtype_of_base = dtype
-            self.model: Any = None
-
-        def configure_model(self) -> None:
-            if self.model is None:
-                base = from_pretrained(tmp_path / "base", dtype=self.dtype_of_base)
-                self.model = get_peft_model(base, LoraConfig(**LORA, **FAMILIES["llama"]))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return hf_loss(self.model, batch)[0]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
     def run(dtype: torch.dtype) -> dict[str, Any]:
-        torch.manual_seed(0)
+        make_base = partial(from_pretrained, tmp_path / "base", dtype=dtype)
         path, options = tmp_path / f"{dtype}.ckpt", {"precision": "bf16-mixed", "alike": True}
         checkpoint = CheckpointConfig(frozen_parameters=False)
         first = FSDP2Strategy(tp_size=2, config=SP, checkpoint=checkpoint)
-        fit(Own(dtype), first, **options).save_checkpoint(path)
-        module = Own(dtype)
+        fit(CallsPeft(make_base), first, **options).save_checkpoint(path)
+        module = CallsPeft(make_base)
         fit(module, FSDP2Strategy(config=AC), steps=4, ckpt_path=path, **options)
         dtypes = {"lora_" in name: parameter.dtype for name, parameter in module.model.named_parameters()}
         assert dtypes == {False: dtype, True: torch.float32}

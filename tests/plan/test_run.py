@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
+from helpers.user_modules import Normalized, UserModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
@@ -135,20 +136,18 @@ def test_of_other_data_modules_the_first_batch_is_read() -> None:
     assert plan(datamodule=OwnData()).batch.shapes["labels"] == (3, LENGTH)
 
 
-class Regressor(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class Regressor(UserModule):
+    make_optimizer = torch.optim.AdamW
+
+    def build(self) -> None:
         with torch.device("meta"):
             self.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(3)])
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
         for layer in self.layers:
             inputs = layer(inputs).relu()
         return (inputs - targets).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
 
 
 def test_any_module() -> None:
@@ -297,19 +296,7 @@ def test_what_is_offloaded_is_not_counted(usual: Plan) -> None:
 # ---------------------------------------------------------------------- bad input
 
 
-class WithValues(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class WithoutLoss(WithValues):
+class WithoutLoss(Normalized):
     def __init__(self) -> None:
         with torch.device("meta"):
             super().__init__()
@@ -323,7 +310,7 @@ class WithoutLoss(WithValues):
         ({"device": "v100"}, "device='v100' is not known"),
         ({"processes": 0}, "processes=0 do nothing; use >= 1"),
         ({"strategy": DDPStrategy(DDPConfig(find_unused_parameters=True))}, "find_unused_parameters=True: DDP reads"),
-        ({"module": WithValues(), "batch": torch.zeros(2, 4)}, "WithValues: layer.weight and 1 other parameters have"),
+        ({"module": Normalized(), "batch": torch.zeros(2, 8)}, "Normalized: net.0.weight and 5 other parameters have"),
         ({"module": WithoutLoss(), "batch": torch.zeros(2, 4)}, "WithoutLoss: there is no backward in its step"),
         ({"world_size": 0}, "world_size=0 is not a number of ranks"),
         ({"world_size": 12}, "world_size=12 is no multiple of the 8 devices of a node; use 8"),

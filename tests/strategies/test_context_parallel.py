@@ -11,8 +11,9 @@ import torch.distributed as dist
 from helpers.families import make_family_model
 from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, hf_loss, token_sum_loss
+from helpers.oracle import EPSILON, LEARNING_RATE, hf_loss, token_sum_loss
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface
@@ -129,12 +130,6 @@ class Batches(pl.LightningDataModule):
         return DataLoader(self.batches[rank::size], batch_size=None)
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _load
-
-
-def make_trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:
-    devices = dist.get_world_size() if isinstance(strategy, FSDP2Strategy) else 1
-    options = {"max_steps": 2, "use_distributed_sampler": False, **QUIET, **options}
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
 
 
 def test_validation_and_prediction_count_every_token_once() -> None:

@@ -1,16 +1,16 @@
 """A rank whose batch has no image: an error before the collectives meet, or a dummy image that changes nothing."""
 
 import os
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import LLAMA
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
-from helpers.user_modules import make_trainer
+from helpers.user_modules import UserModule, WithModel, make_trainer
 from helpers.vision import get_vision_loss, make_image_batch, make_vision_model
 from helpers.vision_families import IMAGE
 from torch import Tensor
@@ -34,27 +34,24 @@ def make_dummy() -> dict[str, Tensor]:
     return {name: batch[name][:, 1:7] if name in tokens else batch[name] for name in ("input_ids", *SEEN)}
 
 
-class Seeing(pl.LightningModule):
+class Seeing(WithModel):
+    make_optimizer = staticmethod(partial(torch.optim.SGD, lr=0.0))
+
     def __init__(self, *, is_frozen: bool = False) -> None:
-        super().__init__()
+        super().__init__(partial(make_vision_model, FAMILY))
         self.is_frozen = is_frozen
-        self.model: Any = None
         self.gradients: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
-        if self.model is None:
-            self.model = make_vision_model(FAMILY)
-            self.model.model.visual.requires_grad_(not self.is_frozen)
+        super().configure_model()
+        self.model.model.visual.requires_grad_(not self.is_frozen)
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return get_vision_loss(self.model, batch)
 
     def on_after_backward(self) -> None:
         named = self.model.named_parameters()
         self.gradients = whole({name: value.grad for name, value in named if value.grad is not None})
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.0)
 
 
 def fit(batch: dict[str, Tensor], *, is_compiled: bool = False, **options: Any) -> dict[str, Tensor]:
@@ -91,11 +88,10 @@ def test_ranks_of_megatron_fsdp_are_told_apart_too() -> None:
     kind.run(run, 2, group=False)
 
 
-class WithTower(pl.LightningModule):
+class WithTower(UserModule):
     """A Hugging Face model with a tower of the user's, which has no list of layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.tower = torch.nn.Linear(8, 32)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
 
@@ -104,9 +100,6 @@ class WithTower(pl.LightningModule):
         if self.global_rank == 0:
             embedded = embedded + self.tower(torch.ones(8))
         return self.model(inputs_embeds=embedded).logits.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def test_a_tower_beside_a_model_is_a_part_too() -> None:

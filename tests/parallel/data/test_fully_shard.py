@@ -5,6 +5,7 @@ import copy
 import math
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -22,8 +23,8 @@ from helpers.model_kinds import (
     token_loss,
 )
 from helpers.models import LLAMA, PlainTransformer, make_causal_lm
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
+from helpers.user_modules import WithModel, make_trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -301,24 +302,11 @@ def make_reference(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------------- through the Trainer
 
 
-class TrainerModule(pl.LightningModule):
-    """A user's module with a scalar loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_causal_lm(LLAMA)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-
-class HandShardedModule(TrainerModule):
+class HandShardedModule(WithModel):
     """Shards as Lightning's ModelParallelStrategy asks its users to."""
 
     def configure_model(self) -> None:
+        super().configure_model()
         mesh, model = self.device_mesh["data_parallel"], self.model
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=layer is not model.model.layers[-1])
@@ -345,25 +333,18 @@ def count_trainer_step(strategy: Any, module: pl.LightningModule, micro_batches:
     tokens = make_tokens(0)
     batches = [{"input_ids": tokens, "labels": tokens}] * (3 * micro_batches + 1)
     callback = CountingCallback(micro_batches)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        accumulate_grad_batches=micro_batches,
-        callbacks=[callback],
-        use_distributed_sampler=False,
-        **QUIET,
-    )
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=micro_batches, callbacks=[callback])
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return callback.counter
 
 
 def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> None:
+    make_model = partial(make_causal_lm, LLAMA)
+
     def run() -> None:
         for micro_batches in (1, 3):
-            ours = count_trainer_step(FSDP2Strategy(), TrainerModule(), micro_batches)
-            theirs = count_trainer_step(ModelParallelStrategy(2, 1), HandShardedModule(), micro_batches)
+            ours = count_trainer_step(FSDP2Strategy(), WithModel(make_model), micro_batches)
+            theirs = count_trainer_step(ModelParallelStrategy(2, 1), HandShardedModule(make_model), micro_batches)
             expected = {"all_gather": 7 * micro_batches, "reduce_scatter": 5}
             # Lightning broadcasts a flag per micro-batch, and reads it; ours agree on a number per step, on the host
             assert ours.collectives == {**expected, "all_reduce": 1}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.planning import (
@@ -24,6 +23,7 @@ from helpers.planning import (
     train,
 )
 from helpers.ranks import run_ranks
+from helpers.user_modules import Normalized
 from torch.optim import AdamW
 
 from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
@@ -184,17 +184,10 @@ def test_the_last_rank_of_uneven_shards_holds_less() -> None:
 # ---------------------------------------------------------------------- what cannot be simulated
 
 
-class ChoosesByValue(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.layer(batch).sum()
+class ChoosesByValue(Normalized):
+    def loss(self, batch: Any) -> Any:
+        loss = self(batch).sum()
         return loss if loss > 0 else -loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def test_a_step_that_depends_on_values_is_refused() -> None:
@@ -202,7 +195,7 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
         with torch.device("meta"):
             module = ChoosesByValue()
         with pytest.raises(ValueError, match="ChoosesByValue: what its step does depends on values") as error:
-            simulate(make_trainer(FSDP2Strategy()), module, torch.zeros(2, 4), world_size=2)
+            simulate(make_trainer(FSDP2Strategy()), module, torch.zeros(2, 8), world_size=2)
         return str(error.value)
 
     (message,) = run_ranks(run, 1, group=False)
