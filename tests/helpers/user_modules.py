@@ -35,10 +35,13 @@ class UserModule(pl.LightningModule):
     """The least that a user writes: layers, a loss, an optimizer; nothing of this package."""
 
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = staticmethod(partial(torch.optim.SGD, lr=0.1))
+    seed: int | None = None
+    """What the weights are drawn from, if not from the random numbers of whoever makes the module."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
         self.build()
 
     def build(self) -> None:
@@ -98,6 +101,7 @@ class WithModel(UserModule):
 class Regressor(UserModule):
     """Blocks, a head, a parameter of its own."""
 
+    seed = 0
     make_optimizer = staticmethod(make_optimizer)
 
     def __init__(self) -> None:
@@ -174,6 +178,8 @@ def assert_same_weights(module: nn.Module, expected: nn.Module) -> None:
 class Normalized(UserModule):
     """Has a batch norm, whose statistics every rank keeps for itself."""
 
+    seed = 0
+
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
 
@@ -183,6 +189,8 @@ class Normalized(UserModule):
 
 class Gan(UserModule):
     """Two optimizers, each stepped every ``accumulate`` batches."""
+
+    seed = 0
 
     def __init__(self, accumulate: int, order: str) -> None:
         super().__init__()

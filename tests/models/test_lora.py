@@ -263,6 +263,7 @@ def test_a_base_in_bfloat16_changes_no_bit_of_adapters_in_float32(tmp_path: Path
     AutoModelForCausalLM.from_pretrained(tmp_path / "float32").bfloat16().save_pretrained(tmp_path / "base")
 
     def run(dtype: torch.dtype) -> dict[str, Any]:
+        torch.manual_seed(0)
         make_base = partial(from_pretrained, tmp_path / "base", dtype=dtype)
         path, options = tmp_path / f"{dtype}.ckpt", {"precision": "bf16-mixed", "alike": True}
         checkpoint = CheckpointConfig(frozen_parameters=False)

@@ -222,6 +222,7 @@ def test_module_built_on_the_meta_device(kind: Kind) -> None:
 class OwnParameters(UserModule):
     """All parameters lie directly on the LightningModule."""
 
+    seed = 0
     make_optimizer = staticmethod(make_optimizer)
 
     def build(self) -> None:
@@ -659,6 +660,8 @@ def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_
 class Images(UserModule):
     """A small convolutional network with batch norms, of which every step updates the statistics."""
 
+    seed = 0
+
     def build(self) -> None:
         self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2))
 
@@ -691,6 +694,8 @@ def test_running_statistics_are_those_without_activation_checkpointing(kind: Kin
 
 class Centres(UserModule):
     """Trains on inputs minus their running mean, which every rank updates from its own batches."""
+
+    seed = 0
 
     def build(self) -> None:
         self.layer = nn.Linear(4, 1)

@@ -23,6 +23,8 @@ Batch = dict[str, Tensor]
 
 
 class Plain(UserModule):
+    seed = 0
+
     def build(self) -> None:
         self.model = PlainTransformer()
 

@@ -55,6 +55,7 @@ def make_loader(batches: list[Batch]) -> DataLoader[Batch]:
 class Observed(UserModule):
     """A Hugging Face model, a layer and a parameter of its own; writes down every dtype it meets."""
 
+    seed = 0
     make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=1e-3))
 
     def build(self) -> None:
@@ -221,6 +222,7 @@ def test_an_explicit_policy_wins(precision: Any) -> None:
 
 
 class LinearOnModule(UserModule):
+    seed = 0
     make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=3e-3))
 
     def __init__(self) -> None:
