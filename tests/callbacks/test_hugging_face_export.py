@@ -7,9 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.models import LLAMA, PlainTransformer, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.models import LLAMA, make_token_batches
+from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
+from helpers.user_modules import Regressor, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import load_file
@@ -27,12 +28,6 @@ CONFIG = {**LLAMA, "vocab_size": 257}
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def make_trainer(strategy: Any, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    options = {**QUIET, "max_steps": 1, "callbacks": list(callbacks), **options}
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
 
 
 def make_loader() -> DataLoader[Any]:
@@ -57,7 +52,7 @@ def test_the_model_is_that_of_the_last_step_and_of_its_checkpoint(strategy: str,
         export = HuggingFaceExport(tmp_path / "out", max_shard_size="60KB")
         sizes = {"fsdp2-tp2": {"tp_size": 2}, "fsdp2-cp2": {"cp_size": 2}}.get(strategy)
         chosen = FSDP2Strategy(**sizes) if sizes else strategy
-        trainer = make_trainer(chosen, export)
+        trainer = make_trainer(chosen, max_steps=1, callbacks=[export])
         tokenizer = build_byte_tokenizer()
         tokenizer.name_or_path = "some/tokenizer"
         trainer.fit(module, Data(tokenizer))
@@ -88,7 +83,7 @@ def test_the_model_is_that_of_the_last_step_and_of_its_checkpoint(strategy: str,
 
 def test_by_default_the_model_is_written_beside_the_log(tmp_path: Path) -> None:
     def train(**options: Any) -> Path:
-        trainer = make_trainer("auto", HuggingFaceExport(dtype="bfloat16"), **options)
+        trainer = make_trainer("auto", max_steps=1, callbacks=[HuggingFaceExport(dtype="bfloat16")], **options)
         trainer.fit(CausalLM(config=CONFIG), make_loader())
         return Path(trainer.log_dir)
 
@@ -112,7 +107,7 @@ class OtherTokenizer:
 
 def test_a_data_modules_tokenizer_of_another_library_is_left_out(tmp_path: Path) -> None:
     def run() -> None:
-        trainer = make_trainer("auto", HuggingFaceExport(tmp_path / "out"))
+        trainer = make_trainer("auto", max_steps=1, callbacks=[HuggingFaceExport(tmp_path / "out")])
         with pytest.warns(UserWarning, match="tokenizer, a OtherTokenizer, is not one of transformers"):
             trainer.fit(CausalLM(config=CONFIG), Data(OtherTokenizer()))
 
@@ -128,29 +123,19 @@ class Nowhere(DummyLogger):
 
 def test_a_logger_without_a_directory(tmp_path: Path) -> None:
     def run() -> None:
-        trainer = make_trainer("auto", HuggingFaceExport(), logger=Nowhere(), default_root_dir=tmp_path)
+        trainer = make_trainer(
+            "auto", max_steps=1, callbacks=[HuggingFaceExport()], logger=Nowhere(), default_root_dir=tmp_path
+        )
         trainer.fit(CausalLM(config=CONFIG), make_loader())
 
     run_ranks(run, 1, group=False)
     assert (tmp_path / "huggingface" / "model.safetensors").exists()
 
 
-class NoHuggingFace(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = PlainTransformer()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise AssertionError("trained")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("options", "make_module", "message"),
     [
-        ({}, NoHuggingFace, "TypeError: .*no model of transformers in NoHuggingFace"),
+        ({}, Regressor, "TypeError: .*no model of transformers in Regressor"),
         ({"model": "student"}, lambda: CausalLM(config=CONFIG), r"ValueError: .*CausalLM holds the model\(s\) 'model'"),
         ({"dtype": "int8"}, lambda: CausalLM(config=CONFIG), "ValueError: .*dtype='int8'"),
         ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*holds no tokenizer"),
@@ -181,7 +166,7 @@ def test_what_cannot_be_exported_is_said_before_training(
 
     def run() -> None:
         export = HuggingFaceExport(tmp_path / options.pop("dirpath", "out"), **options)
-        make_trainer(FSDP2Strategy(), export).fit(make_module(), make_loader())
+        make_trainer(FSDP2Strategy(), max_steps=1, callbacks=[export]).fit(make_module(), make_loader())
 
     with pytest.raises(RankError, match=message):
         run_ranks(run, 1, group=False)

@@ -9,13 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from helpers.models import LLAMA
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import CausalLM, TextDataModule
 from lightning_fsdp2.callbacks import RunReport, Throughput
 from lightning_fsdp2.callbacks.run_report import _describe_resume, _get_raised_limits
 
@@ -33,10 +32,7 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
             losses.append(float(trainer.callback_metrics["val/loss"]))
 
     pl.seed_everything(1, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(),
+    trainer = make_trainer(
         max_steps=max_steps,
         num_sanity_val_steps=-1,
         val_check_interval=2,
@@ -46,7 +42,7 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
             RunReport(prompt="do", max_new_tokens=5),
             ModelCheckpoint(folder / "run", every_n_train_steps=2, save_top_k=0, save_last=True),
         ],
-        **{**QUIET, "enable_checkpointing": True},
+        enable_checkpointing=True,
     )
     module = CausalLM(config={**LLAMA, "vocab_size": 257, "eos_token_id": 256})
     data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.3)
@@ -125,7 +121,7 @@ def test_it_works_under_any_strategy_and_without_validation_or_checkpoint(strate
     (tmp_path / "text.txt").write_text("again and again " * 40)
 
     def run() -> None:
-        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_steps=1, callbacks=[RunReport()], **QUIET)
+        trainer = make_trainer(strategy, max_steps=1, callbacks=[RunReport()])
         data = TextDataModule(
             path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=2, validation_fraction=0.0
         )

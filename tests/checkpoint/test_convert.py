@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.mesh_runs import MetricsLogger
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -64,15 +64,7 @@ def train(make_module: Any, strategy: Any, epochs: int, ckpt_path: Path | None =
     """Train on the same batches on every rank; return the losses and the weights."""
     torch.manual_seed(0 if ckpt_path is None else 1)
     logger = MetricsLogger()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        strategy=strategy,
-        max_epochs=epochs,
-        use_distributed_sampler=False,
-        log_every_n_steps=1,
-        **{**QUIET, "logger": logger},
-    )
+    trainer = make_trainer(strategy, max_epochs=epochs, log_every_n_steps=1, logger=logger)
     module = make_module()
     trainer.fit(module, DataLoader(BATCHES, batch_size=None), ckpt_path=ckpt_path)
     if save is not None:

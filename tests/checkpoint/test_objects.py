@@ -8,32 +8,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
-from torch import Tensor, nn
+from helpers.user_modules import WIDTH, Normalized, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 
 
-class Linear(pl.LightningModule):
+class WithOptions(Normalized):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
 def fit(config: CheckpointConfig, **options: Any) -> pl.Trainer:
-    strategy = FSDP2Strategy(checkpoint=config)
-    devices = torch.distributed.get_world_size()
-    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=1, **QUIET)
-    trainer.fit(Linear(**options), DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
+    trainer = make_trainer(FSDP2Strategy(checkpoint=config), max_steps=1)
+    trainer.fit(WithOptions(**options), DataLoader(torch.ones(8, WIDTH), batch_size=4))  # type: ignore[arg-type]
     return trainer
 
 

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import GPT2, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
+from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -55,10 +56,8 @@ def train(
     config = CONTEXT_PARALLEL_CONFIG if "cp_size" in strategy else CONFIG
     module = PlansAhead(config=config, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.1))
     data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.2)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(**strategy),
+    trainer = make_trainer(
+        FSDP2Strategy(**strategy),
         max_steps=STEPS,
         accumulate_grad_batches=2,
         val_check_interval=3,
@@ -69,7 +68,7 @@ def train(
             *(callbacks or []),
             ModelCheckpoint(folder / "run", every_n_train_steps=SAVE_EVERY, save_top_k=0, save_last=True),
         ],
-        **{**QUIET, "enable_checkpointing": True},
+        enable_checkpointing=True,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
     weights = whole(module.state_dict())
@@ -204,16 +203,7 @@ def train_on(tp_size: int, steps: int, *, ckpt_path: Path | None = None, save: P
     """Ranks begin with random states of their own; every batch is the same."""
     torch.manual_seed(100 + torch.distributed.get_rank())
     look = Look()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(tp_size=tp_size),
-        max_steps=steps,
-        max_epochs=-1,
-        callbacks=[look],
-        use_distributed_sampler=False,
-        **QUIET,
-    )
+    trainer = make_trainer(FSDP2Strategy(tp_size=tp_size), max_steps=steps, callbacks=[look])
     batches: Any = DataLoader(make_token_batches(1, ragged=False) * 8, batch_size=None)  # type: ignore[arg-type]
     module = CausalLM(config=CONFIG)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,43 +1,29 @@
 """What rank 0 gathers for a single file: of the moment of the save, or an error on every rank."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from torch import Tensor, nn
+from helpers.user_modules import WIDTH, Normalized, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.strategies import checkpoint_io
 
 
-class Linear(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
+class UsesAdam(Normalized):
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=0.1))
 
 
 def fit(config: CheckpointConfig, *callbacks: pl.Callback) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=FSDP2Strategy(checkpoint=config),
-        max_steps=3,
-        callbacks=list(callbacks),
-        **QUIET,
-    )
-    trainer.fit(Linear(), DataLoader(torch.ones(32, 4), batch_size=4))  # type: ignore[arg-type]
+    trainer = make_trainer(FSDP2Strategy(checkpoint=config), max_steps=3, callbacks=list(callbacks))
+    trainer.fit(UsesAdam(), DataLoader(torch.rand(32, WIDTH), batch_size=4))  # type: ignore[arg-type]
     return trainer
 
 
@@ -56,7 +42,7 @@ def test_an_asynchronous_save_has_the_weights_of_its_step(tmp_path: Path, monkey
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
                 saved.update({name: value.clone() for name, value in whole(module.state_dict()).items()})
             elif trainer.global_step == 3:
-                assert not torch.equal(whole(module.state_dict())["net.weight"], saved["net.weight"])
+                assert not torch.equal(whole(module.state_dict())["net.0.weight"], saved["net.0.weight"])
                 opened.set()
 
     def run() -> None:

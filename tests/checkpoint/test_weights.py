@@ -1,6 +1,7 @@
 """Weights and buffers reach a model that has them under other names, in other shapes, or not at all."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import LLAMA, make_causal_lm
-from helpers.oracle import QUIET, whole
+from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES
+from helpers.user_modules import WIDTH, UserModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -19,7 +22,6 @@ from lightning_fsdp2 import (
     CheckpointConfig,
     FSDP2Config,
     FSDP2Manager,
-    FSDP2Strategy,
     create_device_mesh,
     load_checkpoint,
     save_checkpoint,
@@ -27,11 +29,11 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
 
-WIDTH = 8
 
-
-class Named(pl.LightningModule):
+class Named(UserModule):
     """Sharded weights, plain buffers, and a metric with a list in its state dict, in an attribute of any name."""
+
+    make_optimizer = staticmethod(partial(torch.optim.AdamW, lr=0.1))
 
     def __init__(self, name: str = "net", width: int = WIDTH) -> None:
         super().__init__()
@@ -49,9 +51,6 @@ class Named(pl.LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         pass
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
 
 class Renames(Named):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -61,9 +60,7 @@ class Renames(Named):
         checkpoint["state_dict"] = state
 
 
-def make_trainer(**options: Any) -> pl.Trainer:
-    devices = torch.distributed.get_world_size()
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=FSDP2Strategy(**options), max_steps=2, **QUIET)
+make_trainer = partial(STRATEGIES["fsdp2"].make_trainer, use_distributed_sampler=True)
 
 
 def make_loader() -> DataLoader[Tensor]:

@@ -22,9 +22,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from helpers.oracle import QUIET
 from helpers.strategies import STRATEGIES, Kind
-from helpers.user_modules import WORLD, Batch, Regressor, assert_same_weights, make_batches, make_loader
+from helpers.user_modules import WORLD, Batch, Regressor, assert_same_weights, make_batches, make_loader, make_trainer
 
 Check = Callable[[Kind, Path], None]
 """Called on every rank with a strategy and an empty folder that all ranks share."""
@@ -146,7 +145,7 @@ def make_lone_trainer(**options: Any) -> pl.Trainer:
     with patch.dict(os.environ):
         for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK"):
             os.environ.pop(name)
-        return pl.Trainer(accelerator="cpu", devices=1, **{"max_steps": 2, **QUIET, **options})
+        return make_trainer("auto", **options)
 
 
 def join(batches: Sequence[Batch]) -> list[Batch]:

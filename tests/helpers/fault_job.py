@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from helpers.oracle import QUIET
+from helpers.user_modules import UserModule, make_trainer
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler
 
@@ -82,14 +82,13 @@ def kill(pids: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-class _Model(pl.LightningModule):
+class _Model(UserModule):
     """Draws random numbers and shuffles, so that a run that goes on elsewhere in either computes other losses."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Linear(64, 1))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         inputs = batch["input_ids"]
         return (self.layers(inputs) - inputs.sum(1, keepdim=True)).square().mean()
 
@@ -158,14 +157,11 @@ def _train(folder: Path, checkpoints: Path, settings: Settings) -> None:
         save_last=settings.save_last,
         every_n_train_steps=settings.save_every,
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=WORLD_SIZE,
-        strategy=FSDP2Strategy(checkpoint=CheckpointConfig(async_save=settings.async_save)),
+    trainer = make_trainer(
+        FSDP2Strategy(checkpoint=CheckpointConfig(async_save=settings.async_save)),
         max_steps=settings.max_steps,
-        use_distributed_sampler=False,
         callbacks=[_Log(folder / f"log-{rank}"), saver],
-        **{**QUIET, "enable_checkpointing": True},
+        enable_checkpointing=True,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"ModelCheckpoint\(save_last=True\) writes every checkpoint twice")

@@ -12,7 +12,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from helpers.oracle import EPSILON, LEARNING_RATE, QUIET, Batch, LossFunction, Record, assert_equal_runs, whole
+from helpers.oracle import EPSILON, LEARNING_RATE, Batch, LossFunction, Record, assert_equal_runs, whole
+from helpers.user_modules import make_trainer
 from lightning_fsdp2 import FSDP2Strategy
 
 
@@ -56,18 +57,15 @@ def train_on_mesh(case: Case) -> Record:
     """Train through the Trainer with the strategy and return what this rank saw."""
     module = case.make_module()
     recorder, logger = _Recorder(), MetricsLogger()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=case.strategy_class(**case.strategy),
+    trainer = make_trainer(
+        case.strategy_class(**case.strategy),
         precision=case.precision,
         max_steps=case.steps,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         callbacks=[recorder],
-        use_distributed_sampler=False,
         log_every_n_steps=1,
-        **{**QUIET, "logger": logger},
+        logger=logger,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

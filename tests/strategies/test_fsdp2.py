@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import QUIET
 from helpers.ranks import RankError, run_ranks
 from helpers.user_modules import (
     PROMPT,
@@ -707,13 +706,13 @@ def test_unsupported_precision_names_the_alternative(precision: Any, remedy: str
     if precision == "16-mixed":  # Lightning itself replaces the string on a CPU
         options = {"plugins": [MixedPrecision(precision, "cpu")]}
     with pytest.raises(ValueError, match=rf'precision=.{precision}. is not supported.*use precision="{remedy}"'):
-        pl.Trainer(accelerator="cpu", devices=1, strategy=FSDP2Strategy(), **QUIET, **options)
+        make_trainer(**options)
 
 
 def test_notebook_with_several_devices_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(ValueError, match=r"devices=2 needs.*devices=1.*python script.py.*torchrun --nproc-per-node 2"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy=FSDP2Strategy(), **QUIET)
+        make_trainer(devices=2)
 
 
 def test_notebook_with_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,7 +722,7 @@ def test_notebook_with_one_device_trains(monkeypatch: pytest.MonkeyPatch) -> Non
         for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
         module, expected, batches = Regressor(), Regressor(), make_batches(2)
-        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=FSDP2Strategy(), max_steps=2, **QUIET)
+        trainer = make_trainer()
         trainer.fit(module, DataLoader(batches, batch_size=None))
         train_alone(expected, batches, window=1)
         assert_same_weights(module, expected)

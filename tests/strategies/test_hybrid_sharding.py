@@ -14,7 +14,6 @@ from helpers.collectives import StepCounter
 from helpers.flags import UNITS
 from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
 from helpers.user_modules import ThrowsAway, assert_same_weights, make_batches, make_loader, make_trainer, train_alone
 from torch import Tensor
@@ -48,16 +47,12 @@ def train(sizes: dict[str, Any], **flags: Any) -> dict[str, Any]:
     """Ranks begin with random states of their own, and the model without weights."""
     torch.manual_seed(100 + dist.get_rank())
     module = CausalLM(config={**LLAMA, "tie_word_embeddings": True})
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=FSDP2Strategy(**sizes, config=FSDP2Config(**flags)),
+    trainer = make_trainer(
+        FSDP2Strategy(**sizes, config=FSDP2Config(**flags)),
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=0.1,
         log_every_n_steps=1,
-        use_distributed_sampler=False,
-        **QUIET,
     )
     trainer.fit(module, Batches())
     (optimizer,) = trainer.optimizers
@@ -139,9 +134,7 @@ def test_auto_makes_a_replica_per_node() -> None:
             LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2"
         )
         strategy = FSDP2Strategy(dp_replicate_size="auto")
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, limit_train_batches=0, max_epochs=1, **QUIET
-        )
+        trainer = make_trainer(strategy, devices=2, num_nodes=2, limit_train_batches=0, max_epochs=1)
         trainer.fit(CausalLM(config=LLAMA), Batches())
         return strategy.full_device_mesh.shape, get_mesh(strategy.full_device_mesh, DP_REPLICATE).mesh.tolist()
 

@@ -4,6 +4,7 @@ import collections
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.oracle import QUIET
+from helpers import user_modules
 from helpers.ranks import run_ranks
+from helpers.user_modules import UserModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -62,11 +64,12 @@ class PlainIterable:
         return iter(torch.arange(float(self.count))[:, None, None])
 
 
-class Reader(pl.LightningModule):
+class Reader(UserModule):
     """Its forwards are collectives; writes down which samples it saw."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    make_optimizer = staticmethod(partial(torch.optim.SGD, lr=1e-3))
+
+    def build(self) -> None:
         self.layer = nn.Linear(1, 1)
         self.seen: dict[str, list[int]] = collections.defaultdict(list)
 
@@ -87,17 +90,8 @@ class Reader(pl.LightningModule):
         self.layer(batch)
         return batch.flatten().int().tolist()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-
-def make_trainer(**options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=FSDP2Strategy(),
-        **{"max_epochs": 1, **QUIET, **options},
-    )
+make_trainer = partial(user_modules.make_trainer, max_epochs=1, use_distributed_sampler=True)
 
 
 # ---------------------------------------------------------------------- data parallel ranks, not global ones
