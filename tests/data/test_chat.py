@@ -12,11 +12,12 @@ import torch
 from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import Recorder, make_trainer
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import PreTrainedTokenizerBase
 
-from lightning_fsdp2 import CausalLM, ChatDataModule, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, ChatDataModule
 from lightning_fsdp2.data import build_byte_tokenizer
 
 END = 256
@@ -285,18 +286,7 @@ def check_losses(corpus, cache, settings):
     module = CausalLM(config=config, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
     options = {"chat_template": TEMPLATE, "cache_dir": cache, "sequence_length": 96, "shuffle": False}
     data = ChatDataModule(path=corpus, validation_path=corpus, batch_size=2, **options, **settings)
-    trainer = L.Trainer(
-        strategy=FSDP2Strategy(),
-        accelerator="cpu",
-        devices=2,
-        max_steps=1,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=cache,
-    )
+    trainer = make_trainer(max_steps=1, log_every_n_steps=1, num_sanity_val_steps=0)
     validated = trainer.validate(module, data, verbose=False)[0]["val/loss"]
     model = make_causal_lm(config)
     model.load_state_dict(whole(module.model.state_dict()))
@@ -317,23 +307,16 @@ def test_losses_are_those_of_the_answers_of_each_conversation_alone(corpus, cach
     run_ranks(check_losses, 2, corpus, cache, settings)
 
 
-class Recorder(L.LightningModule):
-    """Remembers the sequences of each of its steps."""
+class RecordsSteps(Recorder):
+    """Keeps the sequences of each step together."""
 
     def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.steps = [[]]
-
-    def training_step(self, batch, batch_idx):
-        self.steps[-1] += [tuple(row) for row in batch["input_ids"].tolist()]
-        return (self.weight * batch["input_ids"]).sum()
+        self.steps = []
 
     def on_before_optimizer_step(self, optimizer):
-        self.steps.append([])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        self.steps.append(list(itertools.chain(*self.trained)))
+        self.trained.clear()
 
 
 def fit(corpus, cache, folder, ranks, ckpt_path=None, every=3, **settings):
@@ -343,19 +326,10 @@ def fit(corpus, cache, folder, ranks, ckpt_path=None, every=3, **settings):
         options = {"chat_template": TEMPLATE, "cache_dir": cache, "sequence_length": 96, "validation_fraction": None}
         data = ChatDataModule(path=corpus, batch_size=1, global_batch_size=4, **(options | settings))
         save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
-        trainer = L.Trainer(
-            strategy=FSDP2Strategy(),
-            accelerator="cpu",
-            devices=ranks,
-            max_epochs=2,
-            callbacks=[save],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        module = Recorder()
+        trainer = make_trainer(max_epochs=2, callbacks=[save], enable_checkpointing=True)
+        module = RecordsSteps()
         trainer.fit(module, data, ckpt_path=ckpt_path)
-        return module.steps[:-1]
+        return module.steps
 
     of_ranks = run_ranks(run, ranks, group=False)
     return [sorted(itertools.chain(*step)) for step in zip(*of_ranks, strict=True)]

@@ -1,9 +1,11 @@
 import itertools
+from functools import partial
 
-import lightning.pytorch as L
 import pytest
 import torch
 from datasets import IterableDataset
+from helpers import user_modules
+from helpers.user_modules import Recorder
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DistributedSampler
@@ -224,35 +226,14 @@ def test_resumed_stream_goes_on_behind_the_batch_before_the_last(ranks, batch_si
     assert [sample for each in zip(*rests, strict=True) for sample in each] == epochs[1][12:] + epochs[2]
 
 
-class Recorder(L.LightningModule):
-    """Remembers the samples it was trained on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(ids(batch))
-        return (self.weight * batch["input_ids"]).sum()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def build_trainer(**settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return L.Trainer(**({"devices": 1, "enable_checkpointing": False} | quiet | settings))
+make_trainer = partial(user_modules.make_trainer, strategy="auto", use_distributed_sampler=True)
 
 
 def fit(num_workers=0, validate=False, ckpt_path=None, build=build_loader, **settings):
     module = Recorder()
     validation = build_loader(shuffle=False) if validate else None
-    build_trainer(**settings).fit(module, build(num_workers=num_workers), validation, ckpt_path=ckpt_path)
-    return module.seen
+    make_trainer(**settings).fit(module, build(num_workers=num_workers), validation, ckpt_path=ckpt_path)
+    return module.trained
 
 
 EVERY_STEP = {"every_n_train_steps": 1}
@@ -300,11 +281,11 @@ def test_resumed_fit_on_a_stream_trains_on_what_was_left(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_overfit_batches_repeats_the_first_samples():
-    assert fit(max_epochs=2, overfit_batches=2) == [[0, 1], [2, 3]] * 2
+    assert fit(max_epochs=2, overfit_batches=2) == [[(0,), (1,)], [(2,), (3,)]] * 2
 
 
 def test_lightning_leaves_the_sampler_in_place():
-    trainer = build_trainer(strategy="ddp", devices=2)
+    trainer = make_trainer(strategy="ddp", devices=2)
     prepare = trainer._data_connector._prepare_dataloader
     loader = build_loader(2, 1)
     assert prepare(loader, shuffle=True, mode=RunningStage.TRAINING) is loader

@@ -1,15 +1,17 @@
 import itertools
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import user_modules
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
+from helpers.user_modules import Recorder
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_fsdp2 import CausalLM, ChatDataModule, DDPStrategy, FSDP2Strategy, TextDataModule
@@ -23,24 +25,15 @@ def corpus(tmp_path_factory):
     return str(file)
 
 
-class Module(L.LightningModule):
+class Module(Recorder):
     """Asks for the number of steps, as schedules do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch, batch_idx):
-        return (self.weight * batch["input_ids"]).sum()
 
     def configure_optimizers(self):
         self.steps = self.trainer.estimated_stepping_batches
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().configure_optimizers()
 
 
-def make_trainer(**settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "enable_checkpointing": False} | quiet | settings))
+make_trainer = partial(user_modules.make_trainer, strategy="auto", num_sanity_val_steps=0)
 
 
 def make_data(corpus, cache, **settings):
@@ -79,7 +72,7 @@ def test_global_batch_size_sets_the_accumulation_before_the_schedule_is_made(cor
 )
 def test_global_batch_size_goes_by_the_data_parallel_ranks(corpus, cache, strategy, expected):
     def run():
-        trainer = make_trainer(strategy=strategy(), devices=2, max_steps=1)
+        trainer = make_trainer(strategy=strategy(), max_steps=1)
         trainer.fit(CausalLM(config={**LLAMA, "vocab_size": 257}), make_data(corpus, cache, global_batch_size=8))
         return trainer.accumulate_grad_batches
 
@@ -161,7 +154,7 @@ def test_data_that_fails_on_one_rank_fails_on_all(cache, tmp_path, fails):
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         data = Data(path=str(tmp_path / "a.jsonl"), chat_template=template, cache_dir=cache, validation_fraction=0)
         with pytest.raises((ValueError, OSError)) as raised:
-            make_trainer(strategy=FSDP2Strategy(), devices=2, max_epochs=1).fit(Module(), data)
+            make_trainer(strategy=FSDP2Strategy(), max_epochs=1).fit(Module(), data)
         return str(raised.value)
 
     messages = run_ranks(run, 2, group=False)
@@ -185,7 +178,7 @@ def test_bars_are_shown_on_rank_zero_only(corpus, cache):
                 return super()._load_splits()
 
         data = Data(path=corpus, cache_dir=cache, sequence_length=16, batch_size=2, validation_fraction=0)
-        make_trainer(strategy=FSDP2Strategy(), devices=2, max_steps=1).fit(Module(), data)
+        make_trainer(strategy=FSDP2Strategy(), max_steps=1).fit(Module(), data)
         assert not datasets.are_progress_bars_disabled()
         return shown
 

@@ -3,6 +3,7 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from helpers import user_modules
 from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.user_modules import Recorder
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -325,29 +328,7 @@ def test_loaders_leave_the_global_random_numbers_alone(build):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Recorder(L.LightningModule):
-    """Remembers the rows it was trained on and how many it was validated on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.trained = []
-        self.validated = 0
-
-    def training_step(self, batch, batch_idx):
-        self.trained += [tuple(row) for row in batch["input_ids"].tolist()]
-        return (self.weight * batch["input_ids"]).sum()
-
-    def validation_step(self, batch, batch_idx):
-        self.validated += len(batch["input_ids"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def build_trainer(**settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "enable_checkpointing": False} | quiet | settings))
+make_trainer = partial(user_modules.make_trainer, strategy="auto", num_sanity_val_steps=0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -360,36 +341,36 @@ def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_p
     def fit(ckpt_path=None, **settings):
         module = Recorder()
         data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8, **options)
-        build_trainer(max_epochs=2, **settings).fit(module, data, ckpt_path=ckpt_path)
-        return module, data
+        make_trainer(max_epochs=2, **settings).fit(module, data, ckpt_path=ckpt_path)
+        return list(itertools.chain(*module.trained)), list(itertools.chain(*module.validated)), data
 
     save = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=7, save_top_k=-1)
-    whole, data = fit(callbacks=[save], enable_checkpointing=True)
-    assert len(whole.trained) == 2 * (len(data.train_dataset) // 8 * 8)
-    assert whole.validated == 2 * len(data.validation_dataset) > 0
-    assert sorted(whole.trained[: len(whole.trained) // 2]) != sorted(whole.trained[len(whole.trained) // 2 :])
+    trained, validated, data = fit(callbacks=[save], enable_checkpointing=True)
+    assert len(trained) == 2 * (len(data.train_dataset) // 8 * 8)
+    assert len(validated) == 2 * len(data.validation_dataset) > 0
+    assert sorted(trained[: len(trained) // 2]) != sorted(trained[len(trained) // 2 :])
     paths = sorted((tmp_path / "saved").glob("*.ckpt"))
     assert len(paths) >= 2
     for path in paths:
         step = torch.load(path, weights_only=False)["global_step"]
-        assert fit(ckpt_path=path)[0].trained == whole.trained[step * 8 :]
+        assert fit(ckpt_path=path)[0] == trained[step * 8 :]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fit_without_validation(corpus, cache):
     module = Recorder()
     data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, validation_fraction=0)
-    build_trainer(max_steps=2).fit(module, data)
-    assert len(module.trained) == 16
-    assert module.validated == 0
+    make_trainer(max_steps=2).fit(module, data)
+    assert len(list(itertools.chain(*module.trained))) == 16
+    assert module.validated == []
 
 
 def test_fit_on_two_processes(corpus, cache):
     def fit():
         module = Recorder()
         data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=4)
-        build_trainer(strategy="ddp", devices=2, max_epochs=1).fit(module, data)
-        return module.trained
+        make_trainer(strategy="ddp", max_epochs=1).fit(module, data)
+        return itertools.chain(*module.trained)
 
     first, second = run_ranks(fit, 2, group=False)
     data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8)
@@ -421,7 +402,7 @@ def copy_model(module):
 def check_evaluation(corpus, cache, folder, loss, cases):
     """The logged loss of the first sequences of a file, on this rank's mesh and one by one."""
     module = CausalLM(config=MODEL, loss=loss)
-    trainer = build_trainer(strategy=FSDP2Strategy(), devices=torch.distributed.get_world_size())
+    trainer = make_trainer(strategy=FSDP2Strategy())
     for sequences, batch_size in cases:
         path = str(folder / f"{sequences}.txt")
         data = TextDataModule(
@@ -471,7 +452,7 @@ def check_separate_documents(cache, folder, strategy):
     """The logged losses of packed documents, on this rank's mesh and one by one."""
     module = CausalLM(config=MODEL)
     ranks = torch.distributed.get_world_size()
-    trainer = build_trainer(strategy=FSDP2Strategy(**strategy), devices=ranks, max_steps=1, log_every_n_steps=1)
+    trainer = make_trainer(strategy=FSDP2Strategy(**strategy), max_steps=1, log_every_n_steps=1)
     data = TextDataModule(
         path=str(folder),
         validation_fraction=0.4,
@@ -515,7 +496,7 @@ def test_separate_documents_are_refused_by_a_model_that_does_not_look_for_them(b
     opt = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     module = CausalLM(config={**opt, "word_embed_proj_dim": 32, "vocab_size": 257})
     with pytest.raises(ValueError, match="separate_documents=True is not possible for OPTForCausalLM"):
-        build_trainer(max_steps=1).fit(module, build(separate_documents=True))
+        make_trainer(max_steps=1).fit(module, build(separate_documents=True))
 
 
 YAML = """
