@@ -3,13 +3,12 @@
 import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.cuda_on_cpu import cuda_on_cpu
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
 from helpers.recipes import CONFIGS, get_bytes_per_value
+from helpers.user_modules import make_trainer
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
@@ -67,12 +66,8 @@ def measure(kind: str, layers: int) -> int:
     """The bytes of a forward over one sequence of ``TOKENS``."""
     strategy, config, precision, checkpointing = KINDS[kind]
     module = Kept(config={**LLAMA, "num_hidden_layers": layers})
-    trainer = pl.Trainer(
-        **QUIET,
-        strategy=strategy(config=config(activation_checkpointing=checkpointing)),
-        precision=precision,
-        max_epochs=1,
-    )
+    chosen = strategy(config=config(activation_checkpointing=checkpointing))
+    trainer = make_trainer(chosen, precision=precision, max_epochs=1)
     trainer.fit(module, DataLoader([{"input_ids": torch.arange(TOKENS) % 101}]))
     return module.bytes
 

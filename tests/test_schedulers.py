@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import LLAMA
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import CausalLM, TextDataModule
 from lightning_fsdp2.schedulers import WarmupCosine
 
 
@@ -91,9 +91,7 @@ def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int
     data = TextDataModule(path=str(folder / "text.txt"), validation_fraction=0.0, **sizes)
     module = CausalLM(config={**LLAMA, "vocab_size": 257}, lr_scheduler=make_scheduler)
     rates, checkpoints = _Rates(), ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
-    trainer = pl.Trainer(
-        **{**QUIET, "enable_checkpointing": True}, strategy=FSDP2Strategy(), callbacks=[rates, checkpoints], **options
-    )
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[rates, checkpoints], **options)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return rates.rates
 

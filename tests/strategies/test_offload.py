@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.devices import NEEDS_GPU
 from helpers.models import LLAMA, make_token_batches
-from helpers.oracle import QUIET
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -31,14 +30,12 @@ def test_shards_gradients_and_optimizer_states_are_on_the_host(accelerator: str,
     def train(offload_policy: Any) -> tuple[dict[str, Tensor], set[str]]:
         torch.manual_seed(0)
         module = Watched(config=LLAMA)
-        trainer = pl.Trainer(
+        trainer = make_trainer(
+            FSDP2Strategy(config=FSDP2Config(offload_policy=offload_policy)),
             accelerator=accelerator,
-            devices=1,
-            strategy=FSDP2Strategy(config=FSDP2Config(offload_policy=offload_policy)),
             max_steps=3,
             accumulate_grad_batches=2,
             gradient_clip_val=0.1,
-            **QUIET,
         )
         trainer.fit(module, DataLoader(make_token_batches(6), batch_size=None))
         trainer.validate(module, DataLoader(make_token_batches(2), batch_size=None), verbose=False)
