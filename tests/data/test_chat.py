@@ -12,7 +12,7 @@ import torch
 from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from helpers.user_modules import Recorder, make_trainer
+from helpers.user_modules import RowRecorder, make_trainer
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import PreTrainedTokenizerBase
@@ -307,7 +307,7 @@ def test_losses_are_those_of_the_answers_of_each_conversation_alone(corpus, cach
     run_ranks(check_losses, 2, corpus, cache, settings)
 
 
-class RecordsSteps(Recorder):
+class RecordsSteps(RowRecorder):
     """Keeps the sequences of each step together."""
 
     def __init__(self):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from helpers import user_modules
-from helpers.user_modules import Recorder
+from helpers.user_modules import RowRecorder
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DistributedSampler
@@ -230,7 +230,7 @@ make_trainer = partial(user_modules.make_trainer, strategy="auto", use_distribut
 
 
 def fit(num_workers=0, validate=False, ckpt_path=None, build=build_loader, **settings):
-    module = Recorder()
+    module = RowRecorder()
     validation = build_loader(shuffle=False) if validate else None
     make_trainer(**settings).fit(module, build(num_workers=num_workers), validation, ckpt_path=ckpt_path)
     return module.trained

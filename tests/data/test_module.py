@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers import user_modules
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
-from helpers.user_modules import Recorder
+from helpers.user_modules import RowRecorder
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_fsdp2 import CausalLM, ChatDataModule, DDPStrategy, FSDP2Strategy, TextDataModule
@@ -25,7 +25,7 @@ def corpus(tmp_path_factory):
     return str(file)
 
 
-class Module(Recorder):
+class Module(RowRecorder):
     """Asks for the number of steps, as schedules do."""
 
     def configure_optimizers(self):

@@ -15,7 +15,7 @@ from helpers import user_modules
 from helpers.models import LLAMA, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from helpers.user_modules import Recorder
+from helpers.user_modules import RowRecorder
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -339,7 +339,7 @@ make_trainer = partial(user_modules.make_trainer, strategy="auto", num_sanity_va
 )
 def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_path, options):
     def fit(ckpt_path=None, **settings):
-        module = Recorder()
+        module = RowRecorder()
         data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=8, **options)
         make_trainer(max_epochs=2, **settings).fit(module, data, ckpt_path=ckpt_path)
         return list(itertools.chain(*module.trained)), list(itertools.chain(*module.validated)), data
@@ -358,7 +358,7 @@ def test_fit_validates_and_a_resumed_fit_trains_on_the_rest(corpus, cache, tmp_p
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fit_without_validation(corpus, cache):
-    module = Recorder()
+    module = RowRecorder()
     data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, validation_fraction=0)
     make_trainer(max_steps=2).fit(module, data)
     assert len(list(itertools.chain(*module.trained))) == 16
@@ -367,7 +367,7 @@ def test_fit_without_validation(corpus, cache):
 
 def test_fit_on_two_processes(corpus, cache):
     def fit():
-        module = Recorder()
+        module = RowRecorder()
         data = TextDataModule(path=corpus, cache_dir=cache, sequence_length=16, batch_size=4)
         make_trainer(strategy="ddp", max_epochs=1).fit(module, data)
         return itertools.chain(*module.trained)
@@ -539,7 +539,7 @@ def test_lightning_cli(corpus, cache, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({"data": {"path": corpus, "cache_dir": cache, "batch_size": 3}}))
     arguments = ["--config", str(file), "--data.sequence_length=8", f"--data.validation_path={corpus}"]
-    cli = LightningCLI(Recorder, TextDataModule, run=False, args=arguments, save_config_callback=None)
+    cli = LightningCLI(RowRecorder, TextDataModule, run=False, args=arguments, save_config_callback=None)
     cli.datamodule.setup("fit")
     assert next(iter(cli.datamodule.train_dataloader()))["labels"].shape == (3, 8)
     assert "Tokens per sequence." in " ".join(cli.parser.format_help().split())

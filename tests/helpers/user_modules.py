@@ -1,4 +1,4 @@
-"""A user's own modules, the loop that trains them in one process, and Trainers for them."""
+"""The modules of a user that tests train, the loop that trains them in one process, and their Trainer."""
 
 import copy
 import os
@@ -57,7 +57,7 @@ class UserModule(pl.LightningModule):
         return self.make_optimizer(self.parameters())
 
 
-class Recorder(UserModule):
+class RowRecorder(UserModule):
     """Has one weight; writes down the rows of tokens of each batch that it trains on and validates on."""
 
     def __init__(self) -> None:
