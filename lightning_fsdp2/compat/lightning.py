@@ -40,9 +40,6 @@ migrate_checkpoint = _pl_migrate_checkpoint
 call_module_hook = call._call_lightning_module_hook
 """The function by which the Trainer calls a hook of its module."""
 
-configure_model = call._call_configure_model
-"""The function by which the Trainer calls ``configure_model``."""
-
 
 def logs_graph(logger: Logger) -> bool:
     """Return whether ``logger`` traces the module's forward, which it does on rank 0 only."""

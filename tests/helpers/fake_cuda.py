@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp2.plan.simulation import fake_managers, sharding
+from lightning_fsdp2.plan.simulation import fake_managers
+from lightning_fsdp2.plan.simulation import model as simulated
 from lightning_fsdp2.plan.simulation import step as planned
 
 CUDA = torch.device("cuda", 0)
@@ -242,7 +243,7 @@ def _attend(
 @contextmanager
 def _place_models(weights: torch.device) -> Iterator[None]:
     """Let plans put meshes on CUDA inside the block, and models on ``weights``."""
-    build_device_mesh, allocate = sharding.build_device_mesh, fake_managers.allocate
+    build_device_mesh, allocate = simulated.build_device_mesh, fake_managers.allocate
 
     def build_cuda_mesh(sizes: Any, config: Any, **options: Any) -> Any:
         return build_device_mesh(sizes, config, **{**options, "device_type": "cuda"})
@@ -251,7 +252,7 @@ def _place_models(weights: torch.device) -> Iterator[None]:
         return allocate(model, weights)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(sharding, "build_device_mesh", build_cuda_mesh))
+        stack.enter_context(patch.object(simulated, "build_device_mesh", build_cuda_mesh))
         stack.enter_context(patch.object(fake_managers, "allocate", allocate_there))
         # DDP sorts its buckets anew after the first step, by numbers that it reads back from the device
         stack.enter_context(patch.object(fake_managers._Reducer, "_rebuild_buckets", lambda reducer: False))

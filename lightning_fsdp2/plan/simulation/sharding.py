@@ -4,8 +4,6 @@ The model is built on the meta device and sharded by the recipe itself, as on ra
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,20 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_fsdp2.compat.lightning import set_device_mesh
-from lightning_fsdp2.compat.torch_simulation import simulate_world
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.mesh import (
-    CONTEXT_PARALLEL,
-    DATA_PARALLEL,
-    DP_REPLICATE,
-    TENSOR_PARALLEL,
-    build_device_mesh,
-    get_fsdp_mesh,
-    get_mesh,
-)
+from lightning_fsdp2.mesh import DP_REPLICATE, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
 from lightning_fsdp2.modules.structure import (
     find_structure,
     get_class_name,
@@ -38,6 +26,7 @@ from lightning_fsdp2.modules.structure import (
 )
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
+from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.recipes.imports import import_class_from_path
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
@@ -115,7 +104,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
     Args:
         trainer: Trainer with one of this package's strategies. Its ``num_nodes`` is used; its devices are ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
-            sharded in place, and cannot be used afterwards.
+            sharded in place. Neither the trainer nor the module can be used afterwards.
         world_size: Number of ranks.
 
     Returns:
@@ -132,27 +121,15 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
             f"describe knows the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them, such as"
             " trainer.strategy=fsdp2."
         )
-    with simulate_mesh(strategy, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
-        _build_model(trainer, module, mesh)
-        manager = strategy.build_manager(mesh)
-        dtypes = get_dtypes(manager, module)
-        _shard(manager, module, mesh)
+    with build_model(trainer, module, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
+        strategy.precision_plugin.convert_module(module)
+        if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+            raise TypeError(
+                f"{get_class_name(module)} shards itself in `configure_model`; describe shows what the strategies do."
+            )
+        dtypes = get_dtypes(strategy.manager, module)
+        _shard(strategy.manager, module, mesh)
         return describe_sharded(strategy, module, mesh, dtypes)
-
-
-@contextmanager
-def simulate_mesh(
-    strategy: MeshStrategy[Any], *, world_size: int, num_nodes: int, rank: int = 0
-) -> Iterator[DeviceMesh]:
-    """Run the block as one of ``world_size`` simulated ranks, on the mesh that ``strategy`` would build for them.
-
-    Raises:
-        RuntimeError: When this process belongs to a process group.
-        ValueError: When the strategy's sizes do not fit ``world_size``.
-    """
-    sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
-    with simulate_world(world_size, rank):
-        yield build_device_mesh(sizes, strategy.config, device_type="cpu")
 
 
 def describe_sharded(
@@ -174,19 +151,6 @@ def describe_sharded(
         units=_describe_units(module, mesh, _get_units(module, strategy.config), dtypes["gathered"]),
         notes=_get_notes(strategy.config, mesh),
     )
-
-
-def _build_model(trainer: Any, module: Any, mesh: DeviceMesh) -> None:
-    module.trainer = trainer
-    set_device_mesh(module, get_mesh(mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL)))
-    precision = trainer.strategy.precision_plugin
-    with torch.device("meta"), precision.tensor_init_context():
-        module.configure_model()
-    precision.convert_module(module)
-    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
-        raise TypeError(
-            f"{get_class_name(module)} shards itself in `configure_model`; describe shows what the strategies do."
-        )
 
 
 def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,19 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2.compat.lightning import (
-    begin_batch,
-    call_module_hook,
-    configure_model,
-    let_steps_run_alone,
-    log_batch,
-)
+from lightning_fsdp2.compat.lightning import begin_batch, call_module_hook, log_batch
 from lightning_fsdp2.compat.torch import is_in_backward, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
@@ -38,6 +31,7 @@ from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
 from lightning_fsdp2.modules.structure import get_class_name, get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.context.forward import assume_documents
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
+from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.simulation.recorder import (
     ACTIVATIONS,
     COMMUNICATION_BUFFERS,
@@ -48,7 +42,7 @@ from lightning_fsdp2.plan.simulation.recorder import (
     Recording,
     StepRecorder,
 )
-from lightning_fsdp2.plan.simulation.sharding import Description, describe_sharded, simulate_mesh
+from lightning_fsdp2.plan.simulation.sharding import Description, describe_sharded
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
 
 if TYPE_CHECKING:
@@ -57,10 +51,6 @@ if TYPE_CHECKING:
 _MICRO_BATCHES = 3
 """Number of micro-batches that represent an accumulation: the first creates gradients, the last reduces them, and all
 between are alike."""
-
-
-_BATCHES = 10**6
-"""Number of batches that an epoch claims to have, so large that no epoch ends."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ def simulate(
         trainer: Trainer with ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices are
             ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
-            sharded in place, and cannot be used afterwards.
+            sharded in place. Neither the trainer nor the module can be used afterwards.
         batch: Micro-batch of one data parallel rank. Its values are ignored, except for ``position_ids`` that restart.
         world_size: Number of ranks.
         num_nodes: Number of nodes, which ``dp_replicate_size="auto"`` resolves to.
@@ -105,8 +95,9 @@ def simulate(
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     packed = assume_documents(batch["position_ids"]) if is_packed(batch) else assume_unpacked_sequences()
-    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh, packed:
-        _build_model(trainer, module, mesh, mode)
+    replace_manager(strategy, mode)
+    with packed, build_model(trainer, module, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh:
+        _check_has_no_values(module)
         change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
@@ -127,7 +118,6 @@ def simulate(
                 with _mark_blocks(recorder, module):
                     _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
                 recording = recorder.get_recording()
-        strategy.teardown()
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
             f"{get_class_name(module)}: there is no backward in its step, and so nothing to plan; return a loss from"
@@ -140,8 +130,9 @@ def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size:
     """Return a text about the module that :func:`simulate` would train: its tensors, model configs and optimizers."""
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with simulate_mesh(strategy, world_size=world_size, num_nodes=num_nodes) as mesh:
-        _build_model(trainer, module, mesh, mode)
+    replace_manager(strategy, mode)
+    with build_model(trainer, module, world_size=world_size, num_nodes=num_nodes):
+        _check_has_no_values(module)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
         texts += [str(model.config) for model in get_hf_models(module)]
@@ -171,28 +162,13 @@ def is_packed(batch: Any) -> bool:
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 
-def _build_model(trainer: Any, module: Any, mesh: DeviceMesh, mode: FakeTensorMode) -> None:
-    _connect(trainer, module)
-    replace_manager(trainer.strategy, mode)
-    trainer.strategy.enter_mesh(mesh)
-    with torch.device("meta"):
-        call_module_hook(trainer, "setup", stage=trainer.state.fn)
-        configure_model(trainer)
+def _check_has_no_values(module: nn.Module) -> None:
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise ValueError(
             f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, which a plan has no"
             " place for; make the module under `with torch.device('meta')`, or its model in configure_model."
         )
-
-
-def _connect(trainer: Any, module: Any) -> None:
-    """Do the first steps of ``Trainer.fit``."""
-    module.trainer = trainer
-    trainer.strategy.connect(module)
-    trainer.state.fn = TrainerFn.FITTING
-    trainer.state.stage = RunningStage.TRAINING
-    let_steps_run_alone(trainer, _BATCHES)
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
