@@ -54,6 +54,44 @@ def dtype_from_str(name: str) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """A field that is accepted by name only, so that the error can say what to use."""
+
+    allowed: object
+    """The only value that is not refused."""
+
+    reason: str
+    remedy: str
+    error: type[Exception] = ValueError
+
+
+_REFUSED = {
+    ("FSDP2Config", "use_hf_tp_plan"): _Refusal(
+        allowed=None,
+        reason="is an option of the past",
+        remedy='use tp_plan="hf" for the plan of the Hugging Face model, tp_plan=None for ours.',
+        error=TypeError,
+    ),
+    ("MegatronFSDPConfig", "sequence_parallel"): _Refusal(
+        allowed=False,
+        reason="is not an option of MegatronFSDPConfig: there is no tensor parallelism",
+        remedy="leave it out, or use FSDP2Config(sequence_parallel=True) with FSDP2Strategy.",
+    ),
+    ("MegatronFSDPConfig", "tp_plan"): _Refusal(
+        allowed=None,
+        reason="is not an option of MegatronFSDPConfig: there is no tensor parallelism",
+        remedy="leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy.",
+    ),
+    ("MegatronFSDPConfig", "average_in_collective"): _Refusal(
+        allowed=False,
+        reason="fails in megatron-fsdp for models without Megatron's own expert parallelism",
+        remedy="leave it False: gradients are scaled before they are summed, to the same mean.",
+    ),
+}
+"""Fields that exist to be refused, by config and name."""
+
+
 class _Flags:
     """Methods that the configs share."""
 
@@ -64,6 +102,14 @@ class _Flags:
     def _set(self, name: str, value: object) -> None:
         """Set a field of the frozen dataclass; only for use while it is being created."""
         object.__setattr__(self, name, value)
+
+    def _check_refused(self, **init_only: object) -> None:
+        """Refuse the fields of ``_REFUSED``; ``init_only`` has the values of those that the config does not keep."""
+        configs = {base.__name__ for base in type(self).__mro__}
+        for name, refusal in ((name, refusal) for (config, name), refusal in _REFUSED.items() if config in configs):
+            value = init_only[name] if name in init_only else getattr(self, name)
+            if value != refusal.allowed:
+                raise refusal.error(f"{name}={value!r} {refusal.reason}; {refusal.remedy}")
 
     def _check_bools(self) -> None:
         """Refuse a flag that is not a bool: a string such as ``"false"`` would count as true wherever it is read."""
@@ -175,12 +221,8 @@ class FSDP2Config(_Flags):
     """Refused: the earlier spelling of tp_plan="hf"."""
 
     def __post_init__(self, use_hf_tp_plan: bool | None) -> None:
-        if use_hf_tp_plan is not None:
-            raise TypeError(
-                f"use_hf_tp_plan={use_hf_tp_plan!r} is an option of the past; "
-                'use tp_plan="hf" for the plan of the Hugging Face model, tp_plan=None for ours.'
-            )
         self._check_bools()
+        self._check_refused(use_hf_tp_plan=use_hf_tp_plan)
         _check_tp_plan(self.tp_plan)
         self._set("mp_policy", _to_mp_policy(self.mp_policy))
         self._set("offload_policy", _to_offload_policy(self.offload_policy))
@@ -215,10 +257,10 @@ class MegatronFSDPConfig(_Flags):
     """
 
     sequence_parallel: bool = False
-    """Refused: it is a part of tensor parallelism, which Megatron-FSDP does not have here. Use FSDP2Config for that."""
+    """Refused: Megatron-FSDP has no tensor parallelism here."""
 
     tp_plan: InitVar[dict[str, Any] | str | None] = None
-    """Refused: Megatron-FSDP takes no tensor parallel plan. Use FSDP2Config for that."""
+    """Refused: Megatron-FSDP has no tensor parallelism here."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
     """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers
@@ -252,8 +294,8 @@ class MegatronFSDPConfig(_Flags):
     for each gradient."""
 
     average_in_collective: bool = False
-    """Whether the collective averages gradients, instead of summing gradients that were scaled before. Refused as long
-    as it fails in megatron-fsdp."""
+    """Refused as long as it fails in megatron-fsdp: averaging by the collective, instead of summing gradients that were
+    scaled before."""
 
     disable_bucketing: bool = False
     """Whether all parameters of a kind are communicated at once, instead of in buckets of a certain size."""
@@ -287,17 +329,8 @@ class MegatronFSDPConfig(_Flags):
     communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
 
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
-        if tp_plan is not None:
-            raise ValueError(
-                f"tp_plan={tp_plan!r} is not an option of MegatronFSDPConfig: there is no tensor parallelism; "
-                "leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy."
-            )
         self._check_bools()
-        if self.sequence_parallel:
-            raise ValueError(
-                "sequence_parallel=True is not an option of Megatron-FSDP, which has no tensor parallelism here; leave "
-                "it out, or use FSDP2Config(sequence_parallel=True) with FSDP2Strategy."
-            )
+        self._check_refused(tp_plan=tp_plan)
         _check_activation_checkpointing(self.activation_checkpointing)
         self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_unit_modules(self.megatron_fsdp_unit_modules)

@@ -271,6 +271,13 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
     (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for ours."),
     (MegatronFSDPConfig, "tp_plan", {"q": "colwise"}, ValueError, "use FSDP2Config(tp_plan=...)"),
+    (
+        MegatronFSDPConfig,
+        "average_in_collective",
+        True,
+        ValueError,
+        "fails in megatron-fsdp for models without Megatron",
+    ),
     (MegatronFSDPConfig, "megatron_fsdp_unit_modules", "a.B", TypeError, "must be a list of import paths; use for"),
     (MegatronFSDPConfig, "zero_dp_strategy", 4, ValueError, "use 0, 1, 2 or 3"),
     (MegatronFSDPConfig, "zero_dp_strategy", -1, ValueError, "use 0, 1, 2 or 3"),

@@ -111,11 +111,6 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
                 f" zero_dp_strategy={zero_dp_strategy} (https://github.com/NVIDIA/Megatron-LM/pull/6357); leave it"
                 " True, or use zero_dp_strategy 0 or 3."
             )
-    if config.average_in_collective:
-        raise ValueError(
-            "average_in_collective=True fails in megatron-fsdp for models without Megatron's own expert parallelism;"
-            " leave it False: gradients are scaled before they are summed, to the same mean."
-        )
     if config.nccl_ub and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
             f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, which are not installed; leave it False."
