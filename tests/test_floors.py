@@ -38,7 +38,7 @@ SIBLINGS = {
     ("loss.token_mean", "data.gradients"): "the mean is made by scaling gradients",
     ("megatron.driver", "data.gradients"): "its buffers are cleared with the gradients",
     ("tensor.apply", "loss.cross_entropy"): "a sharded vocabulary has a loss of its own",
-    ("tensor.styles", "loss.cross_entropy"): "a loss asks the head for sharded logits",
+    ("tensor.styles.projections", "loss.cross_entropy"): "a loss asks the head for sharded logits",
 }
 """Imports from one folder of ``parallel`` to another, with the reason of each. They are few on purpose."""
 

@@ -1,0 +1,108 @@
+"""The styles of attention modules and their parts, where each rank computes some of the heads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
+from lightning_fsdp2.parallel.tensor.scopes import Scope
+from lightning_fsdp2.parallel.tensor.styles.base import Style
+from lightning_fsdp2.ranks.collectives import copy_last_to_ranks, get_shard_range
+
+
+@dataclass(unsafe_hash=True)
+class LocalHeads(Style):
+    """An attention module whose code reads its number of heads: each rank has a part of the heads."""
+
+    attributes: tuple[str, ...] = ()
+    """Names of the module's integer attributes to divide by the number of ranks."""
+
+    config: tuple[str, ...] = ()
+    """Names of the fields to divide in the ``config`` that the module reads."""
+
+    per_head: tuple[str, ...] = ()
+    """Names of keyword arguments with values for each head: [batch * heads, ...] or [batch, heads, ...]."""
+
+    heads: int = 0
+    """Number of heads on all ranks, for ``per_head``."""
+
+    def get_layouts(self, module: Any, ranks: int) -> dict[Slot, Layout]:
+        for owner, names in ((module, self.attributes), (getattr(module, "config", None), self.config)):
+            for name in names:
+                value = getattr(owner, name)
+                if value % ranks:
+                    sizes = ", ".join(str(size) for size in range(1, value + 1) if value % size == 0)
+                    raise ValueError(
+                        f"tp_size={ranks} does not divide {name}={value} of {type(owner).__name__}; use one of {sizes}."
+                    )
+        return {}
+
+    def install(self, module: Any, scope: Scope) -> None:
+        ranks = scope.group.size()
+        for name in self.attributes:
+            setattr(module, name, getattr(module, name) // ranks)
+        if self.config:
+            fields = {name: getattr(module.config, name) // ranks for name in self.config}
+            module.config = _ConfigView(module.config, fields)
+        super().install(module, scope)
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        own = {name: self._take_own(kwargs[name], scope) for name in self.per_head if kwargs.get(name) is not None}
+        return forward(*args, **{**kwargs, **own})
+
+    def _take_own(self, value: Tensor, scope: Scope) -> Tensor:
+        start, length = get_shard_range(self.heads, scope.group.rank(), scope.group.size())
+        if value.ndim == 4:
+            return value if value.size(1) == 1 else value.narrow(1, start, length)
+        return value.unflatten(0, (-1, self.heads)).narrow(1, start, length).flatten(0, 1)
+
+
+@dataclass(unsafe_hash=True)
+class PerHeadModules(Style):
+    """A module with a ``ModuleList`` of one module per head: each rank uses the modules of its own heads.
+
+    ``attribute`` is the name of the list.
+    """
+
+    attribute: str
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        whole: Any = module._modules[self.attribute]
+        start, length = get_shard_range(len(whole), scope.group.rank(), scope.group.size())
+        module._modules[self.attribute] = whole[start : start + length]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._modules[self.attribute] = whole
+
+
+@dataclass(unsafe_hash=True)
+class LatentKeyValue(Style):
+    """The projection of multi-head latent attention that computes the latent and the rotary part of the keys.
+
+    The projection is replicated. The latent part goes through a column-wise projection. The rotary part goes straight
+    to each rank's heads, so its gradient must be summed over the ranks.
+    """
+
+    rotary_features: int | None = None
+    """Number of rotary features. None takes ``qk_rope_head_dim`` from the model's config."""
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.rotary_features is None:
+            raise ValueError("LatentKeyValue(rotary_features=None) outside of a plan: give `config.qk_rope_head_dim`.")
+        return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
+
+
+class _ConfigView:
+    """View of a model's config in which some fields have other values; the rest is read from the config itself."""
+
+    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)

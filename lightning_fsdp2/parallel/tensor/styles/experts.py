@@ -1,0 +1,46 @@
+"""The styles of mixtures of experts, whose result is a sum over the ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp2.parallel.tensor.scopes import Scope
+from lightning_fsdp2.parallel.tensor.styles.base import Style
+
+
+@dataclass(unsafe_hash=True)
+class SummedResult(Style):
+    """A module with sharded parameters in which each rank computes a summand of the result.
+
+    This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
+    token. Separate entries shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
+    """
+
+    is_boundary: ClassVar[bool] = True
+    reduces: ClassVar[bool] = True
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def enter(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return scope.enter(value) if value.is_floating_point() else scope.share(value)
+
+        inputs = [enter(value) for value in args]
+        return scope.leave(forward(*inputs, **{name: enter(value) for name, value in kwargs.items()}))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise TypeError(
+            f"{type(module).__name__}: `parallelize_module` knows modules only, and would leave its parameters"
+            " whole; use `fsdp2_strategy_parallelize` or `apply_tensor_parallel`."
+        )
+
+
+@dataclass(unsafe_hash=True)
+class IdentityExpert(Style):
+    """An expert that returns its input on every rank, inside a result that is summed over the ranks."""
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return forward(args[0] / scope.group.size(), *args[1:], **kwargs)

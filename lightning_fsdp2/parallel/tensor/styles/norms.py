@@ -1,0 +1,50 @@
+"""The style of norms over a sharded dim."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot
+from lightning_fsdp2.parallel.tensor.scopes import Scope
+from lightning_fsdp2.parallel.tensor.styles.base import Style
+from lightning_fsdp2.ranks.collectives import sum_over_ranks
+
+
+@dataclass(unsafe_hash=True)
+class ShardedNorm(Style):
+    """An RMS norm over a dim that is sharded, such as OLMo2's norms over all heads.
+
+    The module's own forward runs on the rank's features. Its result is then corrected by the ratio of the rank's root
+    mean square to that of all features, so any weight convention (``w`` or ``1 + w``) works.
+    """
+
+    def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
+        if "rmsnorm" not in type(module).__name__.lower() or module._parameters.get("weight") is None:
+            raise TypeError(
+                f"{type(module).__name__} is no RMS norm with a weight, which the style ShardedNorm is for."
+            )
+        return {(module, "weight"): Layout(placement=Shard(0))}
+
+    def install(self, module: Any, scope: Scope) -> None:
+        if hasattr(module, "normalized_shape"):  # torch's own norm
+            module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
+        super().install(module, scope)
+
+    def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0]
+        wide = hidden.float()
+        epsilon = _get_epsilon(module)
+        local = wide.square().mean(-1, keepdim=True)
+        whole = sum_over_ranks(local, scope.group) / scope.group.size()
+        ratio = ((local + epsilon) / (whole + epsilon)).sqrt()
+        return (forward(wide, *args[1:], **kwargs) * ratio).to(hidden.dtype)
+
+
+def _get_epsilon(norm: Any) -> float:
+    values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    # torch's own norm, if it was given no epsilon, uses that of the dtype it computes in
+    return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)
