@@ -1,12 +1,12 @@
 """Floating-point operations that a model needs per token, and that a device can do per second."""
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_hf_models, get_optional_embedding, get_optional_head
+from lightning_fsdp2.modules.structure import ModelParts, get_structure
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
@@ -98,24 +98,23 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     Raises:
         ValueError: When the operations of this model are not known; the message says why.
     """
-    models = get_hf_models(module)
+    models = get_structure(module).models
     if len(models) != 1:
         raise ValueError(f"{type(module).__name__} holds {len(models)} Hugging Face models, not one")
-    model: Any = models[0]
-    config = model.config
+    config = cast(Any, models[0].module).config
     text = config.get_text_config()
     if text is not config:
         raise ValueError(f"{type(config).__name__} has parts besides text")
-    return _count_products(model, text) + 6 * _count_attention(text, sequence_length)
+    return _count_products(models[0], text) + 6 * _count_attention(text, sequence_length)
 
 
-def _count_products(model: Any, config: Any) -> float:
+def _count_products(parts: ModelParts, config: Any) -> float:
     """Return 6 N, with 4 N for frozen parameters."""
-    embedding, head = get_optional_embedding(model), get_optional_head(model)
-    if embedding is None or head is None:
+    model = parts.module
+    if parts.embedding is None or parts.head is None:
         raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables -= {id(getattr(head, "weight", None))}  # tied
+    tables -= {id(getattr(parts.head, "weight", None))}  # tied
     matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
     number, share = _get_experts(config)
     experts = [p for p in matrices if number > 1 and p.ndim == 3 and p.size(0) == number]

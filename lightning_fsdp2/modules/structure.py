@@ -1,7 +1,8 @@
 """Parts of a model, found by its structure: under any attribute, wrapper, subclass or prefix.
 
 A recipe finds them once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change
-parameters, methods and classes, but leave the modules where they are.
+parameters, methods and classes, but leave the modules where they are. So the recipe keeps the structure on the module,
+for what comes later (:func:`get_structure`).
 """
 
 import re
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.compat.transformers import get_dtype_exceptions
+
+_ATTRIBUTE = "_lightning_fsdp2_structure"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,6 +86,17 @@ def find_structure(root: nn.Module) -> ModelStructure:
         layers=[layer for layers in layer_lists for layer in layers],
         modules=get_modules(root),
     )
+
+
+def keep_structure(structure: ModelStructure) -> None:
+    """Keep ``structure`` on its root, for :func:`get_structure`."""
+    structure.root.__dict__[_ATTRIBUTE] = structure
+
+
+def get_structure(root: nn.Module) -> ModelStructure:
+    """Return the structure that a recipe kept on ``root``, or find it if no recipe has been applied to ``root``."""
+    kept: ModelStructure | None = root.__dict__.get(_ATTRIBUTE)
+    return kept or find_structure(root)
 
 
 def find_parts(model: nn.Module) -> ModelParts:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.modules.structure import find_structure, keep_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.data.units import build_unit_plan
@@ -67,6 +67,7 @@ def parallelize_with_fsdp2(
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
+    keep_structure(structure)
     axes = get_mesh_axes(device_mesh, names)
     check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)

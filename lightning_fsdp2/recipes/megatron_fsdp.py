@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import CONTEXT_PARALLEL, get_device, get_optional_mesh
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.modules.structure import find_structure, keep_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.units import check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
@@ -51,6 +51,7 @@ def parallelize_with_megatron_fsdp(
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
+    keep_structure(structure)
     check_supported(device_mesh, config)
     paths = config.megatron_fsdp_unit_modules
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
+from lightning_fsdp2.modules.structure import find_structure, get_layer_lists
 from lightning_fsdp2.plan.simulation.recorder import Operation, Recording
 from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
 
@@ -61,12 +61,12 @@ def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
 
     None if there is not exactly one list, or if nothing repeats at least ``few + 2`` times.
     """
-    lists = get_layer_lists(module)
-    if len(lists) != 1:
+    structure = find_structure(module)
+    if len(structure.layer_lists) != 1:
         return None
-    kinds = [_get_kind(block) for block in lists[0]]
-    for model in get_hf_models(module):
-        types = _get_layer_types(model)
+    kinds = [_get_kind(block) for block in structure.layers]
+    for parts in structure.models:
+        types = _get_layer_types(parts.module)
         if len(types) == len(kinds):
             kinds = list(zip(kinds, types, strict=True))
     for first in range(len(kinds)):

@@ -17,13 +17,7 @@ from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, Me
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import DP_REPLICATE, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
-from lightning_fsdp2.modules.structure import (
-    find_structure,
-    get_class_name,
-    get_hf_models,
-    get_layer_lists,
-    get_modules,
-)
+from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_structure
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
@@ -143,12 +137,13 @@ def describe_sharded(
         mesh: Mesh that the module was sharded over.
         dtypes: Result of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes` from before the module was sharded.
     """
+    structure = get_structure(module)
     return Description(
-        model=_get_model_name(module),
+        model=_get_model_name(structure),
         strategy=type(strategy).__name__,
         mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
         precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
-        units=_describe_units(module, mesh, _get_units(module, strategy.config), dtypes["gathered"]),
+        units=_describe_units(module, mesh, _get_units(structure, strategy.config), dtypes["gathered"]),
         notes=_get_notes(strategy.config, mesh),
     )
 
@@ -167,7 +162,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
             f"describe knows zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: there Megatron-FSDP shards what"
             " belongs to a step in buffers that it makes on CUDA, and parameters not at all."
         )
-    classes = _get_unit_classes(module, config)
+    classes = _get_unit_classes(get_structure(module), config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
     if config.preserve_fp32_weights:
         module.float()
@@ -175,23 +170,21 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
         spread_parameters(module, mesh)
 
 
-def _get_units(module: nn.Module, config: DistributedConfig) -> list[Unit]:
+def _get_units(structure: ModelStructure, config: DistributedConfig) -> list[Unit]:
     """Return the units: modules whose parameters are gathered together."""
     if isinstance(config, FSDP2Config):
-        return build_unit_plan(find_structure(module), config.reshard_after_forward).units
+        return build_unit_plan(structure, config.reshard_after_forward).units
     if isinstance(config, DDPConfig):
-        tops, is_sharded = [layer for layers in get_layer_lists(module) for layer in layers], False
+        tops, is_sharded = structure.layers, False
     else:
-        classes, is_sharded = tuple(_get_unit_classes(module, config)), config.zero_dp_strategy == 3
-        tops = [inner for inner in get_modules(module) if isinstance(inner, classes)]
-    return [Unit(modules=[top], reshard_after_forward=is_sharded) for top in (*tops, module)]
+        classes, is_sharded = tuple(_get_unit_classes(structure, config)), config.zero_dp_strategy == 3
+        tops = [inner for inner in structure.modules if isinstance(inner, classes)]
+    return [Unit(modules=[top], reshard_after_forward=is_sharded) for top in (*tops, structure.root)]
 
 
-def _get_unit_classes(module: nn.Module, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
+def _get_unit_classes(structure: ModelStructure, config: MegatronFSDPConfig) -> list[type[nn.Module]]:
     paths = config.megatron_fsdp_unit_modules
-    return (
-        get_unit_classes(find_structure(module)) if paths is None else [import_class_from_path(path) for path in paths]
-    )
+    return get_unit_classes(structure) if paths is None else [import_class_from_path(path) for path in paths]
 
 
 def _describe_units(
@@ -262,8 +255,9 @@ def _get_gathered_numel(parameter: Tensor) -> int:
     return math.ceil(parameter.numel() / ranks)
 
 
-def _get_model_name(module: nn.Module) -> str:
-    name, inner = get_class_name(module), [get_class_name(model) for model in get_hf_models(module) if model != module]
+def _get_model_name(structure: ModelStructure) -> str:
+    name, models = get_class_name(structure.root), [parts.module for parts in structure.models]
+    inner = [get_class_name(model) for model in models if model != structure.root]
     return f"{name} ({', '.join(inner)})" if inner else name
 
 
