@@ -104,14 +104,12 @@ def fsdp2_strategy_parallelize(
         ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    if cpu_offload and offload_policy is None:
-        offload_policy = CPUOffloadPolicy(pin_memory=False)
     config = FSDP2Config(
         sequence_parallel=sequence_parallel,
         tp_plan=cast(Any, tp_shard_plan),
         patch_is_packed_sequence=patch_is_packed_sequence,
         mp_policy=resolve_mp_policy(mp_policy, param_dtype),
-        offload_policy=None if type(offload_policy) is OffloadPolicy else cast(Any, offload_policy),
+        offload_policy=_choose_offload_policy(offload_policy, cpu_offload),
         autocast_dtype=autocast_dtype,
         activation_checkpointing=activation_checkpointing,
         activation_checkpointing_scope=activation_checkpointing_scope,
@@ -127,6 +125,13 @@ def fsdp2_strategy_parallelize(
     )
     names = AxisNames(dp=dp_mesh_name, tp=tp_mesh_name, dp_cp=dp_cp_mesh_name)
     return parallelize_with_fsdp2(model, device_mesh, config, names=names, materializes=materializes)
+
+
+def _choose_offload_policy(policy: OffloadPolicy | None, cpu_offload: bool) -> CPUOffloadPolicy | None:
+    if policy is None:
+        return CPUOffloadPolicy(pin_memory=False) if cpu_offload else None
+    # torch's base class stands for no offloading; anything else that is no policy for the CPU is refused by the config
+    return None if type(policy) is OffloadPolicy else cast(CPUOffloadPolicy, policy)
 
 
 def megatron_fsdp_strategy_parallelize(

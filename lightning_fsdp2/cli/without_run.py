@@ -130,10 +130,7 @@ class CLITrainer(Trainer):
         )
         if search is not None and ranks is not None:
             raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
-        for name, path in {"search": search, "json": json, "plot": plot}.items():
-            _check_file(name, path)
-        if plot is not None:
-            check_plot(plot)
+        _check_files(search=search, json=json, plot=plot)
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, without_infos():
             options |= {"processes": processes, "on_progress": on_progress}
@@ -145,13 +142,8 @@ class CLITrainer(Trainer):
                 plan = _search(self, model, search, sys.stderr if json == "-" else sys.stdout, **options)
         if plan is None:
             return
-        plan = replace(plan, notes=[*plan.notes, *get_notes_on_extras(self.about_run.extras)])
-        if json != "-":
-            write_plan(plan, sys.stdout)
-        if json is not None:
-            write_json(plan, json)
-        if plot is not None:
-            draw_plan(plan, plot)
+        notes = [*plan.notes, *get_notes_on_extras(self.about_run.extras)]
+        _write_plan(replace(plan, notes=notes), json=json, plot=plot)
 
 
 def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
@@ -166,9 +158,21 @@ def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO,
     return result.plan
 
 
-def _check_file(option: str, path: str | None) -> None:
-    if path not in (None, "-") and (os.path.isdir(path) or not os.access(Path(path).parent, os.W_OK)):
-        raise ValueError(f"{option}={path!r} cannot be written; name a file in a folder that can be written to.")
+def _write_plan(plan: Plan, *, json: str | None, plot: str | None) -> None:
+    if json != "-":
+        write_plan(plan, sys.stdout)
+    if json is not None:
+        write_json(plan, json)
+    if plot is not None:
+        draw_plan(plan, plot)
+
+
+def _check_files(**paths: str | None) -> None:
+    for option, path in paths.items():
+        if path not in (None, "-") and (os.path.isdir(path) or not os.access(Path(path).parent, os.W_OK)):
+            raise ValueError(f"{option}={path!r} cannot be written; name a file in a folder that can be written to.")
+    if paths["plot"] is not None:
+        check_plot(paths["plot"])
 
 
 def set_world(config: Namespace, subcommand: str) -> None:

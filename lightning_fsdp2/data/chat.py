@@ -119,29 +119,13 @@ class ChatDataModule(SequenceDataModule):
         max_conversations: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
-        super().__init__(
-            path=path,
-            dataset=dataset,
-            subset=subset,
-            split=split,
-            suffixes=_SUFFIXES,
-            tokenizer=tokenizer,
-            sequence_length=sequence_length,
-            pad_to_multiple_of=pad_to_multiple_of,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            validation_fraction=validation_fraction,
-            validation_path=validation_path,
-            validation_split=validation_split,
-            test_path=test_path,
-            test_split=test_split,
-            streaming=streaming,
-            shuffle=shuffle,
-            shuffle_buffer=shuffle_buffer,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
+        super().__init__(tokenizer=tokenizer, cache_dir=cache_dir)
+        self._set_batches(sequence_length, pad_to_multiple_of, batch_size, global_batch_size)
+        self._set_order(
+            streaming=streaming, shuffle=shuffle, shuffle_buffer=shuffle_buffer, seed=seed, num_workers=num_workers
         )
+        self._set_sources(path, dataset, subset, split, test_path, test_split, suffixes=_SUFFIXES)
+        self._set_validation(validation_fraction, validation_path, validation_split, suffixes=_SUFFIXES)
         if max_conversations is not None:
             check_minimum("max_conversations", max_conversations, 1, "leave it out to use all conversations")
         self.columns = Columns(messages_column, prompt_column, completion_column)

@@ -43,36 +43,14 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     Subclasses read and tokenise. That happens in ``prepare_data`` of one process per node. All other processes, and
     later runs, find the result in the cache of the ``datasets`` library. If this fails on one rank, every rank raises
-    an error, so no rank waits for another.
+    an error, so no rank waits for another. A subclass calls the four setters below in its ``__init__``, in this order.
 
     Args:
-        path: Files, directories or globs to train on.
-        dataset: Data to use in place of ``path``: a name that ``datasets.load_dataset`` takes, or a directory that
-            ``save_to_disk`` wrote.
-        subset: Configuration of ``dataset`` to use.
-        split: Part of ``dataset`` to train on.
-        suffixes: Endings of the files to take from a directory.
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
-        sequence_length: Tokens per sequence.
-        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end.
-        batch_size: Sequences per micro-batch of one data parallel rank.
-        global_batch_size: Sequences per optimizer step. Sets the Trainer's ``accumulate_grad_batches``.
-        validation_fraction: Part of the rows to validate on. None for a default.
-        validation_path: Files to validate on, like ``path``.
-        validation_split: Part of ``dataset`` to validate on.
-        test_path: Files to test on, like ``path``.
-        test_split: Part of ``dataset`` to test on.
-        streaming: Whether to read, tokenise and pack the training data while training.
-        shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Size of the buffer that a stream is shuffled with, in rows.
-        seed: Seed of the order.
-        num_workers: Number of processes per rank that load batches.
         cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        FileNotFoundError: When a path matches no file.
-        ValueError: When options contradict each other, or a number is out of its range; in ``setup``, when no
-            accumulation gives the ``global_batch_size``.
+        ValueError: In ``setup``, when no accumulation gives the ``global_batch_size``.
     """
 
     train_dataset: Dataset | SequenceStream
@@ -88,66 +66,113 @@ class SequenceDataModule(LightningDataModule, ABC):
     test_dataset: Dataset | None
     """Test sequences, set by ``setup`` for test and predict, like ``train_dataset``; None without test data."""
 
-    def __init__(
-        self,
-        *,
-        path: str | list[str] | None,
-        dataset: str | None,
-        subset: str | None,
-        split: str,
-        suffixes: Iterable[str],
-        tokenizer: str | None,
-        sequence_length: int,
-        pad_to_multiple_of: int | None,
-        batch_size: int,
-        global_batch_size: int | None,
-        validation_fraction: float | None,
-        validation_path: str | list[str] | None,
-        validation_split: str | None,
-        test_path: str | list[str] | None,
-        test_split: str | None,
-        streaming: bool,
-        shuffle: bool,
-        shuffle_buffer: int,
-        seed: int,
-        num_workers: int,
-        cache_dir: str | None,
-    ) -> None:
+    def __init__(self, *, tokenizer: str | None, cache_dir: str | None) -> None:
         super().__init__()
+        self.cache_dir = cache_dir
+        self._tokenizer_name = tokenizer
+        self._failure: Exception | None = None
+
+    def _set_batches(
+        self, sequence_length: int, pad_to_multiple_of: int | None, batch_size: int, global_batch_size: int | None
+    ) -> None:
+        """Set the size of batches.
+
+        Args:
+            sequence_length: Tokens per sequence.
+            pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end.
+            batch_size: Sequences per micro-batch of one data parallel rank.
+            global_batch_size: Sequences per optimizer step. Sets the Trainer's ``accumulate_grad_batches``.
+
+        Raises:
+            ValueError: When a number is out of its range.
+        """
         check_minimum("sequence_length", sequence_length, 2, "each token is predicted from those before it")
         check_minimum("batch_size", batch_size, 1, "a rank needs a sequence per micro-batch")
+        if pad_to_multiple_of is not None:
+            check_minimum("pad_to_multiple_of", pad_to_multiple_of, 1, "leave it out for no padding")
+        if global_batch_size is not None:
+            check_minimum("global_batch_size", global_batch_size, 1, "leave it out to set the accumulation yourself")
+        self.sequence_length = sequence_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+
+    def _set_order(self, *, streaming: bool, shuffle: bool, shuffle_buffer: int, seed: int, num_workers: int) -> None:
+        """Set how and in which order the training data is read.
+
+        Args:
+            streaming: Whether to read, tokenise and pack the training data while training.
+            shuffle: Whether to train on the sequences in a different order in each epoch.
+            shuffle_buffer: Size of the buffer that a stream is shuffled with, in rows.
+            seed: Seed of the order.
+            num_workers: Number of processes per rank that load batches.
+
+        Raises:
+            ValueError: When options contradict each other, or a number is out of its range.
+        """
         check_minimum("num_workers", num_workers, 0, "0 loads batches in the training process")
         check_minimum("shuffle_buffer", shuffle_buffer, 1, "use shuffle=False for the order of the data")
         if streaming and num_workers > 1:
             raise ValueError(
                 f"num_workers={num_workers} with streaming=True would read the stream that often; use 0 or 1."
             )
-        if pad_to_multiple_of is not None:
-            check_minimum("pad_to_multiple_of", pad_to_multiple_of, 1, "leave it out for no padding")
-        if global_batch_size is not None:
-            check_minimum("global_batch_size", global_batch_size, 1, "leave it out to set the accumulation yourself")
-        self.validation_fraction = _get_validation_fraction(
-            validation_fraction, {"validation_path": validation_path, "validation_split": validation_split}, streaming
-        )
-        self.path, self.validation_path, self.test_path = path, validation_path, test_path
-        self.dataset, self.subset, self.split = dataset, subset, split
-        self.validation_split, self.test_split = validation_split, test_split
-        self.sequence_length = sequence_length
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size
         self.streaming = streaming
         self.shuffle = shuffle
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self.num_workers = num_workers
-        self.cache_dir = cache_dir
-        self._tokenizer_name = tokenizer
-        # here, and not in `prepare_data`, so that a misspelt path fails on every rank at once
+
+    def _set_sources(
+        self,
+        path: str | list[str] | None,
+        dataset: str | None,
+        subset: str | None,
+        split: str,
+        test_path: str | list[str] | None,
+        test_split: str | None,
+        *,
+        suffixes: Iterable[str],
+    ) -> None:
+        """Set what to train and test on, and look for it: a misspelt path fails here, on every rank at once.
+
+        Args:
+            path: Files, directories or globs to train on.
+            dataset: Data to use in place of ``path``: a name that ``datasets.load_dataset`` takes, or a directory that
+                ``save_to_disk`` wrote.
+            subset: Configuration of ``dataset`` to use.
+            split: Part of ``dataset`` to train on.
+            test_path: Files to test on, like ``path``.
+            test_split: Part of ``dataset`` to test on.
+            suffixes: Endings of the files to take from a directory.
+
+        Raises:
+            FileNotFoundError: When a path matches no file.
+            ValueError: When options contradict each other.
+        """
+        self.path, self.dataset, self.subset, self.split = path, dataset, subset, split
+        self.test_path, self.test_split = test_path, test_split
         self._train = find_source(path, dataset, subset, split, suffixes)
-        self._validation = find_optional_source("validation", validation_path, validation_split, suffixes, self._train)
         self._test = find_optional_source("test", test_path, test_split, suffixes, self._train)
-        self._failure: Exception | None = None
+
+    def _set_validation(
+        self, fraction: float | None, path: str | list[str] | None, split: str | None, *, suffixes: Iterable[str]
+    ) -> None:
+        """Set what to validate on, and look for it.
+
+        Args:
+            fraction: Part of the rows to validate on. None for a default.
+            path: Files to validate on.
+            split: Part of the dataset to validate on.
+            suffixes: Endings of the files to take from a directory.
+
+        Raises:
+            FileNotFoundError: When ``path`` matches no file.
+            ValueError: When options contradict each other, or ``fraction`` is out of its range.
+        """
+        elsewhere = {"validation_path": path, "validation_split": split}
+        self.validation_fraction = _get_validation_fraction(fraction, elsewhere, self.streaming)
+        self.validation_path, self.validation_split = path, split
+        self._validation = find_optional_source("validation", path, split, suffixes, self._train)
 
     @abstractmethod
     def _load_splits(self) -> tuple[Dataset | SequenceStream, Dataset | None]:

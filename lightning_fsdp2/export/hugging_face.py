@@ -117,6 +117,12 @@ def export_hf(
         if merge:
             weights = _merge(weights)
         layout = _build_layout(weights, dtype, max_shard_size)
+    _write_directory(out, weights, layout, tokenizer)
+    return out
+
+
+def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
+    """Write everything under a hidden name, and publish it as ``out`` once it is complete."""
     drafts: list[Draft] = []  # on rank 0
 
     def start() -> Path:
@@ -134,7 +140,6 @@ def export_hf(
         for draft in drafts:
             draft.discard()
         raise
-    return out
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:

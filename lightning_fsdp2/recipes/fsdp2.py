@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import find_structure, keep_structure
+from lightning_fsdp2.modules.structure import ModelStructure, find_structure, keep_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.data.units import build_unit_plan
@@ -75,31 +75,9 @@ def parallelize_with_fsdp2(
     _warn_of_flags_without_effect(axes, config)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
-    if axes.tp is not None:
-        apply_tensor_parallel(
-            structure,
-            axes.tp,
-            plan=import_plan(config.tp_plan),
-            sequence_parallel=config.sequence_parallel,
-            loss_parallel=config.loss_parallel,
-        )
-    if axes.cp is not None:
-        apply_context_parallel(
-            structure,
-            axes.cp.get_group(),
-            method=config.context_parallel_method,
-            inputs=config.context_parallel_inputs,
-            tp_size=axes.tp_size,
-            sequence_parallel=config.sequence_parallel,
-            assumes_unpacked=config.patch_is_packed_sequence,
-        )
-    if config.activation_checkpointing:
-        apply_activation_checkpointing(
-            structure,
-            config.activation_checkpointing,
-            scope=config.activation_checkpointing_scope,
-            compiles_collectives=config.enable_compile and axes.tp is not None,
-        )
+    _apply_tensor_parallel(structure, axes, config)
+    _apply_context_parallel(structure, axes, config)
+    _apply_activation_checkpointing(structure, axes, config)
     if config.enable_compile:
         apply_compile(structure, tensor_parallel=axes.tp is not None, fusion=fusion)
     if config.patch_is_packed_sequence:
@@ -112,17 +90,54 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     if config.enable_fsdp2_prefetch:
-        apply_prefetch(
-            plan,
-            forward_depth=config.fsdp2_forward_prefetch_depth,
-            backward_depth=config.fsdp2_backward_prefetch_depth,
-        )
+        forward_depth, backward_depth = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
+        apply_prefetch(plan, forward_depth=forward_depth, backward_depth=backward_depth)
     if materializes:
         weights_device = device if offload_policy is None else torch.device("cpu")
         load_pretrained(model, weights_device, device_mesh)
         materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
+
+
+def _apply_tensor_parallel(structure: ModelStructure, axes: MeshAxes, config: FSDP2Config) -> None:
+    """Apply tensor parallelism, if there are several tensor parallel ranks."""
+    if axes.tp is None:
+        return
+    apply_tensor_parallel(
+        structure,
+        axes.tp,
+        plan=import_plan(config.tp_plan),
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+    )
+
+
+def _apply_context_parallel(structure: ModelStructure, axes: MeshAxes, config: FSDP2Config) -> None:
+    """Apply context parallelism, if there are several context parallel ranks."""
+    if axes.cp is None:
+        return
+    apply_context_parallel(
+        structure,
+        axes.cp.get_group(),
+        method=config.context_parallel_method,
+        inputs=config.context_parallel_inputs,
+        tp_size=axes.tp_size,
+        sequence_parallel=config.sequence_parallel,
+        assumes_unpacked=config.patch_is_packed_sequence,
+    )
+
+
+def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, config: FSDP2Config) -> None:
+    """Apply activation checkpointing, if the config asks for it."""
+    if not config.activation_checkpointing:
+        return
+    apply_activation_checkpointing(
+        structure,
+        config.activation_checkpointing,
+        scope=config.activation_checkpointing_scope,
+        compiles_collectives=config.enable_compile and axes.tp is not None,
+    )
 
 
 def resolve_mp_policy(

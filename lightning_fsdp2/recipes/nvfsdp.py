@@ -69,22 +69,12 @@ def nvfsdp_strategy_parallelize(
             f"tp_shard_plan={tp_shard_plan!r}: Megatron-FSDP hangs on tensor parallel models"
             " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use fsdp2_strategy_parallelize."
         )
-    axes = {"dp_mesh_name": DATA_PARALLEL, "cp_mesh_name": CONTEXT_PARALLEL, "tp_mesh_name": TENSOR_PARALLEL}
-    given = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
-    for option, name in given.items():
-        if name != axes[option]:
-            raise ValueError(
-                f"{option}={name!r}: the mesh is one of lightning_fsdp2.create_device_mesh, whose axis is called"
-                f" {axes[option]!r}; leave {option} out."
-            )
-    if data_parallel_sharding_strategy not in _ZERO_DP_STRATEGIES:
-        raise ValueError(
-            f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r} is unknown; use"
-            f" {', '.join(map(repr, _ZERO_DP_STRATEGIES[:-1]))} or {_ZERO_DP_STRATEGIES[-1]!r}."
-        )
+    _check_axis_name("dp_mesh_name", dp_mesh_name, DATA_PARALLEL)
+    _check_axis_name("cp_mesh_name", cp_mesh_name, CONTEXT_PARALLEL)
+    _check_axis_name("tp_mesh_name", tp_mesh_name, TENSOR_PARALLEL)
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if nvfsdp_unit_modules is None else list(nvfsdp_unit_modules),
-        zero_dp_strategy=_ZERO_DP_STRATEGIES.index(data_parallel_sharding_strategy),
+        zero_dp_strategy=_get_zero_dp_strategy(data_parallel_sharding_strategy),
         init_fsdp_with_meta_device=init_nvfsdp_with_meta_device,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
@@ -99,3 +89,20 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     return parallelize_with_megatron_fsdp(model, device_mesh, config, optimizer)
+
+
+def _check_axis_name(option: str, name: str, axis: str) -> None:
+    if name != axis:
+        raise ValueError(
+            f"{option}={name!r}: the mesh is one of lightning_fsdp2.create_device_mesh, whose axis is called {axis!r};"
+            f" leave {option} out."
+        )
+
+
+def _get_zero_dp_strategy(name: str) -> int:
+    if name not in _ZERO_DP_STRATEGIES:
+        raise ValueError(
+            f"data_parallel_sharding_strategy={name!r} is unknown; use"
+            f" {', '.join(map(repr, _ZERO_DP_STRATEGIES[:-1]))} or {_ZERO_DP_STRATEGIES[-1]!r}."
+        )
+    return _ZERO_DP_STRATEGIES.index(name)
