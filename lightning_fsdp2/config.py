@@ -402,6 +402,18 @@ class DDPConfig(_Flags):
 DistributedConfig: TypeAlias = FSDP2Config | MegatronFSDPConfig | DDPConfig
 """Config of any of the three strategies."""
 
+FLAGS_OF_A_RUN = (
+    "backend",
+    "bind_device_id",
+    "defer_fsdp_grad_sync",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "bucket_cap_mb",
+    "broadcast_buffers",
+)
+"""Flags that do not change the module, so that a later Trainer may choose another value for a sharded module."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Flags):

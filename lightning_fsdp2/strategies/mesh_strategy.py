@@ -227,14 +227,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         if self.shards_module and self.lightning_module.example_input_array is not None:
             refuse_graphs(trainer)
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)  # a notebook has no launcher
-        sizes = self.sizes
+        self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         self.world.start(cast(Any, self.cluster_environment), self.root_device)
         check_same_run(trainer, self.hosts, cast(Any, self.world.control_group))
-        self.enter_mesh(get_device_mesh(sizes, self.root_device.type, self.world.timeout))
+        self.enter_mesh(get_device_mesh(self.sizes, self.root_device.type, self.world.timeout))
         self.checkpoints.connect(self.root_device)
         self.resumption.begin_stage()
         self.tracking.attach(trainer)

@@ -6,22 +6,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.config import DistributedConfig
+from lightning_fsdp2.config import FLAGS_OF_A_RUN, DistributedConfig
 
 _ATTRIBUTE = "_lightning_fsdp2_parallelisation"
-
-_FLAGS_OF_A_RUN = (
-    "backend",
-    "bind_device_id",
-    "defer_fsdp_grad_sync",
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "bucket_cap_mb",
-    "broadcast_buffers",
-)
-"""Flags that do not change the module."""
-
 
 _CAUSES = {"mp_policy": "precision", "autocast_dtype": "precision and autocast_dtype"}
 """Settings that the error names in place of a flag, because ``Trainer(precision=)`` sets that flag too."""
@@ -93,7 +80,7 @@ def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict
 
 
 def _get_flags(config: DistributedConfig) -> dict[str, Any]:
-    flags = {name: value for name, value in config.to_dict().items() if name not in _FLAGS_OF_A_RUN}
+    flags = {name: value for name, value in config.to_dict().items() if name not in FLAGS_OF_A_RUN}
     if flags["activation_checkpointing"] is True:
         flags["activation_checkpointing"] = "full"
     return flags

@@ -53,12 +53,8 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """The sizes of the mesh, resolved for the number of ranks.
-
-        Raises:
-            ValueError: When the sizes do not fit the number of ranks.
-        """
-        return self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
+        """The sizes of the mesh, resolved for the number of ranks; they exist once a stage has started."""
+        return self.world.sizes
 
     @property
     def full_device_mesh(self) -> DeviceMesh:

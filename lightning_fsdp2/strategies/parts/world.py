@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.mesh import CP_TP, DATA_PARALLEL, DP_CP, get_mesh
+from lightning_fsdp2.mesh import CP_TP, DATA_PARALLEL, DP_CP, MeshSizes, get_mesh
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
 from lightning_fsdp2.strategies.launch.process_groups import get_groups, init_process_group, reduce
 
@@ -31,6 +31,7 @@ class World:
     Attributes:
         timeout: Timeout of collectives, as given.
         group_timeout: Current timeout of the collectives of a step; :meth:`set_group_timeout` changes it.
+        sizes: Sizes of the mesh, resolved for the number of ranks; the strategy sets them before :meth:`start`.
         hosts: Host names of all ranks, in rank order.
         control_group: CPU group of all ranks, for messages that must not touch the accelerator or mix with the
             collectives of a step; None before :meth:`start`, and in a simulation.
@@ -39,6 +40,7 @@ class World:
         replica_group: Group of the ranks that read the same batch.
     """
 
+    sizes: MeshSizes
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
