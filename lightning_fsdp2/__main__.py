@@ -1,4 +1,4 @@
-"""``python -m lightning_fsdp2`` and, for several processes, ``torchrun -m lightning_fsdp2``."""
+"""Entry point of ``python -m lightning_fsdp2`` and ``torchrun -m lightning_fsdp2``."""
 
 from lightning_fsdp2.cli import main
 

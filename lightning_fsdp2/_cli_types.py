@@ -1,4 +1,4 @@
-"""Types that jsonargparse, and so LightningCLI, must know to read our configs from YAML and the command line."""
+"""Registration of types with jsonargparse, so that LightningCLI can read this package's configs."""
 
 import torch
 
@@ -8,9 +8,9 @@ __all__ = ["register_cli_types"]
 
 
 def register_cli_types() -> None:
-    """Teach jsonargparse to read a ``torch.dtype`` from ``bf16`` and to write it as ``bfloat16``.
+    """Let jsonargparse read a ``torch.dtype`` from a name such as ``bf16``, and write it as ``bfloat16``.
 
-    Can be called again, and does nothing if jsonargparse is not installed.
+    It is safe to call this more than once. Without jsonargparse, nothing happens.
     """
     try:
         from jsonargparse.typing import register_type

@@ -1,4 +1,4 @@
-"""Import paths that earlier versions documented. They lead to the new modules, with a warning."""
+"""Old import paths, which still work, with a warning that names the new path."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 UNTIL = "2027-06-01"
-"""Date after which no release has the old paths."""
+"""Date after which releases no longer accept the old paths."""
 
 MOVED = {
     "lightning_fsdp2.parallel.context_parallel": "lightning_fsdp2.parallel.context.apply",
@@ -24,17 +24,17 @@ MOVED = {
     "lightning_fsdp2.plan.recorder": "lightning_fsdp2.plan.simulation.recorder",
     "lightning_fsdp2.plan.simulate": "lightning_fsdp2.plan.simulation.step",
 }
-"""New path for each old one."""
+"""Old import paths, each with the new path of the same module."""
 
 
 def keep_moved_paths() -> None:
-    """Let Python find the modules of :data:`MOVED` by their old paths too. Can be called again."""
+    """Make the old import paths in :data:`MOVED` work. It is safe to call this more than once."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.append(_MovedFinder())
 
 
 class _MovedFinder(MetaPathFinder):
-    """Finder that knows the old paths; Python asks it after all others."""
+    """Import finder for the old paths. Python tries it after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -43,7 +43,7 @@ class _MovedFinder(MetaPathFinder):
 
 
 class _MovedLoader(Loader):
-    """Loader that creates a module with the names of another one."""
+    """Loader that gives the module at an old path the contents of the module at the new path."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Difference between a refusal of this package, which the user can fix, and an unexpected error: a bug."""
+"""Distinction between refusals, which are errors that the user can fix, and bugs."""
 
 import dis
 import re
@@ -7,11 +7,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 USER_ERRORS = (ValueError, MisconfigurationException, FileNotFoundError)
 REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
-"""Errors that this package raises if a run is not possible as requested."""
+"""Classes of the errors that this package raises if a run is not possible as requested."""
 
 _REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
 
-# message of an error that torch raises again from a DataLoader worker, if a `raise` of this package started it
+# torch re-raises an error from a DataLoader worker with this message, if a `raise` of this package caused it
 _WORKERS_REFUSAL = re.compile(
     r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
     r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',
@@ -20,9 +20,9 @@ _WORKERS_REFUSAL = re.compile(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether Lightning, its launchers' environments or this package raised ``error`` to refuse a run.
+    """Return whether Lightning or this package raised ``error`` on purpose, to refuse a run.
 
-    Any other error, even of the same class, comes from code that did not expect it: a bug.
+    Any other error is a bug, even if it is of the same class.
     """
     traceback = error.__traceback__
     if isinstance(error, MisconfigurationException) or traceback is None or _WORKERS_REFUSAL.match(str(error)):
@@ -35,6 +35,6 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def get_message(error: BaseException) -> str:
-    """Return the message of ``error``, without the traceback of a worker process that raised it."""
+    """Return the message of ``error``, without the traceback that torch adds to errors of DataLoader workers."""
     found = _WORKERS_REFUSAL.match(str(error))
     return found[1] if found else str(error)

@@ -1,15 +1,16 @@
-"""Labels of tokens: which position predicts which token, and which positions do not count."""
+"""Labels for next-token prediction."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The label of a position that does not count, as in transformers and torch."""
+"""Label of a position that the loss leaves out, as in transformers and torch."""
 
 
 def shift_left(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Move the label of t + 1 to position t, which predicts it; the last position gets ``ignore_index``.
+    """Shift labels by one position, so that each position has the label of the token that it predicts.
 
-    Labels are [..., sequence]. Shifting them instead of the logits saves a copy of the largest tensor of the step.
+    Labels are [..., sequence]. The last position gets ``ignore_index``. Shifting the labels instead of the logits saves
+    a copy of the logits, which are the largest tensor of a step.
     """
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

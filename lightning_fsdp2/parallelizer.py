@@ -1,4 +1,4 @@
-"""The functions of the contract: each builds a config from its arguments, and applies the recipe."""
+"""Functions that parallelise a model. Each takes the options of a strategy as plain arguments."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -76,25 +76,27 @@ def fsdp2_strategy_parallelize(
     fsdp2_forward_prefetch_depth: int = 1,
     materializes: bool = True,
 ) -> nn.Module:
-    """Shard a model and give it its weights. The same code runs on one rank and on a thousand.
+    """Shard a model with FSDP2, and initialise or load its weights.
 
-    Arguments that are not described here are the fields of :class:`~lightning_fsdp2.FSDP2Config` of the same name. A
-    model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. If the model has weights, all ranks first get
-    those of rank 0.
+    The same code runs on one rank and on a thousand. A model on the meta device never exists in full: each rank
+    allocates only its shards, and initialises them or reads them from the files that
+    :func:`~lightning_fsdp2.weights.pretrained.set_pretrained` names. If the model already has weights, the weights of
+    rank 0 are first copied to all ranks.
 
-    * ``model``: a Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
-      place.
+    Arguments without a description here are the fields of :class:`~lightning_fsdp2.FSDP2Config` with the same name.
+
+    * ``model``: a Hugging Face model, a LightningModule or any other module around one, or a plain module. It is
+      changed in place.
     * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes named below.
     * ``param_dtype``: compute dtype if ``mp_policy`` is None; gradients are then reduced in float32, and the output is
       float32.
-    * ``cpu_offload``: short for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
+    * ``cpu_offload``: shorthand for ``offload_policy=CPUOffloadPolicy(pin_memory=False)``.
     * ``tp_shard_plan``: the field ``tp_plan``, or a function that takes the model and returns a plan as a dict.
     * ``dp_mesh_name``: the axis to shard over, or two axes (replicate, shard).
     * ``tp_mesh_name``: the tensor parallel axis; a mesh without it has no tensor parallelism.
     * ``dp_cp_mesh_name``: the axis to shard over instead of ``dp_mesh_name``, if the mesh has it.
-    * ``materializes``: whether a model on the meta device gets its weights; False leaves its shards there, to be
-      inspected.
+    * ``materializes``: whether a model on the meta device gets its weights. False leaves its shards on the meta device,
+      for inspection.
 
     Returns:
         ``model`` itself.
@@ -158,20 +160,21 @@ def megatron_fsdp_strategy_parallelize(
 ) -> tuple[Any, Optimizer | None]:
     """Shard a model with NVIDIA's Megatron-FSDP.
 
-    Arguments that are not described here are the fields of :class:`~lightning_fsdp2.MegatronFSDPConfig` of the same
+    Arguments without a description here are the fields of :class:`~lightning_fsdp2.MegatronFSDPConfig` with the same
     name.
 
-    * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is the compute dtype. Changed in place.
+    * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is the compute dtype. It is changed in place.
     * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
       ranks.
-    * ``optimizer``: an optimizer of the model's parameters that has made no step yet; its groups are kept.
+    * ``optimizer``: an optimizer of the model's parameters that has not taken a step yet. Its groups are kept.
 
     Returns:
-        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+        The wrapper, which must be called in place of ``model``; and ``optimizer``, which now updates the shards.
 
     Raises:
-        ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When that package lacks a flag or gets it wrong, the mesh has other axes, or there are no units.
+        ImportError: When ``megatron-fsdp`` is not installed, or is too old.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has other axes, or when the
+            model has no units.
     """
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if megatron_fsdp_unit_modules is None else list(megatron_fsdp_unit_modules),
@@ -203,12 +206,13 @@ def ddp_strategy_parallelize(
     autocast_dtype: torch.dtype | None = None,
     materializes: bool = True,
 ) -> nn.Module:
-    """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
+    """Put the whole model on every rank, ready for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
 
-    Arguments that are not described here are the fields of :class:`~lightning_fsdp2.DDPConfig` of the same name.
+    Arguments without a description here are the fields of :class:`~lightning_fsdp2.DDPConfig` with the same name.
 
-    * ``model``: as for :func:`fsdp2_strategy_parallelize`; it may be on the meta device. Changed in place.
-    * ``device_mesh``: the mesh whose ranks get the same weights: those of rank 0 if the model has any.
+    * ``model``: as for :func:`fsdp2_strategy_parallelize`; it may be on the meta device. It is changed in place.
+    * ``device_mesh``: mesh of the ranks, which all get the same weights. If the model already has weights, these are
+      the weights of rank 0.
     * ``materializes``: as for :func:`fsdp2_strategy_parallelize`.
 
     Returns:
@@ -236,19 +240,20 @@ def apply_fsdp_sharding_recursively(
     The last block of a list stays gathered after forward, since backward needs it first.
 
     Args:
-        module: Module that is changed in place, but not sharded itself.
+        module: Module that holds the lists. It is changed in place, but not sharded itself.
         mesh: Mesh to shard over: 1-D (shard) or 2-D (replicate x shard).
-        mp_policy: Dtypes of the units; None for the dtypes of the parameters themselves.
-        offload_policy: Policy for where shards live; None keeps them on the mesh's device.
+        mp_policy: Mixed precision policy of the blocks; None keeps the dtypes of the parameters.
+        offload_policy: Policy that says where shards are stored; None keeps them on the mesh's device.
     """
     units = build_layer_units(find_structure(module), mesh=mesh)
     apply_fully_shard(units, module, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy)
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
-    """Gather all weights of ``model`` inside the block, for log-probabilities, ``generate`` or reading parameters.
+    """Gather all weights of ``model`` on every rank for the duration of a ``with`` block.
 
-    All ranks must enter it. Writes to the parameters are lost. Every rank holds the whole model at once.
+    Use it for ``generate``, to compute log-probabilities, or to read parameters. All ranks must enter the block, and
+    each must have memory for the whole model. Changes to the parameters inside the block are lost.
 
     Raises:
         RuntimeError: When a backward after the block needs the weights that were gathered inside it.
@@ -259,13 +264,14 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the tensor parallel plan that transformers has for ``model``: patterns of module names and their styles.
 
-    The entries of the class, the config and the inner models are merged. An input embedding or a head that the entries
-    leave whole is sharded over the vocabulary. Styles that torch has are torch's own; all can be passed to
-    ``torch.distributed.tensor.parallel.parallelize_module`` or to :func:`fsdp2_strategy_parallelize`.
+    The plan merges the entries of the model's class, its config and its inner models. If no entry shards the input
+    embedding or the head, the plan shards it over the vocabulary. Styles are instances of torch's classes where torch
+    has such a class. The plan can be passed to ``torch.distributed.tensor.parallel.parallelize_module`` or to
+    :func:`fsdp2_strategy_parallelize`.
 
     Raises:
-        ValueError: When the model has no plan (this error is an ``AssertionError`` too), or when the plan names a style
-            that is unknown or refused.
+        ValueError: When the model has no plan, or when the plan names a style that is unknown or refused. The error for
+            a missing plan is an ``AssertionError`` too.
     """
     parts = find_parts(model)
     plan = get_plan(parts, "hf")

@@ -1,4 +1,7 @@
-"""A learning rate schedule that YAML can name; torch's own need objects, and transformers' are functions."""
+"""Learning rate schedule with plain arguments, so that a YAML config can create it.
+
+torch's own schedules need objects as arguments, and the schedules of transformers are functions.
+"""
 
 import math
 from functools import partial
@@ -12,22 +15,24 @@ __all__ = ["WarmupCosine"]
 
 
 class WarmupCosine(LambdaLR):
-    """Linear warm-up to the optimizer's learning rate, then half a cosine down to a part of it, where it stays.
+    """Learning rate schedule with a linear warm-up, followed by a cosine decay to ``min_ratio`` of the full rate.
 
-    The first step already has a learning rate above 0. A resumed run continues at its step, on the curve of its
-    current arguments: ``total_steps`` may change. The cosine is that of `SGDR <https://arxiv.org/abs/1608.03983>`_.
+    The full rate is the optimizer's learning rate. The first step already has a rate above 0. After ``total_steps`` the
+    rate stays at its minimum. A resumed run continues at its current step, on the curve that its current arguments
+    describe, so ``total_steps`` may change between runs. The cosine decay is that of
+    `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
-        optimizer: Optimizer whose groups warm up to their own learning rates.
-        warmup_steps: Number of optimizer steps until the full learning rate; 0 starts with it.
-        total_steps: Number of optimizer steps until the lowest learning rate, including the warm-up. None for the steps
-            of the run, which :class:`~lightning_fsdp2.CausalLM` asks the Trainer for; elsewhere call
-            :meth:`fit_to_run`.
-        min_ratio: Lowest learning rate as a part of the full one.
+        optimizer: Optimizer to schedule. Each of its parameter groups warms up to its own learning rate.
+        warmup_steps: Number of optimizer steps until the full learning rate. With 0, the first step has the full rate.
+        total_steps: Number of optimizer steps until the lowest learning rate, including the warm-up. None for the
+            number of steps of the run. :class:`~lightning_fsdp2.CausalLM` gets that number from the Trainer; with any
+            other module, call :meth:`fit_to_run`.
+        min_ratio: Lowest learning rate, as a fraction of the full rate.
 
     Raises:
-        ValueError: When the steps or the ratio are out of range; after the warm-up, when the number of steps of the run
-            was never given.
+        ValueError: When the numbers of steps or the ratio are out of range. After the warm-up, when the number of steps
+            of the run was never given.
     """
 
     def __init__(
@@ -35,17 +40,17 @@ class WarmupCosine(LambdaLR):
     ) -> None:
         if warmup_steps < 0 or (total_steps is not None and warmup_steps >= total_steps):
             raise ValueError(
-                f"WarmupCosine(warmup_steps={warmup_steps}, total_steps={total_steps}): the warm-up, of 0 steps or"
-                " more, is the first part of the steps; use fewer warmup_steps or more total_steps."
+                f"WarmupCosine(warmup_steps={warmup_steps}, total_steps={total_steps}): warmup_steps must be at least 0"
+                " and less than total_steps; use fewer warmup_steps or more total_steps."
             )
         if not 0 <= min_ratio <= 1:
             raise ValueError(f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; use 0.1 for a tenth.")
-        # a partial's arguments are not part of `state_dict`, so those of the current config apply
+        # `state_dict` leaves out the arguments of a partial, so a resumed run uses those of its own config
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """End the schedule with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is another number.
+        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is another number.
 
         Args:
             steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if unknown.
@@ -59,30 +64,32 @@ class WarmupCosine(LambdaLR):
         if total_steps is not None:
             if is_known and steps != total_steps:
                 rank_zero_warn(
-                    f"WarmupCosine(total_steps={total_steps}) ends {'before' if total_steps < steps else 'behind'} the"
+                    f"WarmupCosine(total_steps={total_steps}) ends {'before' if total_steps < steps else 'after'} the"
                     f" run, which has {steps} steps; leave total_steps out for a schedule that ends with the run."
                 )
             return
         if not is_known:
             raise ValueError(
-                "WarmupCosine(total_steps=None) ends with the run, but nobody knows how many steps this one has, whose"
-                " data is a stream or which ends after a time; set the Trainer's max_steps, or total_steps."
+                "WarmupCosine(total_steps=None) ends with the run, but the number of steps of this run is not known:"
+                " its data is a stream, or a time limit ends it. Set the Trainer's max_steps, or total_steps."
             )
         if steps <= warmup_steps:
-            rank_zero_info(f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends in the warm-up.")
+            rank_zero_info(
+                f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends during the warm-up."
+            )
         self.lr_lambdas = [partial(_get_factor, **{**arguments, "total_steps": int(steps)})] * len(self.lr_lambdas)
 
 
 def _get_factor(step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
-    """Return the factor of the learning rate in ``step``, which is counted from 0."""
+    """Return the factor by which the full learning rate is multiplied in ``step``, counted from 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if step == warmup_steps:
         return 1.0
     if total_steps is None:
         raise ValueError(
-            "WarmupCosine(total_steps=None) has not been told how many steps the run has; set total_steps, or call"
-            " `fit_to_run(trainer.estimated_stepping_batches)` where the scheduler is made."
+            "WarmupCosine(total_steps=None) does not know how many steps the run has; set total_steps, or call"
+            " `fit_to_run(trainer.estimated_stepping_batches)` where the scheduler is created."
         )
     if step >= total_steps:
         return min_ratio

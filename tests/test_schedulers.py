@@ -112,10 +112,10 @@ def test_causal_lm_ends_it_where_the_trainer_ends(tmp_path: Path) -> None:
 
 def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -> None:
     for steps in (math.inf, -1):
-        with pytest.raises(ValueError, match="set the Trainer's max_steps, or total_steps"):
+        with pytest.raises(ValueError, match="Set the Trainer's max_steps, or total_steps"):
             make(warmup_steps=4)[1].fit_to_run(steps)
         make(warmup_steps=4, total_steps=12)[1].fit_to_run(steps)
-    with pytest.raises(ValueError, match="has not been told how many steps the run has"):
+    with pytest.raises(ValueError, match="does not know how many steps the run has"):
         run(*make(warmup_steps=1), 2)
     _, scheduler = make(warmup_steps=4, total_steps=12)
     scheduler.fit_to_run(12)
@@ -128,7 +128,7 @@ def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -
     [
         (
             {"warmup_steps": 10, "total_steps": 10},
-            r"warmup_steps=10, total_steps=10\): the warm-up, of 0 steps or more",
+            r"warmup_steps=10, total_steps=10\): warmup_steps must be at least 0",
         ),
         ({"warmup_steps": -1, "total_steps": 10}, "use fewer warmup_steps or more total_steps"),
         ({"warmup_steps": 1, "total_steps": 10, "min_ratio": 2.0}, "min_ratio=2.0"),

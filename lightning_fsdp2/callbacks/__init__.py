@@ -1,4 +1,4 @@
-"""Lightning callbacks; they work under any strategy."""
+"""Lightning callbacks that measure, protect and save training runs."""
 
 from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
 from lightning_fsdp2.callbacks.flight_recorder import FlightRecorder

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, sharded like them."""
+"""Callback that keeps an exponential moving average of the weights, sharded in the same way as the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,20 +19,24 @@ _UPDATES = "updates"
 
 
 class ExponentialMovingAverage(Callback):
-    """Moving average of the trained weights over the steps. Each rank averages its own shards, without communication.
+    """Callback that keeps an exponential moving average of the trained weights.
 
-    After an optimizer step: ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update
-    ``decay`` is at most ``(1 + n) / (10 + n)``, so that the first weights are soon forgotten. Validation, test and
-    prediction of this Trainer, and ``HuggingFaceExport``, use the averages. Training continues with the weights.
-    Checkpoints hold both. With a ``ckpt_path``, ``validate``, ``test`` and ``predict`` use the averages of that
-    checkpoint. Buffers, and parameters that are frozen when training starts, are not averaged.
+    Each rank averages its own shards, without communication. After an optimizer step, ``average = decay * average +
+    (1 - decay) * weight``, in float32. In the n-th update, ``decay`` is at most ``(1 + n) / (10 + n)``, so that the
+    average soon forgets the first weights. Buffers are not averaged, nor are parameters that are frozen when training
+    starts.
+
+    Validation, testing, prediction and ``HuggingFaceExport`` use the averages. Training continues with the weights
+    themselves. Checkpoints hold both. With a ``ckpt_path``, ``validate``, ``test`` and ``predict`` use the averages of
+    that checkpoint.
 
     Args:
         decay: Weight of the old average, between 0 and 1.
         every_n_steps: Number of optimizer steps between updates.
 
     Raises:
-        ValueError: When an argument is out of range, or the averages in a checkpoint belong to other parameters.
+        ValueError: When an argument is out of range, or when the averages in a checkpoint are not those of the trained
+            parameters.
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
@@ -48,8 +52,8 @@ class ExponentialMovingAverage(Callback):
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that now hold averages, each with its weights
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached: one operation per shard to find them
+        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages now, with the weights to restore
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached, since each shard costs an operation
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -65,8 +69,8 @@ class ExponentialMovingAverage(Callback):
         if self._loaded is not None:
             if changed := self._loaded.keys() ^ trained.keys():
                 raise ValueError(
-                    "The checkpoint's moving average is of other parameters than those trained:"
-                    f" {list_names(changed)}. Train the same ones, or start from its weights alone."
+                    "The moving average in the checkpoint is not for the parameters that this run trains. They differ"
+                    f" in {list_names(changed)}. Train the same parameters, or load only the checkpoint's weights."
                 )
             self._take_loaded(pl_module)
         elif self._module is not pl_module or self.averages.keys() != trained.keys():
@@ -87,7 +91,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # at multiples of `every_n_steps`, so that a resumed run averages at the same steps
+        # update at multiples of `every_n_steps`, so that a resumed run updates at the same steps
         if trainer.global_step // self.every_n_steps == self._last_step // self.every_n_steps:
             return
         self._last_step = trainer.global_step
@@ -100,7 +104,7 @@ class ExponentialMovingAverage(Callback):
         torch._foreach_add_(averages, weights, alpha=1 - decay)
 
     def _pair(self, module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's shards of the averages, and the shards of the weights that belong to them."""
+        """Return this rank's shards of the averages, and the matching shards of the weights."""
         parameters = dict(module.named_parameters())
         pairs = [(_to_local(average), _to_local(parameters[name])) for name, average in self.averages.items()]
         pairs = [(average, weight) for average, weight in pairs if weight.numel()]
@@ -110,9 +114,9 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def averaged(self, module: LightningModule) -> Iterator[None]:
-        """Let the module hold the averages inside the block.
+        """Replace the module's weights with the averages inside a ``with`` block.
 
-        All ranks must enter it, outside of forward and backward.
+        All ranks must enter the block, outside of forward and backward.
         """
         self._put_in(module)
         try:
@@ -130,22 +134,22 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _take_out(self) -> None:
-        # not by name: after an error the module may hold gathered weights
+        # do not look parameters up by name: after an error, the module may hold all-gathered weights
         replaced, self._replaced = self._replaced, []
         for weight, own in replaced:
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # averages of the checkpoint that is evaluated
+        if self._loaded is not None:  # the evaluated checkpoint has averages
             self._take_loaded(pl_module)
         elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
-            self._module = None  # its weights now come from a checkpoint without averages
+            self._module = None  # the module's weights now come from a checkpoint without averages
         if pl_module is self._module:
             self._put_in(pl_module)
         else:
             rank_zero_warn(
-                "ExponentialMovingAverage has no averages of this module, which was not trained in this process or came"
-                " from a checkpoint without them: its weights themselves are evaluated."
+                "ExponentialMovingAverage has no averages for this module, because it was not trained in this process,"
+                " or its checkpoint holds none. The weights themselves are evaluated."
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,7 +164,10 @@ class ExponentialMovingAverage(Callback):
 
 @contextmanager
 def use_averages(trainer: Trainer) -> Iterator[None]:
-    """Let the module hold the averages inside the block, if the Trainer computes any. All ranks must enter it."""
+    """Replace the module's weights with their averages inside a ``with`` block, if the Trainer keeps averages.
+
+    All ranks must enter the block.
+    """
     averages = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExponentialMovingAverage)]
     with averages[0].averaged(trainer.lightning_module) if averages else nullcontext():
         yield

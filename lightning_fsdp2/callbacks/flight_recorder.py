@@ -1,4 +1,4 @@
-"""Record of what every rank was communicating when a run hung."""
+"""Callback that records the last collectives of every rank, to find out why a run hung."""
 
 import json
 import os
@@ -14,16 +14,18 @@ _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class FlightRecorder(Callback):
-    """Callback that keeps the last collectives of every rank if a run fails in a collective.
+    """Callback that writes the last collectives of every rank to files if a run fails in a collective.
 
-    They are written next to the run's other files. torch always records them, 2,000 per rank. For another number, set
-    ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment: torch reads it when the first process group is created.
+    The files are next to the run's other files. torch always keeps the last 2,000 collectives of each rank. To keep
+    another number, set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment, because torch reads this variable when
+    the first process group is created.
 
-    NCCL's watchdog writes NCCL's collectives to ``nccl_rank_<r>``, which without this callback is in the home directory
-    of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing where
-    (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html). Gloo's collectives, of host tensors,
-    are written as ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends the fit. The last entries show what the rank was
-    doing, with the lines of code.
+    NCCL's watchdog writes the collectives of NCCL to ``nccl_rank_<r>``. Without this callback, that file would be in
+    the home directory of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing in
+    which collective (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
+
+    Gloo's collectives, which work on host tensors, are written to ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends
+    the fit. The last entries show what the rank was doing, with the lines of code.
 
     Args:
         dirpath: Directory for the files of all nodes. None for the directory of the path in the environment variable
@@ -37,7 +39,7 @@ class FlightRecorder(Callback):
         self._replaced: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # on all ranks, since `log_dir` asks rank 0; the environment may differ between nodes
+        # all ranks must read `log_dir`, which rank 0 broadcasts, even if some nodes do not need it
         root = trainer.log_dir or trainer.default_root_dir
         if self._folder is None:
             self._replaced = os.environ.get(_DESTINATION)
@@ -45,7 +47,7 @@ class FlightRecorder(Callback):
             self._folder = Path(self._replaced).parent
         else:
             self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
-            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # torch reads it when it first writes
+            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # torch reads this when it first writes
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -55,7 +57,7 @@ class FlightRecorder(Callback):
             rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # not called after an exception, when the watchdog may be about to write
+        # Lightning does not call this after an exception, so the watchdog can still write to the folder
         self._folder = None
         if self._replaced is None:
             os.environ.pop(_DESTINATION, None)

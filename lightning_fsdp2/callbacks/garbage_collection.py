@@ -1,4 +1,4 @@
-"""Garbage collection at the same step on all ranks."""
+"""Callback that collects garbage at the same step on all ranks."""
 
 import gc
 from typing import Any
@@ -10,7 +10,7 @@ class GarbageCollection(Callback):
     """Callback that collects garbage at the same step on all ranks, and at no other time during training.
 
     Python's collector starts whenever enough objects have been created. This happens in a different step on each rank,
-    and all other ranks wait for that rank in the next collective. The idea is torchtitan's
+    and all other ranks wait for that rank in the next collective. The idea comes from torchtitan
     (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
 
     Args:

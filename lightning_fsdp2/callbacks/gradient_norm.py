@@ -1,4 +1,4 @@
-"""Norm of the gradients before clipping."""
+"""Callback that logs the norm of the gradients before clipping."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,9 +14,9 @@ from lightning_fsdp2.parallel.data.gradients import get_total_norm
 class GradientNorm(Callback):
     """Callback that logs ``gradients/norm``, the norm of all gradients before clipping, on the Trainer's logging steps.
 
-    If the Trainer clips by norm, under a strategy of this package, this is the norm that clipping has computed.
-    Otherwise it is computed on logging steps. Under manual optimisation it is the norm of the last
-    ``self.clip_gradients``.
+    If the Trainer clips by norm under a strategy of this package, clipping computes this norm anyway, and the callback
+    reuses it. Otherwise, the callback computes the norm on logging steps. Under manual optimisation, it logs the norm
+    that the last call of ``self.clip_gradients`` computed.
     """
 
     def __init__(self) -> None:
@@ -57,24 +57,30 @@ class GradientNorm(Callback):
 
 
 def must_measure(trainer: Trainer) -> bool:
-    """Return whether a callback must compute the norm itself: on logging steps, unless clipping reports it."""
+    """Return whether this is a logging step for which a callback must compute the gradient norm itself.
+
+    This is not necessary if clipping reports the norm.
+    """
     return trainer.lightning_module.automatic_optimization and is_logging_step(trainer) and not reports_norm(trainer)
 
 
 def reports_norm(trainer: Trainer) -> bool:
-    """Return whether every step is clipped by norm, under a strategy that passes the norm to observers."""
+    """Return whether gradients are clipped by norm under a strategy that reports the norm to observers."""
     clips = cast(Any, trainer).gradient_clip_val and cast(Any, trainer).gradient_clip_algorithm in (None, "norm")
     return bool(clips) and hasattr(trainer.precision_plugin, "norm_observers")
 
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Call ``observer`` with the norm, a device tensor, whenever gradients are clipped by norm."""
-    ignore_clipping(trainer, observer)  # left over from a run that ended with an error
+    """Register ``observer``, to be called with the norm whenever gradients are clipped by norm.
+
+    The norm is a tensor on the device.
+    """
+    ignore_clipping(trainer, observer)  # it may be left over from a run that ended with an error
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 
 
 def ignore_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Undo :func:`observe_clipping`."""
+    """Remove an ``observer`` that :func:`observe_clipping` has registered, if there is one."""
     if observer in getattr(trainer.precision_plugin, "norm_observers", ()):
         cast(Any, trainer.precision_plugin).norm_observers.remove(observer)

@@ -1,4 +1,4 @@
-"""Export of the trained model in the format of Hugging Face."""
+"""Callback that exports the trained model in Hugging Face's format."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 
 
 class HuggingFaceExport(Callback):
-    """Callback that writes the model at the end of ``fit``. All ranks write from their shards.
+    """Callback that exports the model in Hugging Face's format at the end of ``fit``.
 
-    It uses :func:`~lightning_fsdp2.export_hf`. The weights are the averages if the Trainer has an
-    ``ExponentialMovingAverage``.
+    It calls :func:`~lightning_fsdp2.export_hf`, so all ranks write from their shards. If the Trainer has an
+    ``ExponentialMovingAverage``, the averages are exported.
 
     Nothing is written with ``fast_dev_run``, or when training ends with an error. After an error, export a checkpoint
-    instead. A job that continues another (``ckpt_path``) needs ``overwrite=True`` or its own directory, since the first
-    job exported too.
+    instead. A job that resumes another job (``ckpt_path``) needs ``overwrite=True`` or a directory of its own, because
+    the first job has exported too.
 
     Args:
         dirpath: Directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
@@ -36,11 +36,13 @@ class HuggingFaceExport(Callback):
         dtype: Dtype of the written weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the dtype of
             the trained weights, which is float32 under ``precision="bf16-mixed"``.
         max_shard_size: Largest size of a file, in bytes or as a string such as ``"5GB"``.
-        merge: Whether a LoRA adapter is added to the weights of its base. If False, a peft directory is written.
-        overwrite: Whether to replace what is in the directory, once the model is written.
+        merge: Whether to merge a LoRA adapter into the weights of its base model. If False, the adapter alone is
+            written, in peft's format.
+        overwrite: Whether to replace the contents of the directory, once the new files are complete.
 
     Raises:
-        ValueError: When ``dirpath`` is remote; before training, when it is or contains the working directory.
+        ValueError: When ``dirpath`` is remote. Before training, when ``dirpath`` is the working directory or contains
+            it.
         FileExistsError: Before training, when the directory is not empty and ``overwrite`` is False.
         TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is from
             another library.
@@ -75,7 +77,7 @@ class HuggingFaceExport(Callback):
         self._options: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # checked before training: nobody wants to learn of a problem when training is over
+        # check before training, so that a problem does not show only after training
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # all ranks get rank 0's `log_dir`
             out = Path(self.dirpath or Path(root) / "huggingface").resolve()
@@ -112,7 +114,7 @@ def _get_optional_tokenizer(trainer: Trainer) -> Any:
     if tokenizer is None or isinstance(tokenizer, str | Path) or hasattr(tokenizer, "save_pretrained"):
         return tokenizer
     rank_zero_warn(
-        f"HuggingFaceExport: the data module's tokenizer, a {type(tokenizer).__name__}, is not one of transformers and"
-        " is not exported; set HuggingFaceExport(tokenizer=...) to have one saved with the model."
+        f"HuggingFaceExport: the data module's tokenizer, a {type(tokenizer).__name__}, is not a transformers tokenizer"
+        " and is not exported; set HuggingFaceExport(tokenizer=...) to save one with the model."
     )
     return None

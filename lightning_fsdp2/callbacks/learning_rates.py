@@ -1,4 +1,4 @@
-"""Learning rates that the steps used."""
+"""Callback that logs the learning rates of the optimizer steps."""
 
 from typing import Any
 
@@ -9,10 +9,11 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
 
 
 class LearningRates(Callback):
-    """Callback that logs ``learning_rate/group_<i>`` of every parameter group, on the Trainer's logging steps.
+    """Callback that logs each parameter group's learning rate as ``learning_rate/group_<i>``, on logging steps.
 
-    This is the learning rate that the step itself used. Lightning's ``LearningRateMonitor`` logs that of the next step,
-    and nothing without a schedule. With several optimizers the names are ``learning_rate/optimizer_<i>/group_<j>``.
+    With several optimizers, the names are ``learning_rate/optimizer_<i>/group_<j>``. The logged rate is the one that
+    the step itself used. Lightning's ``LearningRateMonitor`` logs the rate of the next step, and logs nothing without a
+    schedule.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for callbacks that measure: when they may wait for the device, and where their numbers are logged."""
+"""Helpers for callbacks that log metrics on the Trainer's logging steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.compat.lightning import get_logged_step, is_accumulating, l
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the step of the current batch, and the batch is that step's last micro-batch.
+    """Return whether the current batch is the last micro-batch of a step that the Trainer logs.
 
     Callbacks communicate and wait for the device on these steps only.
     """
@@ -18,7 +18,7 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def is_of_logging_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the step of the current batch; true for all micro-batches of that step."""
+    """Return whether the current batch is any micro-batch of a step that the Trainer logs."""
     return logs_current_step(trainer)
 
 
@@ -39,9 +39,9 @@ def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tenso
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Hand metrics of the current step to the loggers, and to callbacks that monitor a metric.
+    """Pass metrics of the current step to the loggers, and to callbacks that monitor a metric.
 
-    ``self.log`` would keep them as tensors, which Lightning then reads again after every batch.
+    ``self.log`` would keep the metrics as tensors, and Lightning would read these tensors again after every batch.
     """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=get_logged_step(trainer))

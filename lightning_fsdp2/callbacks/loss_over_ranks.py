@@ -1,4 +1,4 @@
-"""Loss of a step over all ranks: its mean, and the loss of the rank where it is highest."""
+"""Callback that logs the mean loss and the highest loss over all ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +18,10 @@ from lightning_fsdp2.parallel.loss.token_mean import TokenMean
 class LossOverRanks(Callback):
     """Callback that logs ``loss/mean`` and ``loss/max`` over the ranks, on the Trainer's logging steps.
 
-    For a module that trains with :func:`~lightning_fsdp2.token_mean_loss`, as ``CausalLM`` does, these are losses per
-    label token: over all tokens of the step, and over those of the rank with the highest loss. For any other module,
-    the loss of a rank is what ``training_step`` returned, averaged over the micro-batches of the step. A maximum far
-    above the mean points to the data of one rank.
+    A maximum far above the mean points to a problem with the data of one rank. For a module that trains with
+    :func:`~lightning_fsdp2.token_mean_loss`, such as ``CausalLM``, losses are means over label tokens: ``loss/mean``
+    over the tokens of all ranks, and ``loss/max`` over the tokens of the rank with the highest loss. For any other
+    module, the loss of a rank is the result of ``training_step``, averaged over the micro-batches of the step.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LossOverRanks(Callback):
         mean = getattr(trainer.strategy, "token_mean", None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if mean is None and isinstance(loss, Tensor):
-            # the Trainer has divided the loss of each micro-batch by the number of micro-batches
+            # the sum is a mean, since the Trainer has divided each loss by the number of micro-batches
             self._loss = loss if self._loss is None else self._loss + loss
         if is_logging_step(trainer):
             self._report(trainer, mean)

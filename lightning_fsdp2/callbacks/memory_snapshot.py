@@ -1,4 +1,4 @@
-"""Snapshots that show what holds the memory of a GPU."""
+"""Callback that writes snapshots of GPU memory."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from lightning_fsdp2.compat.torch import dump_memory_snapshot, record_memory_his
 
 
 class MemorySnapshot(Callback):
-    """Callback that writes the history of GPU memory when memory runs out, and at a given step.
+    """Callback that writes the history of GPU memory when memory runs out, and after a given step.
 
-    https://pytorch.org/memory_viz shows the files. The stack of every allocation is recorded, which costs time on the
-    host. So use this only to investigate memory.
+    Open the files at https://pytorch.org/memory_viz. Use this callback only to investigate memory, because recording
+    the stack of every allocation takes time on the host.
 
     Args:
         dirpath: Directory for ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in
@@ -38,8 +38,8 @@ class MemorySnapshot(Callback):
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise ValueError(
-                f"Trainer(callbacks=[MemorySnapshot(...)]) records the allocator of GPUs, and this run is on"
-                f" {device.type!r}; remove it."
+                f"Trainer(callbacks=[MemorySnapshot(...)]) records the memory of GPUs, but this run is on"
+                f" {device.type!r}; remove the callback."
             )
         self._folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "memory")
         record_memory_history(True)
@@ -67,4 +67,4 @@ class MemorySnapshot(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{name}-rank{trainer.global_rank}.pickle"
         dump_memory_snapshot(path)
-        rank_zero_info(f"MemorySnapshot: wrote {path}; look at it on https://pytorch.org/memory_viz.")
+        rank_zero_info(f"MemorySnapshot: wrote {path}; open it at https://pytorch.org/memory_viz.")

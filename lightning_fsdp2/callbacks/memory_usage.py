@@ -1,4 +1,4 @@
-"""Memory that training uses."""
+"""Callback that logs the memory that training uses."""
 
 import resource
 import sys
@@ -15,11 +15,13 @@ _GIB = 2**30
 class MemoryUsage(Callback):
     """Callback that logs memory use on the Trainer's logging steps: the highest value over all ranks for each metric.
 
-    On an accelerator it logs ``memory/allocated_gib`` (of tensors) and ``memory/reserved_gib`` (taken from the device,
-    as other tools show it), both in GiB and peaks since the last logging step. ``memory/reserved_share`` is the share
-    of the device's memory that is reserved. ``memory/allocation_retries`` and ``memory/out_of_memory`` are counted
-    since the start of the process; each retry waits for the device and throws cached memory away. On a CPU it logs
-    ``memory/process_gib``, the peak memory of the process in GiB.
+    On an accelerator, ``memory/allocated_gib`` is the memory of tensors. ``memory/reserved_gib`` is the memory that
+    torch has reserved on the device, which is what other tools show. Both are peaks since the last logging step, in
+    GiB. ``memory/reserved_share`` is the reserved fraction of the device's memory. ``memory/allocation_retries`` and
+    ``memory/out_of_memory`` count events since the start of the process. Each retry waits for the device and frees
+    cached memory.
+
+    On a CPU, only ``memory/process_gib`` is logged, the peak memory of the process in GiB.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class MemoryUsage(Callback):
 
 
 def _measure(device: torch.device) -> dict[str, float]:
-    """Read the allocator's counters on the host, without waiting for the device."""
+    """Return the memory metrics of this process, without waiting for the device."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"memory/process_gib": peak * (1 if sys.platform == "darwin" else 1024) / _GIB}

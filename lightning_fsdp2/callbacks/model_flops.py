@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs per token, and that a device can do per second."""
+"""Floating-point operations (FLOPs): how many a model needs per token, and how many a device does per second."""
 
 import re
 from typing import Any, cast
@@ -35,10 +35,10 @@ _PEAKS = {
     "4090": (165.2, 82.6, 82.6),
     "3090": (71, 35.6, 35.6),
 }
-"""Peaks of devices, by words of their CUDA name; the first entry that matches is used.
+"""Peak speeds of devices, by words in their CUDA names. The first entry that matches is used.
 
-They are in 10^12 operations per second, without sparsity: in bfloat16 or float16 with sums in float32, in
-TensorFloat-32, and in float32 outside of the tensor cores.
+Each entry has three numbers, in 10^12 operations per second and without sparsity. They are the peaks for bfloat16 or
+float16 with sums in float32, for TensorFloat-32, and for float32 outside of the tensor cores.
 
 The numbers are from public tables based on the data sheets of NVIDIA and AMD. Most data sheets of NVIDIA print the
 numbers with sparsity, which are twice as high. Lightning's table has some of those higher numbers, mistakes an L40S for
@@ -48,14 +48,14 @@ an L4, and leaves out the tensor cores of GeForce.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _OTHER_DEVICES = {"mig", "laptop", "ti", "super", "d"}
-"""Words in the names of slices and variants of these devices, whose peaks differ."""
+"""Words that mark slices or variants of the devices above. Their peaks differ."""
 
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types of transformers with softmax attention, each with the config's option for its attention window."""
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the dense peak of a device, in floating-point operations per second.
+    """Return the peak speed of a device without sparsity, in floating-point operations per second.
 
     Raises:
         ValueError: When the peak is not known.
@@ -64,7 +64,7 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
-    """Return the dense peak of the device with this CUDA name; see :func:`get_peak_flops`.
+    """Return the peak speed of the device with this CUDA name; see :func:`get_peak_flops`.
 
     Raises:
         ValueError: When the peak is not known.
@@ -80,23 +80,27 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
 
 
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
-    """Return the operations of one token in forward and backward: 6 N + 6 T · sum over layers of H (d_key + d_value).
+    """Return the floating-point operations that one token takes in forward and backward.
 
-    This is the formula of PaLM's appendix B (https://arxiv.org/abs/2204.02311). There, keys and values have the same
-    size, and the formula reads 6 N + 12 L H Q T.
+    The result is 6 N + 6 T · (sum over layers of H (d_key + d_value)). This is the formula in appendix B of the PaLM
+    paper (https://arxiv.org/abs/2204.02311). There, keys and values have the same size Q, and the formula is
+    6 N + 12 L H Q T for L layers.
 
-    N is the number of parameters that a token is multiplied by. An embedding does not count, unless it is also the
-    head. Of the experts, only those that a token is routed to count. A frozen weight counts two thirds, since it gets
-    no gradient. T is the sequence length, or the window of a layer that has one. Nothing is subtracted for attention
-    that is causal or ends with a document. Nothing is added for the recomputation of activation checkpointing: the
-    result is for model FLOPs utilisation (MFU).
+    * N is the number of parameters that a token is multiplied by. The input embedding does not count, unless it is also
+      the head. Only those experts count that a token is routed to. A frozen weight counts as two thirds, since it gets
+      no gradient.
+    * T is the sequence length, or the attention window in a layer that has one.
+    * H is the number of attention heads, and d_key and d_value are the sizes of a key and a value.
+
+    Nothing is subtracted for causal attention or for attention within documents. The result is meant for model FLOPs
+    utilisation (MFU), so recomputation by activation checkpointing does not count.
 
     Args:
         module: Module that holds one Hugging Face language model; sharded parameters count in full.
-        sequence_length: T. Under context parallelism, the length of the whole sequence.
+        sequence_length: T. Under context parallelism, this is the length of the whole sequence.
 
     Raises:
-        ValueError: When the operations of this model are not known; the message says why.
+        ValueError: When the operations of this model cannot be counted; the message says why.
     """
     models = get_structure(module).models
     if len(models) != 1:
@@ -104,28 +108,28 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     config = cast(Any, models[0].module).config
     text = config.get_text_config()
     if text is not config:
-        raise ValueError(f"{type(config).__name__} has parts besides text")
+        raise ValueError(f"{type(config).__name__} has parts other than text")
     return _count_products(models[0], text) + 6 * _count_attention(text, sequence_length)
 
 
 def _count_products(parts: ModelParts, config: Any) -> float:
-    """Return 6 N, with 4 N for frozen parameters."""
+    """Return the operations of matrix products per token: 6 for each trained and 4 for each frozen parameter."""
     model = parts.module
     if parts.embedding is None or parts.head is None:
-        raise ValueError(f"{type(model).__name__} is no language model with an input embedding and a head")
+        raise ValueError(f"{type(model).__name__} is not a language model with an input embedding and a head")
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {id(getattr(parts.head, "weight", None))}  # tied
     matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
     number, share = _get_experts(config)
     experts = [p for p in matrices if number > 1 and p.ndim == 3 and p.size(0) == number]
     if number > 1 and not experts:
-        raise ValueError(f"the {number} experts of {type(config).__name__} are not where they are looked for")
+        raise ValueError(f"the {number} experts of {type(config).__name__} were not found among its parameters")
     in_experts = {id(parameter) for parameter in experts}
     return sum((6 if p.requires_grad else 4) * p.numel() * (share if id(p) in in_experts else 1) for p in matrices)
 
 
 def _get_experts(config: Any) -> tuple[int, float]:
-    """Return the number of experts of a layer, and the share of them that a token is routed to."""
+    """Return the number of experts in a layer, and the fraction of them that each token is routed to."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if number := getattr(config, name, None):
             return number, config.num_experts_per_tok / number
@@ -133,7 +137,7 @@ def _get_experts(config: Any) -> tuple[int, float]:
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
-    """Return T · H (d_key + d_value), summed over the layers."""
+    """Return the sum over layers of T · H (d_key + d_value); see :func:`get_flops_per_token`."""
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     default = "sliding_attention" if slides else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Guard that stops a run with NaN or infinite numbers before its weights are lost."""
+"""Callback that stops a run before NaN or infinite gradients can spoil its weights."""
 
 import math
 from typing import Any, cast
@@ -24,16 +24,16 @@ _REMEDY = (
 
 
 class NaNGuard(Callback):
-    """Callback that stops all ranks before an optimizer step whose loss or gradients are NaN or infinite.
+    """Callback that stops all ranks before an optimizer step if its loss or gradients are NaN or infinite.
 
-    It reads only values that every step computes anyway and that are the same on every rank, so all ranks stop in the
-    same step. These are the gradient norm that clipping uses (``Trainer(gradient_clip_val=...)``) and, for modules that
-    train with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Without clipping by norm, gradients are checked
-    only on the Trainer's logging steps.
+    It checks the gradient norm that clipping computes (``Trainer(gradient_clip_val=...)``) and, for modules that train
+    with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Every step computes these values anyway. They are the
+    same on every rank, so all ranks stop in the same step. Without clipping by norm, gradients are checked only on the
+    Trainer's logging steps.
 
-    The host does not wait for the device. On an accelerator the run ends with a device-side assertion: the next call
-    that waits for the device raises it, with the message on stderr. torchtitan guards its steps in the same way
-    (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU the error is raised at once.
+    The host does not wait for the device. On an accelerator, the run ends with a device-side assertion. The next call
+    that waits for the device raises the error, and the message is on stderr. torchtitan does the same
+    (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU, the error is raised at once.
 
     Raises:
         RuntimeError: On every rank; the message names the step.
@@ -48,7 +48,7 @@ class NaNGuard(Callback):
             rank_zero_info(
                 "NaNGuard: gradients are checked on logging steps only"
                 f" (log_every_n_steps={cast(Any, trainer).log_every_n_steps}); set Trainer(gradient_clip_val=...) to"
-                " have every step checked."
+                " check every step."
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,5 +68,5 @@ class NaNGuard(Callback):
         self._check("norm of the gradients", norm)
 
     def _check(self, name: str, value: Tensor) -> None:
-        # one operation is enough: a comparison with NaN is false, and neither number is ever minus infinity
+        # one comparison is enough: it is false for NaN, and neither value can be minus infinity
         assert_async(value < math.inf, f"NaNGuard: the {name} of step {self._step} is not finite. {_REMEDY}")

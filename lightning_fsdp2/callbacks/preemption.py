@@ -1,4 +1,4 @@
-"""Saving and ending a run when the scheduler announces that its time is up."""
+"""Callback that saves and ends a run when the scheduler announces the end of the job."""
 
 import os
 import signal
@@ -27,33 +27,40 @@ from lightning_fsdp2.compat.lightning import (
 )
 
 _BEFORE_SIGTERM = 128
-"""Offset of signals other than SIGTERM. It makes them win over SIGTERM, after which no SLURM job is queued again."""
+"""Number added to signals other than SIGTERM, so that they win over SIGTERM.
+
+After SIGTERM, a SLURM job would not be queued again.
+"""
 
 
 class Preemption(Callback):
     """Callback that saves ``last.ckpt`` and ends all ranks, once any rank has received SIGTERM or another signal.
 
-    Schedulers announce the end of a job with a signal: SLURM with the one of ``sbatch --signal``, Kubernetes and
-    torchrun with SIGTERM. Some of the processes receive it, at any moment. Their signal handler only records it. The
-    ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
-    ``ModelCheckpoint``, and exit once the checkpoint is on disk. The same command resumes from there with
-    ``--ckpt_path last``. A validation stops after its next batch, and the resumed run starts it again. A run that has
-    made its last step saves and then ends normally. A fit that has made no step saves nothing.
+    Schedulers announce the end of a job with a signal: SLURM with the signal of ``sbatch --signal``, Kubernetes and
+    torchrun with SIGTERM. The signal may reach only some of the processes, at any moment. The signal handler only
+    records it, and the ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
+    ``ModelCheckpoint``, and exit once the checkpoint is on disk. To resume, run the same command with
+    ``--ckpt_path last``.
+
+    If the signal comes during validation, the validation stops after its next batch, and the resumed run starts it
+    again. If the run has already made its last step, it saves and ends normally. If it has made no step, it saves
+    nothing.
 
     The strategies of this package add a ``Preemption`` with the defaults to every fit that has none. The ranks exchange
-    one number per step, on the host and while the optimizer runs. This replaces Lightning's own broadcast, for which
-    the host waits for the device in every micro-batch, and which hangs if only one rank receives the signal
+    one number per step, on the host and while the optimizer runs. This replaces a broadcast of Lightning, which makes
+    the host wait for the device in every micro-batch, and hangs if only one rank receives the signal
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
     With Lightning's SLURM environment and its ``auto_requeue``, ``requeue_signal`` is one of the signals. After that
-    signal rank 0 queues the job again, and a run without ``ckpt_path`` finds the checkpoint too.
+    signal, rank 0 queues the job again, and the new job finds the checkpoint without a ``ckpt_path``.
 
     Args:
         signals: Names of the signals besides SIGTERM. A signal that the program handles itself is left to the program.
-        exit_code: Exit code of all ranks; None for 128 + the number of the signal, as for a process that it killed.
+        exit_code: Exit code of all ranks. None for 128 plus the number of the signal, which is the exit code of a
+            process killed by that signal.
 
     Raises:
-        ValueError: For unknown signals and exit codes, and under strategies of other packages.
+        ValueError: When a signal or the exit code is invalid, or when the strategy is not one of this package.
     """
 
     def __init__(self, signals: Sequence[str] = ("SIGUSR1",), exit_code: int | None = None) -> None:
@@ -65,7 +72,7 @@ class Preemption(Callback):
             )
         if exit_code is not None and not 0 <= exit_code < 256:
             raise ValueError(
-                f"Preemption(exit_code={exit_code}) must be 0 to 255; leave it out for 128 + the signal's."
+                f"Preemption(exit_code={exit_code}) must be from 0 to 255; leave it out for 128 + the signal."
             )
         self.signals = signals
         self.exit_code = exit_code
@@ -80,7 +87,8 @@ class Preemption(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not hasattr(trainer.strategy, "start_maximum"):
             raise ValueError(
-                f"Preemption needs a strategy of lightning_fsdp2, not {type(trainer.strategy).__name__}; remove it."
+                f"Preemption needs a strategy of lightning_fsdp2, not {type(trainer.strategy).__name__}; remove the"
+                " callback."
             )
         self._received, self._get_agreed, self._pid = 0, None, os.getpid()
         self._ends_by_itself = False
@@ -98,11 +106,11 @@ class Preemption(Callback):
         self._ask(trainer)
 
     def _end_batch(self, trainer: Trainer) -> None:
-        """Leave the fit after a step, if any rank has received a signal.
+        """Save and leave the fit after an optimizer step, if any rank has received a signal.
 
-        This is not `on_train_batch_end`, since other callbacks' hooks and the batch's metrics come after that.
+        The hook `on_train_batch_end` would be too early: other callbacks and the batch's metrics come after it.
         """
-        if trainer.global_step != self._step:  # else amid accumulation: no checkpoint holds its gradients
+        if trainer.global_step != self._step:  # not while gradients accumulate, since checkpoints do not hold them
             self._step = trainer.global_step
             self._leave_if_told(trainer)
 
@@ -122,7 +130,7 @@ class Preemption(Callback):
         self.on_train_end(trainer, pl_module)
 
     def _ask(self, trainer: Trainer) -> None:
-        """Start to send the received signal to the other ranks, while the optimizer or the model runs."""
+        """Start to exchange received signals between the ranks, while the optimizer or the model runs."""
         if self._get_agreed is None and not self._ends_by_itself:
             self._get_agreed = cast(Any, trainer.strategy).start_maximum(self._received)
 
@@ -136,28 +144,28 @@ class Preemption(Callback):
         self._boundary.is_left = True
         _save(trainer, number)
         self._boundary.is_left = False
-        # a resumed run would skip this fit's last validation and its end-of-fit hooks
+        # after its last step, the fit ends normally: a resumed run would skip the last validation and end-of-fit hooks
         if self._boundary.is_end_of_fit():
             self._ends_by_itself = True
             return
         if (environment := _get_optional_slurm(trainer)) and number == environment.requeue_signal:
             rank_zero_only(_requeue)()
-        trainer.strategy.barrier()  # a launcher may kill the others as soon as one rank has ended
+        trainer.strategy.barrier()  # a launcher may kill the other ranks as soon as one has ended
         raise SystemExit(self._get_exit_code(trainer, number))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
-            return 0  # Lightning's launcher, in rank 0, would treat another code as a crash and kill the others
+            return 0  # Lightning's launcher, in rank 0, would treat any other code as a crash
         return 128 + signum if self.exit_code is None else self.exit_code
 
     # ------------------------------------------------------------------ signals
 
     def _listen(self) -> None:
-        """Handle the signals that neither the program nor Lightning handles.
+        """Install handlers for the signals that neither the program nor Lightning handles.
 
         Lightning restores all handlers after the fit.
         """
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+        if threading.current_thread() is threading.main_thread():  # Python allows it only there
             for name in self.signals:
                 if signal.getsignal(signal.Signals[name]) in (None, signal.SIG_DFL):
                     signal.signal(signal.Signals[name], self._note)
@@ -170,25 +178,25 @@ class Preemption(Callback):
 
 
 def _get_optional_slurm(trainer: Trainer) -> SLURMEnvironment | None:
-    """Return Lightning's SLURM environment if its option to queue the job again is on, else None."""
+    """Return Lightning's SLURM environment if it is set to queue the job again, else None."""
     environment = cast(Any, trainer.strategy).cluster_environment
     return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
 
 def _save(trainer: Trainer, number: signal.Signals) -> None:
-    """Save after a step, and wait until the checkpoint is on disk. All ranks must call it."""
+    """Save a checkpoint if there is something to save, and wait until it is on disk. All ranks must call this."""
     if trainer.sanity_checking:
         rank_zero_info(f"{number.name}: ended before the first step.")
     elif (callback := get_optional_model_checkpoint(trainer)) is not None:
         path = save_last(callback, trainer)
         if _get_optional_slurm(trainer):
             _link_for_slurm(trainer, path)
-        rank_zero_info(f"{number.name}: saved {path!r} behind step {trainer.global_step}; go on with --ckpt_path last.")
+        rank_zero_info(f"{number.name}: saved {path!r} after step {trainer.global_step}; resume with --ckpt_path last.")
     elif _get_optional_slurm(trainer):
         trainer.save_checkpoint(get_slurm_checkpoint_path(trainer))
     else:
         rank_zero_warn(
-            f"{number.name}: ended behind step {trainer.global_step}, and nothing was saved, because the Trainer has no"
+            f"{number.name}: ended after step {trainer.global_step}, and nothing was saved, because the Trainer has no"
             " ModelCheckpoint."
         )
     cast(Any, trainer.strategy).checkpoint_io.wait()
@@ -197,7 +205,10 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Let Lightning on SLURM find the last checkpoint, even a later one, without a ``ckpt_path``."""
+    """Link the last checkpoint to the place where Lightning on SLURM looks for one without a ``ckpt_path``.
+
+    The link also leads to a later checkpoint with the same path. Remote checkpoints are saved twice instead.
+    """
     place = get_slurm_checkpoint_path(trainer)
     if is_local(get_path(path)) and is_local(get_path(place)):
         cast(Any, trainer.strategy).checkpoint_io.link(path, place)
@@ -212,4 +223,4 @@ def _requeue() -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        rank_zero_warn(f"The job {job} is not queued again: {error}. Queue it yourself: `scontrol requeue {job}`.")
+        rank_zero_warn(f"The job {job} was not queued again: {error}. Queue it yourself: `scontrol requeue {job}`.")

@@ -1,4 +1,4 @@
-"""A short timeout for the collectives of training steps, so that a hang is found in minutes."""
+"""Callback that sets a short timeout for the collectives of training steps, so that a hang is found in minutes."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -11,29 +11,29 @@ _BACKENDS = {"gloo", "nccl"}  # backends whose timeout torch 2.11 to 2.15 can ch
 
 
 class ProcessGroupTimeout(Callback):
-    """Callback that limits collectives of training steps to ``train``, and all others to the strategy's ``timeout``.
+    """Callback that gives the collectives of training steps a shorter timeout than all other collectives.
 
-    Now and then a run has good reasons to wait a long time: for data that rank 0 prepares, for compilation, for the
-    slowest disk. That is what the strategy's ``timeout`` of half an hour is for. A collective of a training step takes
-    seconds; if it takes minutes, a rank is lost. The idea is torchtitan's
+    A collective of a training step takes seconds. If it takes minutes, a rank is lost. Other collectives may have good
+    reasons to wait longer, such as data that rank 0 prepares, compilation or a slow disk. They keep the strategy's
+    ``timeout``, which is half an hour by default. The idea comes from torchtitan
     (https://github.com/pytorch/torchtitan, ``trainer.py``).
 
-    ``train`` applies from the second optimizer step of a fit on. It does not apply in validation, while a checkpoint is
-    saved, or between epochs. After these the ranks wait for each other under the long timeout, before the next step has
-    the short one. So ``train`` must be longer than the slowest step, including its wait for data, and than anything
-    else that one rank does alone between two batches.
+    The short timeout starts with the second optimizer step of a fit. It does not apply during validation, while a
+    checkpoint is saved, or between epochs. After each of these, the ranks first wait for each other under the long
+    timeout. The short timeout must be longer than the slowest step, including its wait for data. It must also be longer
+    than any other work that a single rank does between two batches.
 
     Args:
         train: Timeout of the collectives of training steps, shorter than the strategy's ``timeout``.
 
     Raises:
-        ValueError: When ``train`` is not shorter than ``timeout``, under strategies of other packages, or on a backend
-            whose timeout is fixed.
+        ValueError: When ``train`` is not shorter than the strategy's ``timeout``, when the strategy is not one of this
+            package, or when the backend's timeout cannot be changed.
     """
 
     def __init__(self, train: timedelta = timedelta(minutes=5)) -> None:
         if train <= timedelta(0):
-            raise ValueError(f"ProcessGroupTimeout(train={str(train)!r}) must be more than nothing.")
+            raise ValueError(f"ProcessGroupTimeout(train={str(train)!r}) must be longer than 0.")
         self.train = train
         self._first_step = 0
 
@@ -41,7 +41,8 @@ class ProcessGroupTimeout(Callback):
         strategy = cast(Any, trainer.strategy)
         if not hasattr(strategy, "set_group_timeout"):
             raise ValueError(
-                f"ProcessGroupTimeout needs a strategy of lightning_fsdp2, not {type(strategy).__name__}; remove it."
+                f"ProcessGroupTimeout needs a strategy of lightning_fsdp2, not {type(strategy).__name__}; remove the"
+                " callback."
             )
         if self.train >= strategy.group_timeout:
             raise ValueError(
@@ -51,8 +52,8 @@ class ProcessGroupTimeout(Callback):
         backends = set(dist.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map().values())
         if fixed := backends - _BACKENDS:
             raise ValueError(
-                f"ProcessGroupTimeout: torch cannot change the timeout of {', '.join(sorted(fixed))}; remove it, and"
-                f" set {type(strategy).__name__}(timeout=...)."
+                f"ProcessGroupTimeout: torch cannot change the timeout of {', '.join(sorted(fixed))}; remove the"
+                f" callback, and set {type(strategy).__name__}(timeout=...)."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -62,8 +63,8 @@ class ProcessGroupTimeout(Callback):
         strategy = cast(Any, trainer.strategy)
         if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
             return
-        # wait here, under the long timeout, until slower ranks and their devices have caught up; otherwise the other
-        # ranks would wait for them in a step, under the short one
+        # wait here, under the long timeout, until slower ranks and their devices have caught up; otherwise the faster
+        # ranks would wait for them during a step, under the short timeout
         if strategy.root_device.type != "cpu":
             torch.accelerator.synchronize(strategy.root_device)
         strategy.barrier("ProcessGroupTimeout")

@@ -1,4 +1,4 @@
-"""A progress bar that shows what training costs."""
+"""Progress bar that also shows the speed and the memory use of training."""
 
 from typing import Any, cast
 
@@ -16,13 +16,13 @@ _BAR_WIDTH = 6
 
 
 class TrainingProgressBar(RichProgressBar):
-    """Lightning's ``RichProgressBar`` with tokens per second, MFU and memory beside the module's own metrics.
+    """Progress bar like Lightning's ``RichProgressBar`` that also shows tokens per second, MFU and memory.
 
-    These three come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. Numbers change only
-    after the Trainer's logging steps, so that the bar never waits for the device in between.
+    These three values come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. Values
+    change only after the Trainer's logging steps, so that the bar never waits for the device in between.
 
     Args:
-        refresh_rate: Number of times per second that the bar is drawn; 0 draws no bar.
+        refresh_rate: Number of times that the bar is drawn per second; 0 draws no bar.
         leave: Whether the bar of an epoch stays on the screen.
     """
 
@@ -33,7 +33,7 @@ class TrainingProgressBar(RichProgressBar):
 
     @override
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        # with Lightning's own widths, metrics would be broken into lines of one word each
+        # with Lightning's own widths, metrics would wrap into lines of one word each
         description, bar, batches, *_ = super().configure_columns(trainer)
         bar.bar_width = _BAR_WIDTH
         return [description, bar, batches, TimeRemainingColumn()]
@@ -41,8 +41,8 @@ class TrainingProgressBar(RichProgressBar):
     @property
     @override
     def total_train_batches(self) -> int | float:
-        # Lightning uses the number of remaining steps as the number of all batches, even if a step has several batches
-        # or the run was resumed
+        # Lightning takes the number of remaining steps as the total number of batches, which is wrong if a step has
+        # several batches or if the run was resumed
         trainer: Any = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
@@ -56,7 +56,7 @@ class TrainingProgressBar(RichProgressBar):
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # the first hook after the previous step was logged, which has waited for the device
+        # this is the first hook after the previous step was logged; logging has already waited for the device
         if self._is_due:
             self._update_metrics(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Report on the outcome of a training run, in plain words."""
+"""Callback that reports the outcome of a training run in plain words."""
 
 import os
 import shlex
@@ -18,11 +18,12 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Report of validation loss before and after training, speed, checkpoints, how to resume, and a sample.
+    """Callback that reports loss, speed and checkpoints at the end of a run, how to resume it, and a sample of text.
 
-    The speed is the tokens per second of the Trainer's ``Throughput``. The sample is from the averaged weights if the
-    Trainer has an ``ExponentialMovingAverage``. The loss before training is that of the Trainer's sanity check: set
-    ``num_sanity_val_steps=-1`` for the whole validation set. The report is written once, to Lightning's own log.
+    The validation loss is reported before and after training. The loss before training comes from the Trainer's sanity
+    check; set ``num_sanity_val_steps=-1`` to use the whole validation set. The speed is in tokens per second, as
+    measured by the Trainer's ``Throughput``. The sample uses the averaged weights if the Trainer has an
+    ``ExponentialMovingAverage``. The report is written once, to Lightning's own log.
 
     Args:
         monitor: Name of the logged validation loss.
@@ -91,7 +92,7 @@ class RunReport(Callback):
         rank_zero_info("\n".join(lines))
 
     def _write_sample(self, trainer: Any, pl_module: Any) -> str:
-        """Generate a sample. All ranks generate the same text, since each holds a part of the weights."""
+        """Generate a sample. All ranks take part and generate the same text, since each holds only some weights."""
         tokenizer = trainer.datamodule.tokenizer
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
         was_training = pl_module.training
@@ -112,7 +113,7 @@ class RunReport(Callback):
 
 
 def _describe_checkpoints(trainer: Any) -> list[str]:
-    """Return a line for each checkpoint that is kept, the last one first."""
+    """Return the lines of the report about the checkpoints that are kept, the last checkpoint first."""
     steps: dict[str, int] = getattr(trainer.strategy, "saved_steps", {})
     lines = []
     for callback in trainer.checkpoint_callbacks:
@@ -124,7 +125,7 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """Return how to resume from the last checkpoint: the command line of this run, or the call in a user's own script.
+    """Return the command that resumes from the last checkpoint or, for a user's own script, the call to write in it.
 
     Args:
         checkpoint: Path of the checkpoint.
@@ -145,14 +146,17 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
 
 
 def _get_launcher() -> list[str]:
-    # with several nodes, their rendezvous address is not known here
+    # with several nodes, the rendezvous address is not known here
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
     return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]
 
 
 def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
-    """Return twice the number of steps or epochs that ended the run; empty if a time limit or a metric ended it."""
+    """Return ``max_steps`` or ``max_epochs``, whichever ended the run, with twice its value.
+
+    The result is empty if a time limit or a metric ended the run.
+    """
     max_epochs = trainer.max_epochs or -1
     if 0 < trainer.max_steps <= trainer.global_step:
         return {"max_steps": 2 * trainer.max_steps}

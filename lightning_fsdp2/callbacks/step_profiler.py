@@ -1,4 +1,4 @@
-"""Traces of a few steps with torch's profiler."""
+"""Callback that traces a few training steps with torch's profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,18 @@ from lightning_fsdp2.compat.lightning import is_accumulating
 
 
 class StepProfiler(Callback):
-    """Callback that writes how long each operation of a few steps took: a trace for https://ui.perfetto.dev per rank.
+    """Callback that traces how long each operation of a few training steps takes, with torch's profiler.
+
+    Each rank writes its own file, which https://ui.perfetto.dev can show.
 
     Args:
         dirpath: Directory for ``step<n>-rank<r>.json.gz``. None for ``traces`` in the directory of the logger or,
             without one, the Trainer's ``default_root_dir``.
         wait: Number of steps to skip first, such as those in which the model is compiled.
-        warmup: Number of steps after these that are profiled, but whose trace is discarded.
-        active: Number of steps that are traced, each with all its micro-batches.
-        every_n_steps: Number of steps from one trace to the next; 0 traces once.
-        with_stack: Whether to record which Python code called each operation, which slows down the traced steps.
+        warmup: Number of steps to profile after that, without keeping the trace.
+        active: Number of steps to trace, each with all its micro-batches.
+        every_n_steps: Number of steps from one trace to the next; 0 traces only once.
+        with_stack: Whether to record the Python code that called each operation. This slows down the traced steps.
 
     Raises:
         ValueError: When a number is out of range.
@@ -37,12 +39,12 @@ class StepProfiler(Callback):
         if wait < 0 or warmup < 0 or active < 1:
             raise ValueError(
                 f"StepProfiler(wait={wait}, warmup={warmup}, active={active}): `wait` and `warmup` must be 0 or more,"
-                " `active` 1 or more."
+                " and `active` 1 or more."
             )
         if every_n_steps != 0 and every_n_steps < warmup + active:
             raise ValueError(
-                f"StepProfiler(every_n_steps={every_n_steps}) must be 0, or warmup + active = {warmup + active} or"
-                " more."
+                f"StepProfiler(every_n_steps={every_n_steps}) must be 0, or at least warmup + active ="
+                f" {warmup + active}."
             )
         self.dirpath = dirpath
         self.wait = wait

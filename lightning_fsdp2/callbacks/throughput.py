@@ -1,4 +1,4 @@
-"""Tokens per second, the share of the devices' peak that they amount to, and the time that steps wait for data."""
+"""Callback that logs tokens per second, FLOPs utilisation, and the time that steps wait for data."""
 
 import time
 from collections.abc import Mapping
@@ -17,22 +17,23 @@ from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, wa
 class Throughput(Callback):
     """Callback that logs the speed of training since the last logging step, on the Trainer's logging steps.
 
-    Validation does not count.
+    The metrics are ``throughput/tokens_per_second``, ``throughput/tokens_per_second_per_device``,
+    ``throughput/step_seconds``, ``throughput/data_share``, ``throughput/tflops_per_device`` and ``throughput/mfu``. The
+    time of validation does not count.
 
-    The metrics are ``throughput/tokens_per_second`` and ``throughput/tokens_per_second_per_device``;
-    ``throughput/step_seconds``; ``throughput/data_share``, the part of the time in which the slowest rank waited for
-    its data loader; ``throughput/tflops_per_device`` and ``throughput/mfu``. The copy to the device is not part of
-    ``data_share``: from pinned memory it takes the host no time, and otherwise it waits for the previous steps.
+    ``data_share`` is the fraction of the time in which the slowest rank waited for its data loader. It does not include
+    the copy to the device: from pinned memory, the copy takes the host no time; otherwise it waits for earlier steps.
 
-    Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch (tensor and
-    context parallel ones) count it once.
+    Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
+    parallel ranks read counts once.
 
-    MFU (https://arxiv.org/abs/2204.02311) is tokens per second x operations per token / (devices x peak of a device).
-    For operations per token, see :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If these or the
-    peak are not known, MFU is not logged, and the reason is given once.
+    MFU, the model FLOPs utilisation (https://arxiv.org/abs/2204.02311), is tokens per second x operations per token /
+    (devices x peak of a device). For operations per token, see
+    :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If the operations or the peak are not known, MFU
+    is not logged, and a message gives the reason once.
 
     Args:
-        flops_per_token: Floating-point operations of one token, forward and backward. None derives them from the model.
+        flops_per_token: Floating-point operations of one token, forward and backward. None counts them in the model.
         peak_flops: Peak of a device, in operations per second without sparsity. None takes it from a table.
     """
 
@@ -117,9 +118,9 @@ class Throughput(Callback):
             self.average = self._fit_tokens / self._fit_seconds
 
     def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
-        """Return the tokens of all ranks, the seconds that the slowest rank waited for data, and all seconds.
+        """Return the tokens of all ranks, the longest wait of a rank for data, and the time that has passed.
 
-        The counts start from 0 again.
+        Times are in seconds. All counts are since the last call, and are reset to 0.
         """
         counts = gather_numbers(trainer, (self._tokens, self._waited))  # waits for the device to finish the steps
         seconds = time.monotonic() - self._started

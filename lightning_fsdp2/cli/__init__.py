@@ -1,4 +1,4 @@
-"""The command line: LightningCLI for any model and data module, and commands on checkpoints.
+"""Command line of the package: LightningCLI for any model and data module, and commands for checkpoints.
 
 ::
 

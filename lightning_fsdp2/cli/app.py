@@ -1,4 +1,4 @@
-"""``lightning-fsdp2``: its commands, and how they run."""
+"""The program ``lightning-fsdp2`` with its commands."""
 
 import sys
 from typing import Any, cast
@@ -20,27 +20,27 @@ from lightning_fsdp2.strategies.registry import STRATEGIES
 
 __all__ = ["FSDP2CLI", "main"]
 
-_DESCRIPTION = "Train any LightningModule on shards, from YAML, and look after its checkpoints."
+_DESCRIPTION = "Train any LightningModule with sharded weights, configured in YAML, and manage its checkpoints."
 
-_QUICKSTART = "Train a small model on this machine, with options as of `fit`."
+_QUICKSTART = "Train a small model on this machine. Takes the options of `fit`."
 
 _STRATEGY_HELP = (
-    f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path. Its"
-    " options follow as --trainer.strategy.OPTION, or under init_args in YAML."
+    f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path. Give"
+    " options of the strategy as --trainer.strategy.OPTION, or under init_args in YAML."
 )
 
 
 def main(args: ArgsType = None) -> None:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``describe``, ``quickstart`` or a command on checkpoints.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``describe``, ``quickstart`` or a command for checkpoints.
 
     Args:
-        args: Command line arguments without the program's name; None takes those of the process.
+        args: Command line arguments without the program's name. None for the arguments of this process.
 
     Raises:
-        SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong; with code 0 at
-            the end of a command on checkpoints.
+        SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong. With code 0 at
+            the end of a command for checkpoints.
     """
-    # our configs' help is the docstrings under their fields; reading them takes minutes, and completion shows none
+    # reading the help of our configs from the docstrings of their fields takes minutes; completion shows no help
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
@@ -50,8 +50,8 @@ def main(args: ArgsType = None) -> None:
 class FSDP2CLI(LightningCLI):
     """LightningCLI for any model and data module, both given by ``class_path``.
 
-    The optimizer and the scheduler are options of the model: LightningCLI's own would be created before the strategy
-    shards the model, and would then update parameters that are no longer in it.
+    The optimizer and the scheduler are options of the model. LightningCLI would create them before the strategy shards
+    the model, and they would then update parameters that are no longer in the model.
 
     Args:
         args: Command line arguments; see :func:`main`.
@@ -78,13 +78,13 @@ class FSDP2CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands, and those that train nothing."""
+        """Return Lightning's subcommands together with ``describe`` and ``plan``."""
         return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in WITHOUT_RUN}}
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Add our commands after Lightning's."""
+        """Add the package's own commands after those of Lightning."""
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         if not add_subcommands:
             return
@@ -98,14 +98,14 @@ class FSDP2CLI(LightningCLI):
             subcommands.add_subcommand(name, parser, help=summary)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Name the strategies in the help, and give each group of options a heading of one line."""
+        """List the strategies in the help, and shorten the heading of each group of options to one line."""
         super().add_core_arguments_to_parser(parser)
         for name in ("trainer", "model", "data"):
             cast(Any, parser).groups[name].title = f"Options of the {name}"
         get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments. A command on checkpoints runs here, and ends the process."""
+        """Parse the arguments. If they are a command for checkpoints, run it and exit."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in WITHOUT_RUN:
@@ -119,14 +119,17 @@ class FSDP2CLI(LightningCLI):
         parser.exit(0)
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's arguments from the configuration alone, as with checkpoint directories.
+        """Leave the model's arguments as configured, whatever arguments the checkpoint holds.
 
-        Lightning would take the arguments that a single-file checkpoint holds, and fails if the model names those that
-        it saves (``save_hyperparameters("config")``).
+        Lightning would replace them with the arguments in a single-file checkpoint, although not with those in a
+        checkpoint directory. It fails if a model saves only named arguments (``save_hyperparameters("config")``).
         """
 
     def before_instantiate_classes(self) -> None:
-        """Refuse 16-mixed for our strategies here: on a CPU, Lightning replaces it before they can refuse it."""
+        """Refuse ``16-mixed`` for the strategies of this package.
+
+        On a CPU, Lightning would replace this precision before a strategy could refuse it.
+        """
         strategy = self._get(self.config, "trainer.strategy")
         name = str(getattr(strategy, "class_path", strategy))
         is_ours = name.startswith("lightning_fsdp2.") or name in STRATEGIES
@@ -137,19 +140,19 @@ class FSDP2CLI(LightningCLI):
                 self._parser(self.subcommand).error(f"trainer.{error}", error)
 
     def instantiate_classes(self) -> None:
-        """Create model, data and trainer. If they refuse an option, end as if the parser had refused it."""
+        """Create model, data and trainer. If one of them refuses an option, report this like a parser error."""
         try:
             if self.subcommand in WITHOUT_RUN:
                 self._instantiate_without_run()
             else:
                 super().instantiate_classes()
-        except (*REFUSALS, RuntimeError) as error:  # RuntimeError: Lightning's, for unsupported SLURM variables
+        except (*REFUSALS, RuntimeError) as error:  # Lightning's RuntimeError is for unsupported SLURM variables
             if not has_refusal(error):  # a bug keeps its traceback
                 raise
             self._parser(self.subcommand).error(str(error), error)
 
     def _instantiate_without_run(self) -> None:
-        """Create model, data and trainer without weights, and without files or the run's machines."""
+        """Create model, data and trainer for ``describe`` or ``plan``, without weights, files or the run's machines."""
         subcommand = cast(str, self.subcommand)
         config = self.config[subcommand]
         set_world(config, subcommand)
@@ -159,13 +162,13 @@ class FSDP2CLI(LightningCLI):
         cast(CLITrainer, self.trainer).about_run = about_run
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer. Without a run it needs no launcher's environment."""
+        """Create the Trainer. For ``describe`` and ``plan``, ignore the environment that a launcher has set."""
         if self.subcommand in WITHOUT_RUN:
             kwargs["plugins"] = [LightningEnvironment()]
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Train or evaluate. A refusal during the run also ends with one line, a bug with its traceback."""
+        """Run a subcommand. An error that the user can fix ends with one line, and a bug with a traceback."""
         try:
             super()._run_subcommand(subcommand)
         except REFUSALS as error:

@@ -1,4 +1,4 @@
-"""Commands of ``lightning-fsdp2`` on checkpoints. Their arguments and help come from the functions here."""
+"""Commands of ``lightning-fsdp2`` for checkpoints. Each function's signature and docstring are a command's help."""
 
 import sys
 from collections.abc import Callable
@@ -14,10 +14,10 @@ def consolidate(
 
     Args:
         path: The checkpoint directory.
-        output: The file to write; an existing one is replaced once the new one is complete.
+        output: The file to write. An existing file is replaced once the new file is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether to compare what is read with its checksums.
-        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        verify: Whether to compare the data that is read with its checksums.
+        trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
     """
     consolidate_checkpoint(
         path, output, with_optimizers=with_optimizers, verify=verify, trust_checkpoint=trust_checkpoint
@@ -30,7 +30,7 @@ def verify(path: str, trust_checkpoint: bool = False) -> None:
 
     Args:
         path: A directory or a single file.
-        trust_checkpoint: Whether ``.metadata`` may hold any object, which can run code when it is loaded.
+        trust_checkpoint: Whether ``.metadata`` may contain arbitrary objects, which can run code when loaded.
     """
     for line in verify_checkpoint(path, trust_checkpoint=trust_checkpoint):
         sys.stdout.write(f"{line}\n")
@@ -57,14 +57,14 @@ def export(
         output: The directory to write.
         model: Path of the model in the LightningModule, if it holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model; null for the tokenizer of the run.
-        dtype: Dtype of the weights; null keeps that of the checkpoint.
+        dtype: Dtype of the weights; null keeps the dtype in the checkpoint.
         max_shard_size: Largest size of a file, in bytes or as text such as 5GB.
-        merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
-        pretrained: Directory of the model that training began with. Needed if it has moved since, and the checkpoint
-            does not hold the frozen weights.
+        merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
+        pretrained: Directory of the model that training began with. Needed if the directory has moved since, and the
+            checkpoint does not hold the frozen weights.
         overwrite: Whether to replace a directory that is not empty, once the new one is complete.
-        verify: Whether to compare what is read with its checksums.
-        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        verify: Whether to compare the data that is read with its checksums.
+        trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
     """
     from lightning_fsdp2.export.hugging_face import export_hf
 

@@ -1,4 +1,4 @@
-"""Errors on the command line: one line for what a user can fix, the traceback for a bug."""
+"""Reports of errors on the command line: one line for an error that the user can fix, a traceback for a bug."""
 
 import os
 import re
@@ -17,14 +17,14 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# text around the reason if the class is only called later, as for an optimizer
+# text that jsonargparse puts around the reason if the class is called later, as an optimizer is
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )
 
 
 def wants_traceback() -> bool:
-    """Return whether jsonargparse's own environment variable asks for the traceback."""
+    """Return whether jsonargparse's own environment variable asks for tracebacks."""
     return os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
 
 
@@ -39,8 +39,8 @@ def is_first_of_node() -> bool:
 def has_refusal(error: BaseException) -> bool:
     """Return whether ``error``, or the original error that jsonargparse wrapped in it, is one that a user can fix.
 
-    jsonargparse turns whatever an ``__init__`` raises into a ValueError. A user's own class may raise a plain
-    ValueError.
+    jsonargparse turns any error in an ``__init__`` into a ValueError. A plain ValueError counts too, since a user's own
+    class may raise one.
     """
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -49,10 +49,10 @@ def has_refusal(error: BaseException) -> bool:
 
 
 def summarize(message: str) -> str:
-    """Return the innermost option in a message of jsonargparse, and what is wrong with it.
+    """Shorten an error message of jsonargparse to the innermost option and the problem with it.
 
-    jsonargparse tries every member of a union type and indents the error of each. So the deepest lines are about the
-    member that came closest to the given value.
+    jsonargparse tries every member of a union type and indents the error of each member. So the most indented lines are
+    about the member that came closest to the given value.
     """
     if "Does not validate against" not in message:
         return " ".join(message.split())
@@ -74,7 +74,7 @@ def summarize(message: str) -> str:
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
     if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
         reasons = [f"{path!r} is no class path" for path in paths]
-    # if the kind of value was right and only its content wrong, a list of the other kinds does not help
+    # if a value has the right type and only its content is wrong, a list of the other types does not help
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))
     if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:

@@ -1,4 +1,4 @@
-"""Short spellings on the command line and in YAML, and what a user may have meant by a misspelt word."""
+"""Short names on the command line and in YAML, and suggestions for misspelt words."""
 
 import dataclasses
 import importlib
@@ -24,12 +24,12 @@ _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 
 
 def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Expand the short name of a strategy in ``--trainer.strategy NAME``, and mark a class path there as one.
+    """Expand short names of strategies in command line arguments.
 
-    Lightning treats a strategy without options as a name, even if it looks like a class path
-    (https://github.com/Lightning-AI/pytorch-lightning/issues/19682).
-
-    Options of commands may be written with hyphens, such as ``--world-size``.
+    In ``--trainer.strategy NAME``, a short name becomes a class path with options. A class path becomes
+    ``--trainer.strategy.class_path``, because Lightning would treat it as a name if it has no options
+    (https://github.com/Lightning-AI/pytorch-lightning/issues/19682). Options of commands may be written with hyphens,
+    such as ``--world-size``.
     """
     expanded: list[str] = []
     for argument in args:
@@ -53,7 +53,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
 
 
 def expand_yaml(content: str, commands: Iterable[str]) -> str:
-    """Expand the short name of a strategy in YAML: in a plain config, or in one with a section per command.
+    """Expand short names of strategies in YAML: in a plain config, or in a config with a section for each command.
 
     Raises:
         ValueError: When ``content`` is not YAML, or has a key twice; the message names the line.
@@ -65,7 +65,7 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
         if isinstance(error, RepeatedKeyError):
             raise ValueError(str(error)) from error
         raise ValueError(
-            f"{line}: this is not YAML ({error.problem}); look at the indentation and the quotes."
+            f"{line}: this is not YAML ({error.problem}); check the indentation and the quotes."
         ) from error
     if not isinstance(config, dict):
         return content
@@ -79,7 +79,7 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
 
 
 def get_hint(message: str, options: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the word that a parser's error calls unknown, or "" if no word is similar.
+    """Return ``; did you mean ...?`` for the unknown word in a parser's error, or "" if no known word is similar.
 
     Args:
         message: Whole message of the parser.
@@ -124,7 +124,7 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Return the unknown word in ``message``, and the known words that it may resemble, each with its suggestion."""
+    """Return the unknown word in ``message``, and the known words to compare it with, each with its suggestion."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -151,7 +151,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return the arguments of a class, and the fields of the configs among them."""
+    """Return the names of a class's arguments and of the fields of its config arguments, each with its suggestion."""
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Return the names of the modules in the package where ``name`` was looked for."""
+    """Return the names of the modules in the package in which the module ``name`` was not found."""
     parent = name.rpartition(".")[0]
     if not parent:
         return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]

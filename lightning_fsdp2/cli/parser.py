@@ -1,4 +1,4 @@
-"""Parser of the command line, and its output for help and for mistakes."""
+"""Parser of the command line, with its help and its error messages."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SUMMARIES = {
     "test": "Evaluate a model on the test data.",
     "predict": "Write what a model predicts for data.",
     "describe": "Print mesh, units and each parameter's shard for a config, on any number of ranks, without training.",
-    "plan": "Compute memory, traffic and time of a config's step on any number of devices, without any.",
+    "plan": "Compute memory, traffic and time of a config's step on any number of devices, without using them.",
 }
 _QUICKSTART_CONFIG = Path(__file__).parent / "quickstart.yaml"
 _LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name: `strategy=('.*?')`.*", re.DOTALL)
@@ -31,7 +31,7 @@ _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain ma
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Formatter that leaves out markup, and the lists of all subclasses, which ``--OPTION.help`` gives."""
+    """Help formatter that leaves out markup and the lists of subclasses. ``--OPTION.help`` prints these lists."""
 
     def _get_help_string(self, action: Action) -> str:
         text = super()._get_help_string(action)
@@ -39,7 +39,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Parser that knows short names, and reports a mistake in one line where jsonargparse prints a screenful."""
+    """Argument parser that accepts short names, and reports each mistake in a single line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_repeated_keys()
@@ -61,7 +61,7 @@ class ArgumentParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if self.exit_on_error and not wants_traceback():
             if not is_first_of_node():
-                self.exit(2)  # an error that all ranks have is printed once
+                self.exit(2)  # all ranks have the same error; print it once
             message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
             self.exit(2, f"error: {summarize(message)}{hint}\n")
@@ -73,5 +73,5 @@ class ArgumentParser(LightningArgumentParser):
 
 
 def _get_gpu_arguments() -> list[str]:
-    """Return arguments that make the quickstart use the GPUs, if there are any, instead of two CPU processes."""
+    """Return the arguments that make the quickstart use all GPUs, if there are any, instead of two CPU processes."""
     return ["--trainer.accelerator=gpu", "--trainer.devices=auto"] if torch.cuda.is_available() else []

@@ -1,4 +1,4 @@
-"""YAML in which a repeated key is an error: PyYAML would silently keep the last one."""
+"""Check of YAML for repeated keys. PyYAML would silently keep the last one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,16 +8,16 @@ from jsonargparse import get_loader, set_loader
 
 
 class RepeatedKeyError(yaml.constructor.ConstructorError):
-    """Error for a repeated key of a mapping, with the line of the second one."""
+    """Error for a key that a mapping has twice, with the line of the second."""
 
     def __str__(self) -> str:
         return f"line {self.problem_mark.line + 1}: {self.problem}."
 
 
 def refuse_repeated_keys() -> None:
-    """Let jsonargparse refuse repeated keys in all YAML that it reads, including files that other files name.
+    """Make jsonargparse refuse repeated keys in all YAML that it reads, including files that other files name.
 
-    One call is enough.
+    Further calls have no effect.
     """
     if not isinstance(load := get_loader("yaml"), _Loader):
         set_loader("yaml", _Loader(load), exceptions=(yaml.YAMLError,))
@@ -33,10 +33,12 @@ class _Loader:
 
 
 def check_keys(content: str) -> None:
-    """Refuse YAML with a repeated key. Anchors may be used often, and keys merged by ``<<`` may be overridden.
+    """Raise an error if a mapping in the YAML text ``content`` has a key twice.
+
+    Anchors may be used any number of times, and keys merged by ``<<`` may be overridden.
 
     Raises:
-        RepeatedKeyError: When a key is repeated; the error names the lines of the first and the second.
+        RepeatedKeyError: When a key is repeated. The error names the lines of the first and the second.
         yaml.YAMLError: When ``content`` is not YAML.
     """
     for node in _walk(yaml.compose(content, Loader=yaml.SafeLoader), set()):

@@ -1,4 +1,4 @@
-"""``describe`` and ``plan``: what a config would train, without its machines, its files and its weights."""
+"""The commands ``describe`` and ``plan``, which need neither the machines, the files nor the weights of a run."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ from lightning_fsdp2.recipes.imports import import_class_from_path
 WITHOUT_RUN = ("describe", "plan")
 
 _SOURCES = ("path", "validation_path", "validation_split", "test_path", "test_split")
-"""Options of data modules that say what to read, apart from the dataset."""
+"""Options of data modules, other than ``dataset``, that name the data to read."""
 
 _CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_fsdp2" / "plans")
 
@@ -38,17 +38,17 @@ class AboutRun:
     """Description of a run, taken from its config."""
 
     config: str
-    """Text of the config's trainer, model and data."""
+    """Text of the sections for trainer, model and data in the config."""
 
     extras: list[str]
     """Class paths of the config's callbacks and plugins."""
 
 
 class CLITrainer(Trainer):
-    """Lightning's Trainer, which can also describe and plan what it would train."""
+    """Lightning's Trainer with the commands ``describe`` and ``plan``, which do not train."""
 
     about_run: AboutRun
-    """The config's description of the run. Set for ``describe`` and ``plan``, whose trainer lacks parts of the run."""
+    """Description of the run, taken from the config. Set only for ``describe`` and ``plan``."""
 
     def describe(
         self,
@@ -65,7 +65,7 @@ class CLITrainer(Trainer):
             world_size: Number of ranks, which may be more than this machine has. None for trainer.devices x num_nodes.
             format: Format of the output: tables to read, or JSON with every parameter.
         """
-        # the command line has replaced None with a number
+        # `set_world` has already replaced None with a number
         description = describe(self, model, world_size=cast(int, world_size))
         if format == "json":
             sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")
@@ -93,7 +93,7 @@ class CLITrainer(Trainer):
         plot: str | None = None,
         processes: int | None = None,
     ) -> None:
-        """Print what a step of the run costs on devices that need not exist here.
+        """Print the memory, traffic and time of a training step, on devices that need not exist here.
 
         Args:
             model: Model on the meta device.
@@ -101,20 +101,20 @@ class CLITrainer(Trainer):
                 the first batch is read.
             world_size: Number of devices. None for trainer.devices x num_nodes.
             device: Kind of the devices: a100, h100, h200, b200 or mi300x.
-            memory: Memory of a device in GiB, if it differs from what is usual for this kind.
-            memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from what is usual.
+            memory: Memory of a device in GiB, if it differs from the usual memory of this kind.
+            memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from the usual one.
             network_bandwidth: Bandwidth to other nodes in GB per second and device, in one direction.
-            devices_per_node: Number of devices that the fast links connect. None for trainer.devices if the config has
-                as many devices as world_size, else for 8.
+            devices_per_node: Number of devices that the fast links connect. None for trainer.devices if world_size is
+                the number of devices in the config, and for 8 otherwise.
             product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for the published
                 number.
             attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
                 128 and no mask, for the estimate; None for the published number.
-            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold equally much.
-            suggest: Whether to also plan changes that would help, if the run does not fit.
-            search: YAML file for the layout with the shortest steps, which fit takes as a second --config.
-            search_seconds: Seconds after which no further layout is started.
-            cache_dir: Folder that keeps what a search has simulated, for the next search; null keeps nothing.
+            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold the same amount.
+            suggest: Whether to also plan changes that would help, if the run does not fit in memory.
+            search: YAML file to write with the layout that has the shortest steps. Give it to fit as a second --config.
+            search_seconds: Time in seconds after which the search starts no further layout.
+            cache_dir: Folder in which a search stores its simulations for later searches; null stores nothing.
             json: File for all numbers; - prints them instead of the tables.
             plot: File for a plot of memory and traffic, .png or .svg.
             processes: Number of plans that are computed at once; None for as many as there are CPUs.
@@ -129,7 +129,7 @@ class CLITrainer(Trainer):
             attention_tflops=attention_tflops,
         )
         if search is not None and ranks is not None:
-            raise ValueError(f"ranks={ranks} with search={search!r}: a search plans rank 0; leave ranks out.")
+            raise ValueError(f"ranks={ranks} with search={search!r}: a search plans only rank 0; leave ranks out.")
         _check_files(search=search, json=json, plot=plot)
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, without_infos():
@@ -170,22 +170,22 @@ def _write_plan(plan: Plan, *, json: str | None, plot: str | None) -> None:
 def _check_files(**paths: str | None) -> None:
     for option, path in paths.items():
         if path not in (None, "-") and (os.path.isdir(path) or not os.access(Path(path).parent, os.W_OK)):
-            raise ValueError(f"{option}={path!r} cannot be written; name a file in a folder that can be written to.")
+            raise ValueError(f"{option}={path!r} cannot be written; name a file in a writable folder.")
     if paths["plot"] is not None:
         check_plot(paths["plot"])
 
 
 def set_world(config: Namespace, subcommand: str) -> None:
-    """Fill in the world size and the devices per node from the trainer, if the command line leaves them out.
+    """Fill in the world size and the devices per node from the trainer's options, if the command line omits them.
 
     Raises:
-        ValueError: When the trainer asks for all devices, and this machine has none of the kind.
+        ValueError: When the trainer asks for all devices, and this machine has no device of that kind.
     """
     devices, nodes = _count_devices(config.trainer), int(config.trainer.num_nodes)
     if config.world_size is None and devices < 1:
         raise ValueError(
-            f"trainer.devices={config.trainer.devices!r} is what a machine has, and this one has no accelerator; give"
-            " the number of ranks, such as --world_size=8."
+            f"trainer.devices={config.trainer.devices!r} asks for all accelerators of this machine, but it has none;"
+            " give the number of ranks, such as --world_size=8."
         )
     if config.world_size is None:
         config.world_size = devices * nodes
@@ -194,10 +194,10 @@ def set_world(config: Namespace, subcommand: str) -> None:
 
 
 def leave_run_out(config: Namespace, subcommand: str) -> AboutRun:
-    """Remove weights, everything that reads or writes, and the machines of the run from ``config``.
+    """Remove from ``config`` the run's weights and machines, and everything that reads or writes files.
 
     Returns:
-        The config's description of the run.
+        A description of the run as it was configured.
     """
     if subcommand == "describe":
         config.data = None
@@ -222,7 +222,7 @@ def _get_class_name(extra: Any) -> str:
 
 
 def _count_devices(trainer: Namespace) -> int:
-    """Return the number of devices of a node; 0 if the config asks for all and there are none."""
+    """Return the number of devices in a node; 0 if the config asks for all devices and there are none."""
     devices: Any = trainer.devices
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -234,9 +234,9 @@ def _count_devices(trainer: Namespace) -> int:
 
 
 def _leave_unread(data: Namespace) -> None:
-    """Let one of this package's data modules be created without its files.
+    """Change the config of one of this package's data modules so that it can be created without its files.
 
-    Its batches have the same shapes as with them.
+    The shapes of its batches stay the same.
     """
     if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
         elsewhere = {name: None for name in _SOURCES if name in data.init_args}
@@ -245,7 +245,7 @@ def _leave_unread(data: Namespace) -> None:
 
 @contextmanager
 def without_infos() -> Iterator[None]:
-    """Silence Lightning's messages about the machine inside the block, since the output is to be read or piped."""
+    """Silence Lightning's messages about the machine inside the block, since users read or pipe the output."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

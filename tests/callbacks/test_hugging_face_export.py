@@ -108,7 +108,7 @@ class OtherTokenizer:
 def test_a_data_modules_tokenizer_of_another_library_is_left_out(tmp_path: Path) -> None:
     def run() -> None:
         trainer = make_trainer("auto", max_steps=1, callbacks=[HuggingFaceExport(tmp_path / "out")])
-        with pytest.warns(UserWarning, match="tokenizer, a OtherTokenizer, is not one of transformers"):
+        with pytest.warns(UserWarning, match="tokenizer, a OtherTokenizer, is not a transformers tokenizer"):
             trainer.fit(CausalLM(config=CONFIG), Data(OtherTokenizer()))
 
     run_ranks(run, 1, group=False)

@@ -50,7 +50,7 @@ def test_at_a_step_and_when_memory_runs_out(tmp_path: Path) -> None:
 def test_memory_of_a_cpu_has_no_history() -> None:
     def run() -> None:
         trainer = make_trainer(callbacks=[MemorySnapshot()])
-        with pytest.raises(ValueError, match="this run is on 'cpu'; remove it"):
+        with pytest.raises(ValueError, match="this run is on 'cpu'; remove the callback"):
             trainer.fit(Regressor(), make_loader(make_batches(2)))
 
     run_ranks(run, 1)

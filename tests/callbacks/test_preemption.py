@@ -508,7 +508,7 @@ def test_an_array_without_checkpoints_is_queued_again(
 def test_a_job_that_cannot_be_queued_again_says_so(tmp_path: Path, scontrol: Path) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexit 1\n")
 
-    says = pytest.warns(UserWarning, match="job 77 is not queued again.*`scontrol requeue 77`")
+    says = pytest.warns(UserWarning, match="job 77 was not queued again.*`scontrol requeue 77`")
 
     def run() -> None:
         with says if os.environ["RANK"] == "0" else nullcontext():
@@ -525,7 +525,7 @@ def test_without_model_checkpoint_it_says_that_nothing_is_saved(tmp_path: Path) 
         trainer = make_trainer(callbacks=[Signal(rank=0, step=1)], max_steps=6, default_root_dir=tmp_path)
         with (
             pytest.raises(SystemExit),
-            pytest.warns(UserWarning, match="ended behind step 2, and nothing was"),
+            pytest.warns(UserWarning, match="ended after step 2, and nothing was"),
         ):
             trainer.fit(Regressor(), make_loader(BATCHES))
 

@@ -131,5 +131,5 @@ def test_what_cannot_be_is_said() -> None:
     assert "train='0:02:00') must be shorter than the timeout of FSDP2Strategy, '0:02:00'" in too_long
     assert "needs a strategy of lightning_fsdp2, not SingleDeviceStrategy" in foreign
     assert "torch cannot change the timeout of xccl" in fixed
-    with pytest.raises(ValueError, match=r"ProcessGroupTimeout\(train='0:00:00'\) must be more than nothing"):
+    with pytest.raises(ValueError, match=r"ProcessGroupTimeout\(train='0:00:00'\) must be longer than 0"):
         ProcessGroupTimeout(timedelta(0))

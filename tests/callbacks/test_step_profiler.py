@@ -32,7 +32,7 @@ def test_files_of_the_steps_asked_for(every: int, expected: list[int], tmp_path:
     ("options", "message"),
     [
         ({"active": 0}, "`active` 1 or more"),
-        ({"every_n_steps": 3}, r"must be 0, or warmup \+ active = 4 or more"),
+        ({"every_n_steps": 3}, r"must be 0, or at least warmup \+ active = 4"),
     ],
 )
 def test_values_out_of_range(options: dict[str, int], message: str) -> None:

@@ -324,7 +324,7 @@ def change(folder: Path, old: str, new: str) -> str:
         (
             "max_epochs: 1",
             "max_epochs: '1",
-            "run.yaml, line 24: this is not YAML (found unexpected end of stream); look at the indentation and the"
+            "run.yaml, line 24: this is not YAML (found unexpected end of stream); check the indentation and the"
             " quotes.",
         ),
     ],

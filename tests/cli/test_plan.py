@@ -104,15 +104,15 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
                 ("--world_size=12", "world_size=12 is no multiple of the 8 devices of a node"),
                 ("--trainer.strategy.tp_size=4", "tp_size=4 does not divide num_key_value_heads=2"),
                 ("--data.global_batch_size=15", "global_batch_size=15 is no multiple of batch_size=2"),
-                ("--json=nowhere/plan.json", "json='nowhere/plan.json' cannot be written; name a file in a folder"),
+                ("--json=nowhere/plan.json", "json='nowhere/plan.json' cannot be written; name a file in a writable folder"),
             )
         ),
         (["--trainer.strategy=ddp"], "plan runs the steps of FSDP2Strategy and DDPStrategy"),
         (["--plot=plan.txt"], "matplotlib writes"),
-        (["--json=."], "json='.' cannot be written; name a file in a folder that can be written to"),
-        (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a folder"),
-        (["--search=nowhere/best.yaml"], "search='nowhere/best.yaml' cannot be written; name a file in a folder"),
-        (["--search=best.yaml", "--ranks=[1]"], "a search plans rank 0; leave ranks out."),
+        (["--json=."], "json='.' cannot be written; name a file in a writable folder."),
+        (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a writable folder"),
+        (["--search=nowhere/best.yaml"], "search='nowhere/best.yaml' cannot be written; name a file in a writable folder"),
+        (["--search=best.yaml", "--ranks=[1]"], "a search plans only rank 0; leave ranks out."),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(flags: list[str], error: str, tmp_path: Path, capsys: Any) -> None:
