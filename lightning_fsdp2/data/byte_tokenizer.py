@@ -1,4 +1,4 @@
-"""A tokenizer that needs no download: one token per byte."""
+"""Tokenizer that needs no download: one token per byte."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer whose ids 0-255 are the bytes of the UTF-8 text and whose id 256 ends a document.
+    """Build a tokenizer with one token per byte of UTF-8 text (ids 0 to 255) and an end-of-text token (id 256).
 
-    It is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) before its first merge, so any text decodes to
-    itself. ``<|endoftext|>`` is both the first and the last token of a document, as in GPT-2.
+    It is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) without merges, so every text survives encoding and
+    decoding. As in GPT-2, ``<|endoftext|>`` serves as both the first and the last token of a document.
 
     Returns:
         A Hugging Face tokenizer with 257 tokens. It adds no special token by itself.

@@ -23,20 +23,22 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class ChatDataModule(SequenceDataModule):
-    """Conversations to fine-tune a causal language model on, with the loss on the assistant's answers only.
+    """Data module of conversations for fine-tuning, with the loss on the assistant's answers only.
 
-    A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``, and
-    perhaps ``tools``. Or it has a ``prompt`` and a ``completion``: texts of the user and the assistant, or lists of
-    messages. The tokenizer's chat template turns them into text. If the template has ``{% generation %}``, that marks
-    the answers. With any other template, an answer is the text between the template's generation prompt and the end of
-    the turn. Templates for which this is not exact, because they write earlier turns differently once more turns
-    follow, are refused.
+    A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``. It may
+    also have ``tools``. Instead of ``messages``, a row may have a ``prompt`` and a ``completion``. These are texts of
+    the user and the assistant, or lists of messages.
+
+    The tokenizer's chat template turns a row into text. If the template has ``{% generation %}``, this marks the
+    answers. With any other template, an answer is the text between the template's generation prompt and the end of the
+    turn. This is not exact if a template writes earlier turns differently once more turns follow. Such a template is
+    refused.
 
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
-    Whole conversations are packed together, and ``position_ids`` restart at each, so no conversation sees another. This
-    needs attention that respects ``position_ids``; ``CausalLM`` refuses any other. Outside of context parallelism,
-    flash attention respects them at ``batch_size=1`` only. Conversations longer than a sequence are cut at their end,
-    and a warning counts them.
+    Several whole conversations are packed into a sequence. ``position_ids`` restart at each conversation, so that no
+    conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` refuses models
+    without such attention. Flash attention respects them only at ``batch_size=1`` or under context parallelism.
+    Conversations longer than a sequence are cut at their end, and a warning gives their number.
 
     Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs with the
     same data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
@@ -58,20 +60,22 @@ class ChatDataModule(SequenceDataModule):
         sequence_length: Tokens per sequence.
         pack: Whether to put several conversations into one sequence. Otherwise each conversation is a sequence, padded
             to the longest of its batch, and batches have no ``position_ids``.
-        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end, with end-of-text tokens and
-            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
+        pad_to_multiple_of: Number whose multiple each sequence's length is padded to. The padding is at the end, with
+            end-of-text tokens and without labels. Context and sequence parallelism need a multiple of
+            ``2 * cp_size * tp_size``.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
-            data parallel ranks. Sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with another
-            number of ranks. The last sequences of an epoch, which do not fill a step, are left out.
-        validation_fraction: Part of the conversations to validate on, chosen by their content. Default: 0.05, or 0 if
-            there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
+            data parallel ranks. It sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with
+            another number of ranks. Sequences at the end of an epoch that do not fill a step are left out.
+        validation_fraction: Fraction of the conversations to validate on, chosen by their content. The default is 0.05,
+            or 0 with a ``validation_path``, a ``validation_split`` or ``streaming``.
         validation_path: Conversations to validate on, like ``path``.
         validation_split: Part of ``dataset`` to validate on.
         test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all of it and keeps its share. A resumed run rereads the data it was trained on.
+            store. Every rank reads all the data and keeps its share. A resumed run reads again, and skips, the data
+            that it has already been trained on.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer that a stream is shuffled with, in conversations.
         seed: Seed of the order and of the choice of conversations for validation.
@@ -81,9 +85,9 @@ class ChatDataModule(SequenceDataModule):
 
     Raises:
         FileNotFoundError: When a path matches no file.
-        ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
-            ``setup``, when the tokenizer has no chat template, or a row is not a conversation with an answer. The
-            message names the file and the line. The rows of a stream are checked only when they are read in training.
+        ValueError: When options contradict each other or are out of range. Later, in ``prepare_data`` and ``setup``,
+            when the tokenizer has no chat template, or when a row is not a conversation with an answer. The message
+            names the file and the line. The rows of a stream are checked only when training reads them.
     """
 
     statistics: dict[str, LengthStatistics]
@@ -162,12 +166,12 @@ class ChatDataModule(SequenceDataModule):
         try:
             if len(rows) == 1:
                 raise ValueError(
-                    f"validation_fraction={self.validation_fraction} leaves nothing of a lone conversation to train on;"
-                    " use 0, or more conversations."
+                    f"validation_fraction={self.validation_fraction} leaves nothing to train on, since there is only"
+                    " one conversation; use 0, or more conversations."
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if rows are not conversations, or have empty answers only, report that first
+            # first report rows that are not conversations or have only empty answers
             _refuse_empty(self._tokenize(rows), "training")
             raise
 
@@ -199,7 +203,7 @@ class ChatDataModule(SequenceDataModule):
         )
 
     def _arrange(self, conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """Make sequences from the conversations that have an answer."""
+        """Turn the conversations that have an answer into sequences, packed or one by one."""
         if self.separate_documents:
             return pack_conversations(
                 conversations, sequence_length=self.sequence_length, pad_token_id=self.tokenizer.eos_token_id
@@ -220,19 +224,19 @@ class ChatDataModule(SequenceDataModule):
 def _refuse_empty(conversations: Dataset, split: str) -> None:
     if all(conversations["is_empty"]):
         raise ValueError(
-            f"All {len(conversations)} {split} conversation(s) have empty answers only: all that a model would learn is"
-            " to end. Look at the rows, and at messages_column, or prompt_column and completion_column."
+            f"All {len(conversations)} {split} conversation(s) have only empty answers: a model would only learn to end"
+            " its turn. Check the rows, and messages_column, or prompt_column and completion_column."
         )
 
 
 def _read_template(chat_template: str) -> str:
-    """Return the text of a template, which is given as text or as the path of a file."""
+    """Return the text of a chat template that is given as text or as the path of a file."""
     if "{" in chat_template:
         return chat_template
     file = Path(chat_template).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
-            f"chat_template={chat_template!r} is no file of this machine, and as a template it writes no message; "
+            f"chat_template={chat_template!r} is neither a file on this machine nor a template that writes messages; "
             "check its spelling."
         )
     return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Conversations as tokens, with labels on the assistant's answers only."""
+"""Tokenising of conversations, with labels on the assistant's answers only."""
 
 from __future__ import annotations
 
@@ -57,26 +57,27 @@ def tokenize_conversations(
 ) -> Dataset | IterableDataset:
     """Write each row's conversation with the chat template, tokenise it, and label its answers.
 
-    A template with ``{% generation %}`` marks the answers itself. With any other template, an answer is what the
-    template writes after its generation prompt (https://huggingface.co/docs/transformers/chat_templating), up to the
-    end of the answer's turn. This requires that the tokens up to that point do not change when more messages follow,
-    which is checked for every answer.
+    A template with ``{% generation %}`` marks the answers itself. With any other template, an answer is the text that
+    the template writes after its generation prompt (https://huggingface.co/docs/transformers/chat_templating), up to
+    the end of the answer's turn. The tokens up to that point must not change when more messages follow; this is checked
+    for every answer.
 
     Args:
         rows: Rows with ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
-        tokenizer: Tokenizer. It adds no special tokens here, since the template writes all of them.
-        chat_template: Template in Jinja, as transformers takes it.
+        tokenizer: Tokenizer of the model. It adds no special tokens here, since the template writes all of them.
+        chat_template: Jinja template, as transformers takes it.
         columns: Names of the columns that hold the conversations.
         sequence_length: Largest number of tokens of a conversation. Longer ones are cut at their end.
 
     Returns:
-        Rows of ``input_ids`` and ``labels`` (-100 except for answers), lists of at most ``sequence_length`` integers;
-        the ``length`` of the whole conversation in tokens; ``answer_tokens``, the number of labels that are left; and
-        ``is_empty``, whether all answers of the conversation are empty, so that it teaches only the end of a turn.
+        Rows with ``input_ids`` and ``labels``, lists of at most ``sequence_length`` integers. Labels are -100 except in
+        answers. ``length`` is the number of tokens of the whole conversation, and ``answer_tokens`` the number of
+        labels that are left after the cut. ``is_empty`` says whether all answers of the conversation are empty, so that
+        it teaches only the end of a turn.
 
     Raises:
-        ValueError: When a row is not a conversation with an answer, or the template cannot write it, or its answers
-            cannot be told apart. The message names the row.
+        ValueError: When a row is not a conversation with an answer, when the template cannot write it, or when its
+            answers cannot be told apart from the rest. The message names the row.
     """
     from datasets import Features, List, Value
 
@@ -122,7 +123,7 @@ def _tokenize_batch(
         "input_ids": [ids for ids, _, _ in rows],
         "labels": [labels for _, labels, _ in rows],
         "length": [length for _, _, length in rows],
-        # nothing predicts the first token
+        # no token predicts the first one
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
         "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
     }
@@ -143,7 +144,7 @@ def _parse(text: str, location: str, columns: Columns) -> _Conversation:
         for number, message in enumerate(_get_messages(row, location, columns), 1)
     ]
     if not any(message["role"] == _ANSWERS for message in messages):
-        raise ValueError(f"{location}: it has no message of the {_ANSWERS} to learn; add one or delete the row.")
+        raise ValueError(f"{location}: it has no message of the {_ANSWERS} to learn from; add one or delete the row.")
     if messages[0]["role"] == _ANSWERS:
         raise ValueError(f"{location}: it begins with an answer; put a message of the user first or delete the row.")
     return _Conversation(location, messages, row.get("tools") or None)
@@ -156,12 +157,12 @@ def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[
     if prompt is None or completion is None:
         if isinstance(row.get("conversations"), list):
             raise ValueError(
-                f"{location}: this is the format of ShareGPT; write 'messages' for 'conversations', 'role' for 'from'"
-                " (user for human, assistant for gpt) and 'content' for 'value'."
+                f"{location}: this is the format of ShareGPT; rename 'conversations' to 'messages', 'from' to 'role'"
+                " ('human' to 'user', 'gpt' to 'assistant') and 'value' to 'content'."
             )
         raise ValueError(
-            f"{location}: it has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}, but "
-            f"{list(row)}; set messages_column, or prompt_column and completion_column."
+            f"{location}: it has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}. It "
+            f"has {list(row)}; set messages_column, or prompt_column and completion_column."
         )
     return [
         *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
@@ -186,7 +187,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
-    # in a table, every message has every key, None if unused
+    # in a table, every message has all keys; those that it does not use are None
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
@@ -202,13 +203,12 @@ def _says_something(message: dict[str, Any]) -> bool:
 
 
 def _get_text(part: Any, where: str) -> str:
-    """Return the text of one part of a message. Multimodal messages have parts."""
+    """Return the text of one part of a multimodal message."""
     if not isinstance(part, dict) or "type" not in part:
         raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
     if part["type"] != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
-            f"{where} has a part of the type {part['type']!r}, and this data is for text alone; delete the part or the "
-            "row."
+            f"{where} has a part of the type {part['type']!r}, but only text is supported; delete the part or the row."
         )
     return str(part["text"])
 
@@ -224,11 +224,11 @@ def _name_type(value: Any) -> str:
 def _label_generations(
     conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> list[tuple[list[int], list[int]]]:
-    """Label the tokens of the characters between ``{% generation %}`` and ``{% endgeneration %}``.
+    """Label the tokens of the text between ``{% generation %}`` and ``{% endgeneration %}``.
 
-    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same. But if a
-    character has several tokens, it leaves out the last of these tokens. If no token has an answer's last character, it
-    labels the whole rest of the conversation.
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same, but makes
+    two mistakes. If a character has several tokens, the last of them gets no label. If no token contains the last
+    character of an answer, the whole rest of the conversation gets labels.
     """
     written = [_write_with_spans(conversation, tokenizer, chat_template) for conversation in conversations]
     encoded = tokenizer([text for text, _ in written], **_TOKENS_AS_WRITTEN, return_offsets_mapping=True)
@@ -260,8 +260,8 @@ def _write_with_spans(
     (text,), (spans,) = rendered
     if not any(end > start for start, end in spans):
         raise ValueError(
-            f"{conversation.location}: the chat template puts nothing of it into {{% generation %}}; put the answers "
-            "there, or give another chat_template."
+            f"{conversation.location}: the chat template marks no text of it with {{% generation %}}; mark the answers "
+            "in this way, or give another chat_template."
         )
     return text, spans
 
@@ -269,7 +269,7 @@ def _write_with_spans(
 def _label_behind_prefixes(
     conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> list[tuple[list[int], list[int]]]:
-    """Label the tokens between the prompt for each answer and the end of its turn."""
+    """Label the tokens of each answer, from the end of the generation prompt to the end of the turn."""
     written = [_write_prefixes(conversation, tokenizer, chat_template) for conversation in conversations]
     tokens = iter(tokenizer([text for texts in written for text in texts], **_TOKENS_AS_WRITTEN)["input_ids"])
     examples = []
@@ -279,9 +279,9 @@ def _label_behind_prefixes(
         for number, (prompt, turn) in enumerate(zip(prefixes[::2], prefixes[1::2], strict=True), 1):
             if ids[: len(prompt)] != prompt or ids[: len(turn)] != turn:
                 raise ValueError(
-                    f"{conversation.location}: with this chat template, the tokens of the conversation do not begin "
-                    f"with those up to answer {number} alone, so the answer cannot be told apart; strip whitespace "
-                    "around it, or give a chat_template that marks answers with {% generation %}."
+                    f"{conversation.location}: with this chat template, the tokens up to the end of answer {number} "
+                    "change when the rest follows, so the answer cannot be told apart; strip whitespace "
+                    "around the answer, or give a chat_template that marks answers with {% generation %}."
                 )
             labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]
         examples.append((ids, labels))
@@ -289,7 +289,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return, for each answer, the text up to its beginning and the text up to its end, and then the whole text."""
+    """Return two texts for each answer, up to its beginning and up to its end, followed by the whole text."""
     from jinja2 import TemplateError
 
     messages = conversation.messages

@@ -1,4 +1,4 @@
-"""Dummy images for models that take images, for batches without one."""
+"""Dummy images for batches of text in the training of models that also take images."""
 
 from collections.abc import Mapping
 
@@ -11,10 +11,10 @@ from lightning_fsdp2.labels import IGNORE_INDEX
 def add_dummy_image(
     batch: Mapping[str, Tensor], dummy: Mapping[str, Tensor], pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Add a dummy image, which changes nothing, to a batch without images, so that all ranks run the image tower.
+    """Add a dummy image to a batch without images, so that all ranks run the image tower.
 
-    The image's placeholders come after the text of the first sequence, where causal attention hides them, and have no
-    labels. Use it at the end of a collator::
+    The image does not change the loss. Its placeholder tokens come after the text of the first sequence, where causal
+    attention hides them from the text, and have no labels. Call this function at the end of a collator::
 
         dummy = dict(processor(images=[Image.new("RGB", (56, 56))], text=[processor.image_token], return_tensors="pt"))
         loader = DataLoader(rows, collate_fn=lambda rows: add_dummy_image(collate(rows), dummy))
@@ -30,21 +30,21 @@ def add_dummy_image(
         The batch with the image, or ``batch`` unchanged if it already has all inputs of the tower.
 
     Raises:
-        ValueError: When ``batch`` has position_ids, which would have to continue over the dummy. Without them, the
-            model makes its own.
+        ValueError: When ``batch`` has ``position_ids``, which would not cover the dummy image. Without
+            ``position_ids``, the model computes its own.
     """
     shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
-    # grids and sizes of an image may have the shape of its tokens by chance
+    # grids and sizes of an image may by chance have the same shape as its tokens
     seen = {n: value for n, value in dummy.items() if value.shape != tokens or n.endswith(("_thw", "_sizes"))}
     if seen.keys() <= batch.keys():
         return dict(batch)
     if "position_ids" in batch:
         raise ValueError(
-            "add_dummy_image: the batch has position_ids; leave them out, so that the model makes its own."
+            "add_dummy_image: the batch has position_ids; leave them out, so that the model computes its own."
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # per-token outputs of the processor that a text-only batch lacks; without a mask, all tokens count
+    # outputs per token that the processor gives and a text-only batch lacks; without a mask, all tokens count
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

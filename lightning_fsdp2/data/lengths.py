@@ -1,4 +1,4 @@
-"""Lengths of the conversations of a data set, and how well they are packed."""
+"""Statistics of the lengths of conversations, and of how well they are packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Lengths in tokens, before conversations are cut."""
+    """Statistics of the lengths of conversations, in tokens, before they are cut."""
 
     conversations: int
     tokens: int
@@ -41,7 +41,7 @@ class LengthStatistics:
     """Fraction of the sequences' tokens that is not padding."""
 
     def describe(self, split: str, sequence_length: int) -> str:
-        """Return a line for the log."""
+        """Return the statistics as a line for the log."""
         return (
             f"{split}: {self.conversations:,} conversations of {self.tokens:,} tokens, {self.answer_tokens:,} of them"
             f" in answers; median {self.median:,}, 95 % up to {self.percentile_95:,}, longest {self.longest:,}"
@@ -59,8 +59,8 @@ class LengthStatistics:
             )
         if self.empty:
             warnings.append(
-                f"{split}: {self.empty:,} of {self.conversations:,} conversations have empty answers only: all that is"
-                " learned from them is to end. Delete them if that is not meant."
+                f"{split}: {self.empty:,} of {self.conversations:,} conversations have only empty answers: a model"
+                " only learns from them to end its turn. Delete them if this is not intended."
             )
         return "\n".join(warnings) or None
 

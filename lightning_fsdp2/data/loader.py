@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 16
 
-# Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 makes that iterator
+# Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 creates that iterator
 # before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
 # second epoch continues in the order of the first epoch, a run resumed after the last batch of an epoch skips the next
 # epoch, and a run resumed with another `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """A torch ``DistributedSampler`` that can skip samples at the start of an epoch.
+    """Sampler like torch's ``DistributedSampler`` that can skip samples at the start of an epoch.
 
-    With n ranks, rank r takes the samples r, r + n, r + 2n, … of the epoch's order. So a training step takes the same
+    With n ranks, rank r takes the samples r, r + n, r + 2n, … in the epoch's order. So a training step takes the same
     samples on any number of ranks, as long as the batches of all ranks together have the same size. Because this is a
     ``DistributedSampler``, ``Trainer(use_distributed_sampler=True)`` leaves it in place.
 
@@ -42,7 +42,7 @@ class ResumableSampler(DistributedSampler[int]):
         seed: Seed of the orders.
         drop_last: Whether to leave out the last samples, rather than repeat some, to give all ranks the same number.
         multiple_of: Number of samples in a group, over all ranks; a multiple of ``num_replicas``. An epoch consists of
-            whole groups. The last samples of the order, which do not fill a group, are left out.
+            whole groups. Samples at its end that do not fill a group are left out.
     """
 
     start = 0
@@ -69,11 +69,11 @@ class ResumableSampler(DistributedSampler[int]):
 
 
 class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
-    """One rank's share of a stream of sequences, which are read and made during training.
+    """Share of one rank in a stream of sequences that are read, tokenised and packed during training.
 
-    Every rank makes the whole stream. With n ranks, rank r takes the sequences r, r + n, r + 2n, … of it. So, as with a
-    :class:`ResumableSampler`, a step takes the same sequences on any number of ranks. The last sequences, which do not
-    fill a round, are left out.
+    Every rank computes the whole stream. With n ranks, rank r takes the sequences r, r + n, r + 2n, … of the stream. So
+    a step takes the same sequences on any number of ranks, as with a :class:`ResumableSampler`. Sequences at the end
+    that do not fill a round (``multiple_of``) are left out.
 
     Args:
         sequences: Stream of rows of integers. If it is shuffled, its ``set_epoch`` changes its order.
@@ -84,7 +84,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     epoch = 0
     start = 0
-    """Number of this rank's sequences that the next iteration makes but skips."""
+    """Number of this rank's sequences that the next iteration computes but skips."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         self._round = multiple_of or num_replicas
 
     def share(self, num_replicas: int, rank: int, multiple_of: int | None = None) -> SequenceStream:
-        """Return another rank's share of the same stream."""
+        """Return the share that rank ``rank`` has in the same stream."""
         return SequenceStream(self._sequences, num_replicas, rank, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,7 +109,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._sequences.set_epoch(self.epoch)
-        # `iter(...)` would shuffle differently in a worker process
+        # the builtin `iter` would shuffle differently in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
@@ -119,17 +119,17 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
-    """A ``DataLoader`` over a :class:`ResumableSampler` that saves and restores its position.
+    """Data loader that uses a :class:`ResumableSampler`, and that saves and restores its position.
 
-    The position is an epoch and the number of its samples that all ranks together have received. It is the same on
-    every rank and does not count samples that worker processes have prefetched. It can be restored with another
-    ``num_workers``, ``batch_size`` or number of ranks.
+    The position is an epoch and the number of samples that all ranks together have received in that epoch. The position
+    is the same on every rank and does not count samples that worker processes have prefetched. It can be restored with
+    another ``num_workers``, ``batch_size`` or number of ranks.
     """
 
     has_global_position = True
-    """Whether the position is that of all ranks together. Without this flag, the strategies treat it as one rank's."""
+    """Flag that tells the strategies that the position is for all ranks together, and not for one rank."""
 
-    # Lightning recreates loaders from the arguments of DataLoader, so these are not set in an __init__.
+    # Lightning recreates loaders from the arguments of DataLoader, so an __init__ would not set these attributes.
     _epoch = 0
     _samples = 0
     _is_restored = False
@@ -156,11 +156,11 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch handed out."""
+        """Return the position after the last batch that was handed out."""
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position of :meth:`state_dict`. The next iteration continues there if it is in that epoch."""
+        """Restore a position from :meth:`state_dict`. The next iteration continues there if its epoch is the same."""
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):
@@ -168,19 +168,19 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
 
 
 class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
-    """A ``DataLoader`` over a :class:`SequenceStream` that saves and restores its position.
+    """Data loader over a :class:`SequenceStream` that saves and restores its position.
 
-    The position is like that of a :class:`ResumableDataLoader`, except that it is the position before the last batch
-    handed out: Lightning reads one batch ahead from a loader without a length.
+    The position is like that of a :class:`ResumableDataLoader`, but does not count the last batch that was handed out.
+    Lightning reads one batch ahead from a loader without a length, so it has not trained on that batch yet.
     """
 
     has_global_position = True
 
     allows_for_read_ahead = True
-    """Whether the position already allows for the batch read ahead. Without this flag, the strategies allow for it."""
+    """Flag that tells the strategies that the position does not count the batch that Lightning reads ahead."""
 
-    # A position is an epoch and a number of samples. Lightning sets the epoch on samplers only, so it is counted here,
-    # starting at the stream's epoch.
+    # A position is an epoch and a number of samples. Lightning sets the epoch on samplers only, so the epoch is counted
+    # here, starting at the stream's epoch.
     _start: tuple[int, int] | None = None
     _position: tuple[int, int] | None = None
     _restored_samples: int | None = None
@@ -191,15 +191,15 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
-            if number == 1:  # until the second batch, nothing was trained on, and Lightning may start over
+            if number == 1:  # before that, nothing was trained on, and Lightning may start over
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
         if samples == 0:
-            # without an error, Lightning would start epoch after epoch
+            # without this error, Lightning would start one empty epoch after another
             raise ValueError(
-                "The stream gives no batch for every rank: it is empty, or has fewer sequences than one step."
+                "The stream has no batch for every rank: it is empty, or has fewer sequences than one step needs."
             )
         self._start = self._position = epoch + 1, 0
 
@@ -218,16 +218,17 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position of :meth:`state_dict`. The next iteration makes the stream up to there, and skips it."""
+        """Restore a position from :meth:`state_dict`. The next iteration computes and skips the stream up to there."""
         self._start = self._position = state_dict["epoch"], state_dict["samples"]
         self._restored_samples = state_dict["samples"]
 
 
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
-    """Add sequences without labels up to a multiple of ``num_replicas``, so that nothing is evaluated twice.
+    """Add sequences without labels to reach a multiple of ``num_replicas``, so that nothing is evaluated twice.
 
-    The added sequences come first, each on a different rank. There each shares a batch with a sequence of the data set,
-    unless batches have only one sequence. This matters since many losses are NaN for a batch without a label.
+    The added sequences come first, and each goes to a different rank. So each shares a batch with a sequence of the
+    data set, unless batches have only one sequence. Otherwise many losses would be NaN, as they are for a batch without
+    any label.
     """
     missing = -len(dataset) % num_replicas  # type: ignore[arg-type]
     if not missing:
@@ -246,16 +247,17 @@ def collate_sequences(
         sequences: Sequences with ``input_ids``, optional ``labels`` (default: the ``input_ids``), and optional
             ``position_ids`` that restart at each document. They are tensors of shape [sequence_length]. Shorter
             sequences are padded at their end, without labels. Causal attention needs no mask for the padding.
-        pad_to_multiple_of: Multiple to pad the length of all sequences to.
+        pad_to_multiple_of: Number whose multiple the length of all sequences is padded to.
         pad_token_id: Token to pad with.
 
     Returns:
         ``input_ids``, ``labels`` and, if the sequences have them, ``position_ids``: int64 tensors of shape
-        [batch, sequence_length]. The first token of a document has no label: another document would predict it.
+        [batch, sequence_length]. The first token of a document has no label, since it would be predicted from
+        another document.
     """
     longest = max(len(sequence["input_ids"]) for sequence in sequences)
     length = longest + -longest % (pad_to_multiple_of or 1)
-    # position 0 throughout: each token of padding is its own document
+    # all padding has position 0, so that each of its tokens is a document of its own
     padding = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0}
     complete = [{**sequence, "labels": sequence.get("labels", sequence["input_ids"])} for sequence in sequences]
     batch = {

@@ -1,4 +1,4 @@
-"""Base class of the data modules: resumable batches of token sequences for each rank."""
+"""Base class of the package's data modules, which give each rank resumable batches of token sequences."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _PLAIN_TYPES = (str, int, float, list, DatasetSplit)
 
 
 class SequenceDataModule(LightningDataModule, ABC):
-    """Token sequences for a causal language model, as resumable batches for each data parallel rank.
+    """Base class of data modules that give each data parallel rank resumable batches of token sequences.
 
-    Subclasses read and tokenise. That happens in ``prepare_data`` of one process per node. All other processes, and
-    later runs, find the result in the cache of the ``datasets`` library. If this fails on one rank, every rank raises
-    an error, so no rank waits for another. A subclass calls the four setters below in its ``__init__``, in this order.
+    Subclasses read and tokenise the data, in ``prepare_data`` of one process per node. All other processes, and later
+    runs, find the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no
+    rank waits in vain. A subclass calls the four setters below in its ``__init__``, in this order.
 
     Args:
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
         cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
 
     Raises:
-        ValueError: In ``setup``, when no accumulation gives the ``global_batch_size``.
+        ValueError: In ``setup``, when no number of micro-batches gives the ``global_batch_size``.
     """
 
     train_dataset: Dataset | SequenceStream
     """Training sequences, set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``.
 
-    Rows also have ``"position_ids"`` if documents are kept apart, and ``"labels"`` if not every token is learned, of
-    the same dtype and shape.
+    Rows also have ``"position_ids"`` if documents are kept apart, and ``"labels"`` if not every token is learned. These
+    have the same dtype and shape.
     """
 
     validation_dataset: Dataset | None
@@ -84,7 +84,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             global_batch_size: Sequences per optimizer step. Sets the Trainer's ``accumulate_grad_batches``.
 
         Raises:
-            ValueError: When a number is out of its range.
+            ValueError: When a number is out of range.
         """
         check_minimum("sequence_length", sequence_length, 2, "each token is predicted from those before it")
         check_minimum("batch_size", batch_size, 1, "a rank needs a sequence per micro-batch")
@@ -108,13 +108,13 @@ class SequenceDataModule(LightningDataModule, ABC):
             num_workers: Number of processes per rank that load batches.
 
         Raises:
-            ValueError: When options contradict each other, or a number is out of its range.
+            ValueError: When options contradict each other, or a number is out of range.
         """
         check_minimum("num_workers", num_workers, 0, "0 loads batches in the training process")
         check_minimum("shuffle_buffer", shuffle_buffer, 1, "use shuffle=False for the order of the data")
         if streaming and num_workers > 1:
             raise ValueError(
-                f"num_workers={num_workers} with streaming=True would read the stream that often; use 0 or 1."
+                f"num_workers={num_workers} with streaming=True would read the stream in each worker; use 0 or 1."
             )
         self.streaming = streaming
         self.shuffle = shuffle
@@ -133,7 +133,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         *,
         suffixes: Iterable[str],
     ) -> None:
-        """Set what to train and test on, and look for it: a misspelt path fails here, on every rank at once.
+        """Set the training and test data, and look for their files, so that a misspelt path fails on every rank at once.
 
         Args:
             path: Files, directories or globs to train on.
@@ -157,7 +157,7 @@ class SequenceDataModule(LightningDataModule, ABC):
     def _set_validation(
         self, fraction: float | None, path: str | list[str] | None, split: str | None, *, suffixes: Iterable[str]
     ) -> None:
-        """Set what to validate on, and look for it.
+        """Set the validation data, and look for its files.
 
         Args:
             fraction: Part of the rows to validate on. None for a default.
@@ -167,7 +167,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
         Raises:
             FileNotFoundError: When ``path`` matches no file.
-            ValueError: When options contradict each other, or ``fraction`` is out of its range.
+            ValueError: When options contradict each other, or ``fraction`` is out of range.
         """
         elsewhere = {"validation_path": path, "validation_split": split}
         self.validation_fraction = _get_validation_fraction(fraction, elsewhere, self.streaming)
@@ -193,8 +193,8 @@ class SequenceDataModule(LightningDataModule, ABC):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"tokenizer={self._tokenizer_name!r} is no directory with a tokenizer, and the Hub has not given it: "
-                f"{str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
+                f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and the Hub does not give "
+                f"it: {str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
             ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -212,7 +212,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return len(self.tokenizer)
 
     def prepare_data(self) -> None:
-        """Tokenise and pack into the cache, on one process per node."""
+        """Tokenise and pack the data into the cache, in one process per node."""
         self._failure = None
         try:
             with _progress_bars_on_rank_zero(), self._one_node_at_a_time():
@@ -225,10 +225,10 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
-        """Make the nodes that share the cache wait for the first one, and use the files that it has written.
+        """Let nodes with a shared cache prepare it one after another, so that later nodes use the files of the first.
 
         All nodes could write at once, since files are either complete or absent. But the last node to finish would
-        replace files that the other nodes have memory-mapped, and on NFS the other nodes would lose these files.
+        replace files that the other nodes have memory-mapped. On NFS, the other nodes would lose these files.
         """
         from datasets import config
         from filelock import FileLock
@@ -265,7 +265,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self.trainer is not None and dist.is_initialized() and dist.get_world_size() > 1
 
     def _raise_together(self, failure: Exception | None) -> None:
-        """Raise an error on every rank if any rank failed: the rank's own failure, or another rank's."""
+        """Raise an error on every rank if any rank failed. A rank that failed raises its own error."""
         if self.trainer is None or not self._has_other_ranks():
             if failure is not None:
                 raise failure
@@ -277,10 +277,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         if failure is not None:
             raise failure
         source, message = next((src, message) for src, message in enumerate(messages) if message is not None)
-        raise ValueError(f"Rank {source}, not this rank {rank}, could not read the data: {message}")
+        raise ValueError(f"Rank {source} could not read the data (this is rank {rank}): {message}")
 
     def get_accumulation(self, num_replicas: int) -> int:
-        """Return how many micro-batches make ``global_batch_size`` sequences on ``num_replicas`` data parallel ranks.
+        """Return the number of micro-batches per step that ``global_batch_size`` needs on ``num_replicas`` ranks.
 
         Raises:
             ValueError: When the number of micro-batches is not whole. The message names sizes that work.
@@ -293,7 +293,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         return accumulation
 
     def build_example_batch(self) -> dict[str, Tensor]:
-        """Return a batch with the largest shapes that training gets, filled with one token, without reading data."""
+        """Return a batch with the largest shapes that occur in training, without reading data.
+
+        All its tokens are the same.
+        """
         length = self.sequence_length
         sequence = {"input_ids": torch.zeros(length, dtype=torch.int64)}
         if getattr(self, "separate_documents", False):
@@ -301,10 +304,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         return collate_sequences([sequence] * self.batch_size, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _set_accumulation(self, global_batch_size: int) -> None:
-        """Set the Trainer's accumulation to the micro-batches that make ``global_batch_size`` sequences.
+        """Set the Trainer's gradient accumulation so that a step has ``global_batch_size`` sequences.
 
-        ``setup`` is the first hook in which the strategy knows its data parallel ranks. It is also the last one before
-        optimizers and schedulers are made, which may use ``trainer.estimated_stepping_batches``.
+        This is done in ``setup``, the first hook in which the strategy knows its data parallel ranks. It is also the
+        last hook before optimizers and schedulers are created, which may use ``trainer.estimated_stepping_batches``.
         """
         num_replicas, _ = self._get_replicas_and_rank()
         accumulation = self.get_accumulation(num_replicas)
@@ -318,22 +321,22 @@ class SequenceDataModule(LightningDataModule, ABC):
             )
         if self.trainer.accumulate_grad_batches not in (1, accumulation):
             raise ValueError(
-                f"accumulate_grad_batches={self.trainer.accumulate_grad_batches} of the Trainer and "
-                f"global_batch_size={global_batch_size}, which is {accumulation} micro-batches of "
-                f"batch_size={self.batch_size} on {num_replicas} data parallel rank(s), differ; leave one of them out."
+                f"The Trainer's accumulate_grad_batches={self.trainer.accumulate_grad_batches} contradicts "
+                f"global_batch_size={global_batch_size}, which needs {accumulation} micro-batches of "
+                f"batch_size={self.batch_size} on {num_replicas} data parallel rank(s); leave one of them out."
             )
         if accumulation > 1 and not self.trainer.lightning_module.automatic_optimization:
             raise ValueError(
-                f"global_batch_size={global_batch_size} accumulates {accumulation} micro-batches, which a module with "
-                "manual optimization does itself; leave global_batch_size out."
+                f"global_batch_size={global_batch_size} needs {accumulation} micro-batches per step, but a module with "
+                "manual optimization accumulates them itself; leave global_batch_size out."
             )
         self.trainer.accumulate_grad_batches = accumulation
 
     def train_dataloader(self) -> ResumableDataLoader | ResumableStreamLoader:
         """Return this rank's batches, in a new order each epoch.
 
-        The last sequences, which do not fill a batch, are left out. With ``global_batch_size``, those that do not fill
-        a step are left out, so that epochs have the same number of steps on any number of ranks.
+        Sequences at the end that do not fill a batch are left out. With ``global_batch_size``, sequences that do not
+        fill a step are left out, so that epochs have the same number of steps on any number of ranks.
         """
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
@@ -345,8 +348,8 @@ class SequenceDataModule(LightningDataModule, ABC):
             option = "batch_size" if self.global_batch_size is None else "global_batch_size"
             raise ValueError(
                 f"{option}={getattr(self, option)} on {num_replicas} data parallel rank(s) needs {needed} sequences "
-                f"for one step, but there are {len(self.train_dataset)} of sequence_length={self.sequence_length} to "
-                "train on; lower one of these numbers or use more text."
+                f"for one step, but there are only {len(self.train_dataset)} of sequence_length={self.sequence_length} "
+                "to train on; lower one of these numbers or use more text."
             )
         sampler = ResumableSampler(
             self.train_dataset,
@@ -387,7 +390,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks that get different batches, and this rank's number among them."""
-        # Every strategy with several processes sets this, including those with model parallel ranks.
+        # Every strategy for several processes sets this, even if some ranks are model parallel.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0
@@ -406,8 +409,8 @@ class SequenceDataModule(LightningDataModule, ABC):
                 pad_token_id=self.tokenizer.eos_token_id,
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            # Each iterator draws a seed, and a resumed run makes fewer or more iterators than an uninterrupted one. If
-            # they drew from the global generator, the resumed run would continue with other random numbers, for
+            # Each iterator draws a seed, and a resumed run creates fewer or more iterators than an uninterrupted run.
+            # If iterators drew from the global generator, the resumed run would continue with other random numbers, for
             # example in dropout.
             "generator": torch.Generator(),
         }
@@ -416,13 +419,13 @@ class SequenceDataModule(LightningDataModule, ABC):
 def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
     """Raise a ValueError that names the option and the reason if ``value`` is less than ``minimum``."""
     if value < minimum:
-        raise ValueError(f"{option}={value} is less than {minimum}, the least that works: {reason}.")
+        raise ValueError(f"{option}={value} is less than {minimum}, the smallest value that works: {reason}.")
 
 
 def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any], streaming: bool) -> float:
-    """Return the part of the training data to validate on.
+    """Return the fraction of the training data to validate on.
 
-    By default it is 0.05, or 0 if there is other validation data or the training data is a stream.
+    The default is 0.05, or 0 if there is other validation data or the training data is a stream.
 
     Args:
         fraction: Value from the user; None for the default.
@@ -443,8 +446,8 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
     for option, value in given.items():
         if fraction:
             raise ValueError(
-                f"validation_fraction={fraction} and {option}={value!r} both say what to validate on; leave one of "
-                "them out."
+                f"validation_fraction={fraction} and {option}={value!r} both choose the validation data; leave one "
+                "of them out."
             )
     if streaming and fraction:
         raise ValueError(
@@ -477,14 +480,14 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - batch_size))[:2])
         sizes += [f"batch_size={size}" for size in nearest]
     return (
-        f"global_batch_size={global_batch_size} is no multiple of batch_size={batch_size} x {num_replicas} data "
+        f"global_batch_size={global_batch_size} is not a multiple of batch_size={batch_size} x {num_replicas} data "
         f"parallel rank(s) = {micro}; use {' or '.join(sizes)}."
     )
 
 
 @contextmanager
 def _progress_bars_on_rank_zero() -> Iterator[None]:
-    """Hide progress bars in the block, except on global rank zero. Otherwise, every node would show them."""
+    """Hide progress bars inside the block on all ranks except global rank 0. Otherwise, every node would show them."""
     import datasets
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]

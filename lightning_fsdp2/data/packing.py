@@ -1,4 +1,4 @@
-"""Split documents, and pack their tokens into sequences of equal length."""
+"""Splitting of documents, and packing of their tokens into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 # `datasets` caches results by the names and arguments of the functions here, not by their code: rename a function when
 # its result changes.
 
-# During tokenising, a token takes much more memory, as Python and Rust objects, than in the cache.
+# A limit, since Python and Rust objects for tokens take much more memory during tokenising than tokens in the cache.
 _DOCUMENTS_AT_ONCE = 64
 
-# With this many conversations, there are few sequences that no other conversation fills up.
+# Enough conversations to fill most sequences well.
 _CONVERSATIONS_AT_ONCE = 1024
 
 
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into a training and a validation set, by a hash of their content.
 
-    Equal documents are on the same side. A document stays on its side when others are added or removed, unless a
-    side would be empty: then one of the documents moves there. A lone document is cut, and its end is the validation
-    document.
+    Equal documents are in the same set. A document stays in its set when other documents are added or removed, unless a
+    set would be empty; then one document moves there. A lone document is cut, and its end is the validation set.
 
     Args:
         documents: Any dataset with a column ``text``.
-        fraction: Expected fraction of documents on the validation side, in [0, 1].
+        fraction: Expected fraction of documents in the validation set, in [0, 1].
         seed: Seed of the split. Another seed gives another split.
     """
     if len(documents) == 1:
@@ -93,8 +92,8 @@ def pack_documents(
 ) -> Dataset:
     """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
 
-    The tail of the stream that does not fill a sequence is dropped. It is less than one sequence of the whole corpus.
-    Padding it would need a pad token, and one sequence would weigh less than the others in its batch.
+    The end of the stream, if it does not fill a sequence, is dropped. Padding it would need a pad token, and that
+    sequence would weigh less than the others in its batch.
 
     Args:
         documents: Any dataset with a column ``text``.
@@ -131,7 +130,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Sequences from a stream of documents, packed as by :func:`pack_documents`, again in each pass.
+    """Stream of sequences that each pass packs from a stream of documents, as :func:`pack_documents` does.
 
     Args:
         documents: Stream with the column ``text``.
@@ -157,7 +156,7 @@ class PackedStream:
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
-        """Yield the sequences that each ``batch_size`` documents complete, of shape [any number, sequence_length]."""
+        """Yield the sequences that the next ``batch_size`` documents complete, of shape [number, sequence_length]."""
         packer = _Packer(self._sequence_length, self._columns)
         yield from map(packer, self._tokens.iter(batch_size))
 
@@ -185,14 +184,17 @@ def _tokenize_documents(
 def _tokenize(
     batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[npt.NDArray[np.int32]]]:
-    # verbose=False: documents may be longer than the model's context, because they are cut afterwards.
+    # verbose=False: do not warn of documents longer than the model's context, since they are cut afterwards.
     documents = tokenizer(batch["text"], return_attention_mask=False, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     return {"input_ids": [np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32) for ids in documents]}
 
 
 class _Packer:
-    """Callable that cuts the stream of all its batches into sequences, keeping the rest of a batch for the next."""
+    """Function with a state that joins batches of documents into a stream and cuts the stream into sequences.
+
+    It keeps the rest of a batch for the next one.
+    """
 
     def __init__(self, sequence_length: int, columns: tuple[str, ...]) -> None:
         self.sequence_length = sequence_length
@@ -204,7 +206,7 @@ class _Packer:
         sequences = {"input_ids": self._cut("input_ids", documents)}
         if "position_ids" in self.columns:
             positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
-            # a sequence may begin with the rest of a document, whose positions count from 0 there as well
+            # if a sequence begins with the rest of a document, positions count from 0 there as well
             sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
         return sequences
 
@@ -275,7 +277,10 @@ def _pack_whole(
 
 
 def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Group the indices of ``lengths`` by best fit decreasing. Sort each group, and the groups by their first index."""
+    """Group the indices of ``lengths`` by best fit decreasing, into groups of at most ``capacity`` tokens.
+
+    Each group is sorted, and the groups are sorted by their first index.
+    """
     groups: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # the room left in each group, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

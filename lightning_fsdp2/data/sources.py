@@ -1,4 +1,4 @@
-"""Find files and datasets, and read them as documents or rows."""
+"""Functions that find files and datasets, and read them as documents or rows."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def find_files(
     """Find the files that ``path`` refers to: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
 
     Args:
-        path: Path or paths to look for. A directory gives its files with one of the ``suffixes``, at any depth, except
-            hidden ones. Files and globs may have any suffix.
+        path: Path or paths to look for. A directory stands for its files with one of the ``suffixes``, at any depth,
+            except hidden files. Files and globs may have any suffix.
         suffixes: Endings of file names, with their dot.
         option: Name of ``path`` in error messages.
 
@@ -62,7 +62,7 @@ def _expand(member: str, suffixes: tuple[str, ...], option: str) -> list[Path]:
     files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
     if not files:
         raise FileNotFoundError(
-            f"{option}={member!r} is no file or directory of this machine and, as a glob, matches no file; "
+            f"{option}={member!r} is neither a file nor a directory on this machine and, as a glob, matches no file; "
             f"check its spelling, or use {PYTHON_STDLIB!r} for a corpus that every machine has."
         )
     return files
@@ -83,7 +83,7 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files of a directory, sorted. Files and folders are skipped if ``leave_out`` is true for their name."""
+    """List the files below a directory, sorted. Skip files and folders if ``leave_out`` is true for their name."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
@@ -106,7 +106,7 @@ class DatasetSplit:
 
 
 Source: TypeAlias = list[str] | DatasetSplit
-"""Files, or a split of a dataset."""
+"""Source of data: a list of files, or a split of a dataset."""
 
 
 def find_source(
@@ -120,8 +120,8 @@ def find_source(
     """
     if bool(path) == bool(dataset):
         raise ValueError(
-            f"path={path!r} and dataset={dataset!r}: give exactly one of them, path for files, dataset for what "
-            "datasets.load_dataset takes."
+            f"path={path!r} and dataset={dataset!r}: give exactly one of them: path for files, or dataset for a "
+            "name that datasets.load_dataset takes."
         )
     return DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], suffixes)
 
@@ -129,27 +129,27 @@ def find_source(
 def find_optional_source(
     name: str, path: str | Sequence[str] | None, split: str | None, suffixes: Iterable[str], train: Source
 ) -> Source | None:
-    """Return the source to validate or to test on, if any: files, or another split of the dataset to train on.
+    """Return the source to validate or to test on, if any: files, or another split of the training dataset.
 
     Raises:
         ValueError: When both ``path`` and ``split`` are given, or a split is given but ``train`` is not a dataset.
         FileNotFoundError: When ``path`` matches no file.
     """
     if path and split:
-        raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} say the same; leave one of them out.")
+        raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} exclude each other; leave one of them out.")
     if path:
         return find_files(path, suffixes, option=f"{name}_path")
     if not split:
         return None
     if not isinstance(train, DatasetSplit):
-        raise ValueError(f"{name}_split={split!r} is a part of `dataset`, which is not given; use {name}_path.")
+        raise ValueError(f"{name}_split={split!r} names a split of `dataset`, which is not given; use {name}_path.")
     return DatasetSplit(train.name, train.subset, split)
 
 
 def load_documents(
     source: Source, *, text_column: str = "text", streaming: bool = False, cache_dir: str | None = None
 ) -> Dataset | IterableDataset:
-    """Read documents, with the readers and the cache of the ``datasets`` library.
+    """Read documents with the ``datasets`` library, which caches them.
 
     Each row of a dataset, and of ``.json``, ``.jsonl`` (one object per line, or one list of objects) and ``.parquet``
     files, is a document. Any other file is UTF-8 text and one document. Empty documents are left out. Text files that
@@ -175,7 +175,7 @@ def load_documents(
         documents = _load_files(source, text_column, streaming, cache_dir)
         emptiness = (
             f"path holds no text: the {len(source)} file(s) from {source[0]!r} on are empty or not UTF-8; convert them "
-            "to UTF-8 or set path to others"
+            "to UTF-8 or set path to other files"
         )
     documents = documents.filter(bool, input_columns="text", **get_bar_options(documents, "Dropping empty documents"))
     if not streaming and len(documents) == 0:
@@ -251,8 +251,8 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
     columns = _get_columns(rows)
     if text_column not in columns:
         raise ValueError(
-            f"text_column={text_column!r} is no column of {name!r}, which has {columns}; "
-            "set text_column to the one that holds the documents."
+            f"text_column={text_column!r} is not a column of {name!r}, which has {columns}; "
+            "set text_column to the column that holds the documents."
         )
     documents = rows.select_columns(text_column)
     feature = documents.features and documents.features[text_column]  # a stream may not know its features
@@ -271,7 +271,7 @@ def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
-    """Read rows of any form, each as JSON. Unlike in a table, the columns may differ from row to row.
+    """Read rows, each as a text in JSON. The columns may differ from row to row, unlike in a table.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file holds a table, and a ``.json`` file
@@ -296,10 +296,12 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
     if next(_read_rows([(file, "") for file in source]), None) is None:
-        raise ValueError(f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name others.")
+        raise ValueError(
+            f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name other files."
+        )
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
-    # `datasets` caches rows by the arguments of the generator
+    # `datasets` caches rows by the arguments of the generator, so these must tell when a file has changed
     files = [(file, _hash_file(file)) for file in source]
     try:
         return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
@@ -321,11 +323,11 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
     try:
         return load_dataset(source.name, source.subset, split=source.split, streaming=streaming, cache_dir=cache_dir)
     except DatasetNotFoundError as error:
-        raise ValueError(f"dataset={source.name!r} is not found: {error}") from error
+        raise ValueError(f"dataset={source.name!r} was not found: {error}") from error
     except ConnectionError as error:
         raise ValueError(
-            f"dataset={source.name!r} is no directory of this machine, and the Hub cannot be reached: {error}; check "
-            "its spelling and the network, or use a directory that `save_to_disk` wrote."
+            f"dataset={source.name!r} is not a directory on this machine, and the Hub cannot be reached: {error}; "
+            "check its spelling and the network, or use a directory that `save_to_disk` wrote."
         ) from error
     except ValueError as error:  # an unknown subset or split; the message lists the known ones
         raise ValueError(
@@ -382,7 +384,9 @@ def _read_list(file: str) -> Iterator[dict[str, str]]:
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except ValueError as error:  # errors of JSON and of UTF-8
-        raise ValueError(f"{file}: it is no list in JSON ({error}); repair it, or write an object per line.") from error
+        raise ValueError(
+            f"{file}: it is not a JSON list ({error}); repair it, or write one object per line."
+        ) from error
     for number, row in enumerate(rows, 1):
         yield {"location": f"{file}, item {number}", "text": json.dumps(row, ensure_ascii=False)}
 

@@ -1,4 +1,4 @@
-"""Text files as a LightningDataModule for causal language models."""
+"""Data module of text files for causal language models."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class TextDataModule(SequenceDataModule):
-    """Text files to train a causal language model on: tokenised, packed, shuffled and resumable.
+    """Data module of text files for training a causal language model: tokenised, packed, shuffled and resumable.
 
-    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. They are equal
-    wherever there is a label: Hugging Face models shift the labels themselves. Documents are joined into one stream,
-    with an end-of-text token after each, and the stream is cut into sequences. Its last piece, shorter than a sequence,
-    is dropped.
+    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. The two are
+    equal wherever there is a label, because Hugging Face models shift the labels themselves. Documents are joined into
+    one stream, with an end-of-text token after each, and the stream is cut into sequences. The last piece is dropped if
+    it is shorter than a sequence.
 
     Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs, find the
-    result in the cache of the ``datasets`` library. A resumed run continues at the next sample. If the number of
-    sequences to validate or test on is not a multiple of the number of ranks, some ranks begin with a sequence without
-    labels (-100), so that each token counts once. ``CausalLM`` accepts batches without any label, while
+    result in the cache of the ``datasets`` library. A resumed run continues at the next sample.
+
+    If the number of sequences to validate or test on is not a multiple of the number of ranks, some ranks begin with a
+    sequence without labels (-100), so that each token counts once. ``CausalLM`` accepts batches without any label, but
     ``model(**batch).loss`` is NaN for them.
 
     Args:
@@ -36,28 +37,32 @@ class TextDataModule(SequenceDataModule):
         subset: Configuration of ``dataset`` to use, if it has several.
         split: Part of ``dataset`` to train on.
         text_column: Column of datasets, JSON and Parquet files that holds the documents.
-        suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl .parquet
+        suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl .parquet.
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
         sequence_length: Tokens per sequence.
-        pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end, with end-of-text tokens and
-            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
-        separate_documents: Whether to keep tokens from seeing, or being predicted from, other documents of their
-            sequence. Batches then have ``position_ids`` that restart at each document, and the first tokens of
-            documents have no label. This needs attention that respects ``position_ids``; ``CausalLM`` refuses any
-            other. Outside of context parallelism, flash attention respects them at ``batch_size=1`` only.
+        pad_to_multiple_of: Number whose multiple each sequence's length is padded to. The padding is at the end, with
+            end-of-text tokens and without labels. Context and sequence parallelism need a multiple of
+            ``2 * cp_size * tp_size``.
+        separate_documents: Whether to keep the documents in a sequence apart, so that no token attends to, or is
+            predicted from, another document. Batches then have ``position_ids`` that restart at each document, and the
+            first tokens of documents have no label. The model's attention must respect ``position_ids``; ``CausalLM``
+            refuses models without such attention. Flash attention respects them only at ``batch_size=1`` or under
+            context parallelism.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
-            data parallel ranks. Sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with another
-            number of ranks. The last sequences of an epoch, which do not fill a step, are left out.
-        validation_fraction: Part of the documents to validate on, chosen by their content; of a lone document, its end.
-            Default: 0.05, or 0 if there is a ``validation_path`` or ``validation_split``, or with ``streaming``.
+            data parallel ranks. It sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with
+            another number of ranks. Sequences at the end of an epoch that do not fill a step are left out.
+        validation_fraction: Fraction of the documents to validate on, chosen by their content. If there is only one
+            document, its end is used. The default is 0.05, or 0 with a ``validation_path``, a ``validation_split`` or
+            ``streaming``.
         validation_path: Documents to validate on, like ``path``.
         validation_split: Part of ``dataset`` to validate on.
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all of it and keeps its share. A resumed run rereads the data it was trained on.
+            store. Every rank reads all the data and keeps its share. A resumed run reads again, and skips, the data
+            that it has already been trained on.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer that a stream is shuffled with, in documents.
         seed: Seed of the order and of the choice of documents for validation.
@@ -67,8 +72,8 @@ class TextDataModule(SequenceDataModule):
 
     Raises:
         FileNotFoundError: When a path matches no file.
-        ValueError: When options contradict each other or are out of their range. Later, in ``prepare_data`` and
-            ``setup``, when the text fills no batch, or the dataset, split or column does not exist.
+        ValueError: When options contradict each other or are out of range. Later, in ``prepare_data`` and ``setup``,
+            when the text does not fill a batch, or when the dataset, split or column does not exist.
     """
 
     def __init__(

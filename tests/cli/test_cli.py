@@ -385,11 +385,11 @@ def run_and_catch(args: list[str]) -> tuple[str, str]:
     [
         (
             {"global_batch_size": 6},
-            "error: global_batch_size=6 is no multiple of batch_size=2 x 2 data",
+            "error: global_batch_size=6 is not a multiple of batch_size=2 x 2 data",
         ),
         pytest.param(
             {"tokenizer": "nobody/nothing"},
-            "error: tokenizer='nobody/nothing' is no directory with a tokenizer",
+            "error: tokenizer='nobody/nothing' is not a directory with a tokenizer",
             marks=pytest.mark.slow,
         ),
     ],
@@ -407,7 +407,7 @@ def test_debug_keeps_the_traceback_of_what_a_run_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     args = ["fit", write_text_run(tmp_path, global_batch_size=6)]
     for end, said in run_ranks(lambda: run_and_catch(args), 2, group=False):
-        assert end.startswith("ValueError('global_batch_size=6 is no multiple")
+        assert end.startswith("ValueError('global_batch_size=6 is not a multiple")
         assert said == ""
 
 

@@ -401,23 +401,27 @@ def test_yaml(corpus, cache, tmp_path):
     [
         ({"dataset": "a/b", "path": "x"}, ValueError, "path='x' and dataset='a/b': give exactly one of them"),
         ({"path": None}, ValueError, "path=None and dataset=None: give exactly one of them"),
-        ({"path": "/no/such"}, FileNotFoundError, "path='/no/such' is no file or directory"),
-        ({"validation_path": "/no/such"}, FileNotFoundError, "validation_path='/no/such' is no file or directory"),
+        ({"path": "/no/such"}, FileNotFoundError, "path='/no/such' is neither a file nor a directory"),
+        (
+            {"validation_path": "/no/such"},
+            FileNotFoundError,
+            "validation_path='/no/such' is neither a file nor a directory",
+        ),
         ({"chat_template": "chat.jinja"}, FileNotFoundError, "chat_template='chat.jinja' is no file"),
         (
             {"test_split": "test"},
             ValueError,
-            "test_split='test' is a part of `dataset`, which is not given; use test_p",
+            "test_split='test' names a split of `dataset`, which is not given; use test_p",
         ),
         (
             {"dataset": "a/b", "validation_split": "v", "validation_path": "x"},
             ValueError,
-            "validation_path='x' and validation_split='v' say the same",
+            "validation_path='x' and validation_split='v' exclude each other",
         ),
         (
             {"dataset": "a/b", "validation_split": "v", "validation_fraction": 0.1},
             ValueError,
-            "validation_fraction=0.1 and validation_split='v' both say what to validate on",
+            "validation_fraction=0.1 and validation_split='v' both choose the validation data",
         ),
         ({"streaming": True, "validation_fraction": 0.1}, ValueError, "validation_fraction=0.1 with streaming=True"),
         ({"streaming": True, "num_workers": 2}, ValueError, "num_workers=2 with streaming=True.*use 0 or 1"),
@@ -454,7 +458,7 @@ def test_empty_file_is_named(set_up, tmp_path, streaming):
 
 def test_stream_that_fills_no_step_is_an_error_and_no_endless_loop(set_up):
     for loader in (set_up(streaming=True, max_conversations=2, **size).train_dataloader() for size in SIZES):
-        with pytest.raises(ValueError, match="The stream gives no batch for every rank"):
+        with pytest.raises(ValueError, match="The stream has no batch for every rank"):
             next(iter(loader))
 
 
@@ -470,7 +474,7 @@ def test_dataset_and_split_that_there_are_not(set_up, tmp_path):
 
 def test_lone_conversation_is_not_split(set_up, tmp_path):
     path = write(tmp_path / "a.jsonl", [("a", "b")])
-    with pytest.raises(ValueError, match=r"validation_fraction=0.05 leaves nothing of a lone conversation"):
+    with pytest.raises(ValueError, match=r"validation_fraction=0.05 leaves nothing to train on"):
         set_up(path=path, validation_fraction=None)
 
 
@@ -478,7 +482,7 @@ def test_lone_conversation_is_not_split(set_up, tmp_path):
 def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_path, count):
     path = tmp_path / "alpaca.jsonl"
     path.write_text("\n".join([json.dumps({"instruction": "say something", "output": "something"})] * count))
-    with pytest.raises(ValueError, match=r"line 1: it has neither 'messages' nor 'prompt' and 'completion', but"):
+    with pytest.raises(ValueError, match=r"line 1: it has neither 'messages' nor 'prompt' and 'completion'. It has"):
         set_up(path=str(path), validation_fraction=None)
 
 
@@ -488,8 +492,8 @@ def test_empty_answers_are_counted_and_refused_where_there_is_nothing_else(set_u
     (tmp_path / "some.jsonl").write_text(
         "\n".join(map(json.dumps, [to_row("a", ""), to_row("b", " \n"), to_row("c", "said"), called]))
     )
-    with pytest.warns(UserWarning, match="training: 2 of 4 conversations have empty answers only"):
+    with pytest.warns(UserWarning, match="training: 2 of 4 conversations have only empty answers"):
         set_up(path=str(tmp_path / "some.jsonl"))
     path = write(tmp_path / "none.jsonl", [("a", ""), ("b", "")])
-    with pytest.raises(ValueError, match=r"All 2 training conversation\(s\) have empty answers only.*messages_column"):
+    with pytest.raises(ValueError, match=r"All 2 training conversation\(s\) have only empty answers.*messages_column"):
         set_up(path=path)

@@ -172,11 +172,11 @@ ASK = {"role": "user", "content": "?"}
         ("[1]", "it is a list, not an object; write one object per line"),
         (
             {"text": "x"},
-            r"it has neither 'messages' nor 'prompt' and 'completion', but \['text'\]; set messages_column",
+            r"it has neither 'messages' nor 'prompt' and 'completion'. It has \['text'\]; set messages_column",
         ),
         ({"messages": "x"}, "'messages' is a text, not a list of messages"),
         ({"messages": []}, "it has no message of the assistant to learn"),
-        ({"messages": [ASK]}, "it has no message of the assistant to learn; add one or delete the row"),
+        ({"messages": [ASK]}, "it has no message of the assistant to learn from; add one or delete the row"),
         ({"messages": [{"role": "assistant", "content": "!"}]}, "it begins with an answer; put a message of the user"),
         (
             {"messages": [ASK, {"role": "asistant", "content": "!"}]},
@@ -198,7 +198,7 @@ ASK = {"role": "user", "content": "?"}
                     {"role": "user", "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": "?"}]}
                 ]
             },
-            "message 1 has a part of the type 'image', and this data is for text alone; delete the part or the row",
+            "message 1 has a part of the type 'image', but only text is supported; delete the part or the row",
         ),
         ({"messages": [{"role": "user", "content": ["?"]}]}, "message 1 has a part without a 'type'; write"),
         ({"prompt": "x", "completion": 3}, "completion is a number, not a list of messages"),
@@ -230,5 +230,5 @@ def test_template_that_fails_is_named():
 
 def test_template_that_marks_nothing_is_refused():
     template = MARKED.replace("'assistant'", "'model'")
-    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .* puts nothing of it into {% generation %}"):
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .* marks no text of it with {% generation %}"):
         tokenize([{"messages": TALK}], template)

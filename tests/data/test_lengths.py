@@ -49,4 +49,4 @@ def test_warning_counts_what_is_cut_and_left_out():
 
 def test_warning_counts_conversations_with_empty_answers():
     warning = measure(empty=7).get_optional_warning("training", 5000)
-    assert "training: 7 of 100 conversations have empty answers only" in warning
+    assert "training: 7 of 100 conversations have only empty answers" in warning

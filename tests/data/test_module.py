@@ -90,7 +90,7 @@ def test_global_batch_size_goes_by_the_data_parallel_ranks(corpus, cache, strate
 def test_global_batch_size_that_does_not_divide_names_those_that_do(corpus, cache, size, batch_size, ranks, message):
     data = make_data(corpus, cache, batch_size=batch_size, global_batch_size=size)
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0})
-    start = rf"global_batch_size={size} is no multiple of batch_size={batch_size} x {ranks} data parallel rank\(s\) "
+    start = rf"global_batch_size={size} is not a multiple of batch_size={batch_size} x {ranks} data parallel rank\(s\) "
     with pytest.raises(ValueError, match=start + message):
         data.setup("fit")
 
@@ -124,13 +124,15 @@ def test_what_else_sets_the_accumulation_is_refused(corpus, cache):
             trainer.fit(module or Module(), make_data(corpus, cache, global_batch_size=8))
 
     refuse(
-        "accumulate_grad_batches=3 of the Trainer and global_batch_size=8, which is 4 micro-batches of batch_size=2 on",
+        "accumulate_grad_batches=3 contradicts global_batch_size=8, which needs 4 micro-batches of batch_size=2 on",
         make_trainer(accumulate_grad_batches=3),
     )
     refuse("GradientAccumulationScheduler both set", make_trainer(callbacks=[GradientAccumulationScheduler({0: 2})]))
     manual = Module()
     manual.automatic_optimization = False
-    refuse("accumulates 4 micro-batches, which a module with manual optimization does itself", make_trainer(), manual)
+    refuse(
+        "needs 4 micro-batches per step, but a module with manual optimization accumulates them", make_trainer(), manual
+    )
 
 
 def test_global_batch_size_is_at_least_one(corpus, cache):
@@ -160,10 +162,10 @@ def test_data_that_fails_on_one_rank_fails_on_all(cache, tmp_path, fails):
     messages = run_ranks(run, 2, group=False)
     if fails == "row":
         assert "a.jsonl, line 10: it has neither 'messages' nor" in messages[0]
-        assert messages[1] == f"Rank 0, not this rank 1, could not read the data: {messages[0]}"
+        assert messages[1] == f"Rank 0 could not read the data (this is rank 1): {messages[0]}"
     else:
         assert messages[1] == "no space left on device"
-        assert messages[0] == f"Rank 1, not this rank 0, could not read the data: {messages[1]}"
+        assert messages[0] == f"Rank 1 could not read the data (this is rank 0): {messages[1]}"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,9 +215,11 @@ def test_a_name_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     data = ChatDataModule(dataset="no/such", chat_template=template, cache_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"^dataset='no/such' is no directory of this machine, and the Hub cannot be"):
+    with pytest.raises(
+        ValueError, match=r"^dataset='no/such' is not a directory on this machine, and the Hub cannot be"
+    ):
         data.prepare_data()
     data = ChatDataModule(path=__file__, tokenizer="no/such", cache_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"^tokenizer='no/such' is no directory with a tokenizer") as raised:
+    with pytest.raises(ValueError, match=r"^tokenizer='no/such' is not a directory with a tokenizer") as raised:
         data.prepare_data()
     assert "\n" not in str(raised.value)

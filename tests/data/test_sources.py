@@ -58,7 +58,9 @@ def test_python_stdlib_is_the_source_of_this_python_without_tests_and_packages()
 
 @pytest.mark.parametrize("path", ["missing.txt", "missing/*.txt"])
 def test_missing_path_is_named(tmp_path, path):
-    with pytest.raises(FileNotFoundError, match=r"path='.*missing.*' is no file or directory.*check its spelling"):
+    with pytest.raises(
+        FileNotFoundError, match=r"path='.*missing.*' is neither a file nor a directory.*check its spelling"
+    ):
         find_files(str(tmp_path / path))
 
 
@@ -131,7 +133,7 @@ def test_corpus_without_text(tmp_path, cache):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("body", r"text_column='body' is no column of '.*a.jsonl', which has \['text', 'id'\]; set text_column"),
+        ("body", r"text_column='body' is not a column of '.*a.jsonl', which has \['text', 'id'\]; set text_column"),
         ("id", r"text_column='id' of '.*a.jsonl' holds Value\('int64'\), not strings; set text_column"),
     ],
 )
@@ -158,5 +160,5 @@ def test_rows_are_objects_in_json_with_the_place_they_are_from(tmp_path, cache):
 def test_damaged_list_is_named(tmp_path, cache):
     file = tmp_path / "a.json"
     file.write_text('[{"a": 1},')
-    with pytest.raises(ValueError, match=rf"^{file}: it is no list in JSON \(.*\); repair it, or write an object per"):
+    with pytest.raises(ValueError, match=rf"^{file}: it is not a JSON list \(.*\); repair it, or write one object per"):
         load_rows([str(file)], cache_dir=cache)

@@ -555,12 +555,15 @@ def test_lightning_cli(corpus, cache, tmp_path):
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 is less than 1"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must be at least 0 and less than 1; use 0.05"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0.1 must be at least 0 and less than 1"),
-        ({"validation_fraction": 0.1, "validation_path": "x"}, "both say what to validate on; leave one of them out"),
+        (
+            {"validation_fraction": 0.1, "validation_path": "x"},
+            "both choose the validation data; leave one of them out",
+        ),
         ({"validation_fraction": 0.1, "streaming": True}, "validation_fraction=0.1 with streaming=True"),
         ({"num_workers": 2, "streaming": True}, "num_workers=2 with streaming=True.*use 0 or 1"),
         ({"dataset": "org/name"}, "path='.*' and dataset='org/name': give exactly one of them"),
         ({"path": None}, "path=None and dataset=None: give exactly one of them"),
-        ({"validation_split": "test"}, "validation_split='test' is a part of `dataset`, which is not given"),
+        ({"validation_split": "test"}, "validation_split='test' names a split of `dataset`, which is not given"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -571,7 +574,7 @@ def test_wrong_settings(corpus, settings, message):
 
 @pytest.mark.parametrize("option", ["path", "validation_path", "test_path"])
 def test_missing_path(corpus, option):
-    with pytest.raises(FileNotFoundError, match=f"^{option}='/no/such/file' is no file or directory"):
+    with pytest.raises(FileNotFoundError, match=f"^{option}='/no/such/file' is neither a file nor a directory"):
         TextDataModule(**({"path": corpus} | {option: "/no/such/file"}))
 
 
@@ -591,8 +594,8 @@ def test_tokenizer_without_end(corpus, tmp_path):
         ),
         ({"path": "equal"}, r"validation_fraction=0.05 splits 2 document\(s\) into 2 for training and 0"),
         ({"path": "equal", "validation_fraction": 0.999}, r"splits 2 document\(s\) into 0 for training and 2"),
-        ({"text_column": "body", "path": "rows"}, r"text_column='body' is no column of"),
-        ({"text_column": "body", "path": "rows", "streaming": True}, r"text_column='body' is no column of"),
+        ({"text_column": "body", "path": "rows"}, r"text_column='body' is not a column of"),
+        ({"text_column": "body", "path": "rows", "streaming": True}, r"text_column='body' is not a column of"),
         ({"path": "empty"}, r"path holds no text"),
     ],
     ids=["train-short", "validation-short", "no-validation", "no-training", "column", "column-stream", "empty"],
