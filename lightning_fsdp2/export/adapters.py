@@ -1,4 +1,4 @@
-"""Export of LoRA adapters: in peft's format, or merged into the model layer by layer, with peft's own arithmetic."""
+"""Export of LoRA adapters, either in peft's format or merged into the model layer by layer with peft's own code."""
 
 import copy
 import json
@@ -16,13 +16,13 @@ from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names
 from lightning_fsdp2.weights.pretrained_adapters import CONFIG_FILE, WEIGHTS_FILE
 
 _PREFIX = "base_model.model."
-"""Prefix that peft adds to the names in the model that it wraps."""
+"""Prefix that peft adds to the names of tensors in the model that it wraps."""
 
 _BASE = ".base_layer."
 
 
 def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> FileLayout:
-    """Build the layout in which peft's ``save_pretrained`` would store the adapter: one file."""
+    """Build the layout of an adapter's files: a single file, as from peft's ``save_pretrained``."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
     specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}
@@ -41,21 +41,21 @@ def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> Fi
 
 
 def write_adapter_config(folder: Path, weights: Weights) -> None:
-    """Write the config file that peft needs besides the weights."""
+    """Write the config file that peft needs in addition to the adapter's weights."""
     (config,) = weights.description["adapters"].values()
     (folder / CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
 def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
-    """Return the weights of the model alone, with the adapter merged into them.
+    """Return the weights of the base model with the adapter merged into them.
 
     Args:
         weights: Weights of a model with one adapter.
         skeleton: The model without the adapter, and without weights.
 
     Raises:
-        ValueError: When the adapter changes a tied weight, which would become two weights, or single parameters of a
-            module (``target_parameters``).
+        ValueError: When the adapter changes a tied weight, which would become two weights, or when it adapts single
+            parameters of a module (``target_parameters``).
     """
     merge = _Merge(weights)
     merge.check()
@@ -70,36 +70,36 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
 
 
 class _Merge:
-    """Reader of whole merged tensors; all tensors of an adapted layer are read together."""
+    """Reader of whole merged tensors. It reads all tensors of an adapted layer together."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # path of the peft layer around the module that has the tensor
+        # for each tensor, the path of the peft layer around its module
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths
 
     def get_source(self, name: str) -> str:
-        """Return the adapted model's name of the tensor that the plain model calls ``name``."""
+        """Return the name in the adapted model for the tensor with this ``name`` in the base model."""
         return self._sources[name]
 
     def check(self) -> None:
-        """Refuse an adapter that cannot be merged."""
+        """Raise an error if the adapter cannot be merged."""
         ties: dict[str, str] = self._weights.skeleton.all_tied_weights_keys
         for name in self._weights.description["tied"]:
             if {name, ties[name]} & self._layers.keys():
                 raise ValueError(
-                    f"The adapter changes {name} or {ties[name]}, which are tied and would be two weights; export the"
-                    " adapter by itself (merge=False)."
+                    f"The adapter changes {name} or {ties[name]}, which are tied and would become two weights; export"
+                    " the adapter by itself (merge=False)."
                 )
         for name, layer in self._layers.items():
             if hasattr(layer, "parameter_name"):
                 raise ValueError(
-                    f"The adapter changes the parameter {name} of a module (target_parameters), which is not merged"
-                    " here; export the adapter by itself (merge=False)."
+                    f"The adapter changes the parameter {name} of a module (target_parameters), which cannot be"
+                    " merged here; export the adapter by itself (merge=False)."
                 )
 
     def __call__(self, wanted: Sequence[Wanted]) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ class _Merge:
         for path in {self._paths[name] for name in own if self._paths[name]}:
             parts = {key.removeprefix(f"{path}."): tensors.pop(key) for key in [*tensors] if key.startswith(f"{path}.")}
             tensors |= {f"{path}{_BASE}{key}": tensor for key, tensor in self._merge(path, parts).items()}
-        # taken out one by one, so that only one copy of each is held
+        # each tensor is removed before it is converted, so that no second copy stays in memory
         return {name: tensors.pop(self._sources[name]).to(dtype) for name, dtype in own.items()}
 
     @torch.no_grad()
@@ -120,14 +120,14 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the tensors that ``names`` are made of, with the run's dtypes, in which they are merged."""
+        """Return the tensors that ``names`` are computed from, with the dtypes of the run, used for merging."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
-        # in the order of the model, the same on every rank
+        # in the order of the model, which is the same on every rank
         parts = {key for path in paths for key in specs if key.startswith(f"{path}.")}
         needed = parts | {self._sources[name] for name in names}
         return {key: specs[key].dtype for key in specs if key in needed}
 
     def _get_trained(self, source: str) -> str:
-        """Return ``source``, or the name of the copy that is trained in its place."""
+        """Return ``source``, or the name of the trained copy if the adapter trains a copy of the tensor."""
         return source.replace(".original_module.", f".modules_to_save.{self._adapter}.")

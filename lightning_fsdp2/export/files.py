@@ -1,4 +1,4 @@
-"""Layout of a stored model: its tensors, their files, and what each tensor is made of."""
+"""Layout of a stored model: the stored tensors, their files, and the model's tensors that they are computed from."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Tensors and files that a model is stored as."""
+    """Layout of a stored model in files and tensors."""
 
     dtype: torch.dtype
     """Dtype of the model: that of its first floating-point tensor."""
 
     specs: dict[str, Tensor]
-    """Tensors of the model that are stored, as meta tensors in the dtypes they are stored in."""
+    """Tensors of the model that are stored, as meta tensors in their stored dtypes."""
 
     files: dict[str, list[str]]
-    """Names of the files, and of the tensors in each."""
+    """Names of the tensors in each file, by the name of the file."""
 
     sources: dict[str, frozenset[str]]
-    """Names of the model's tensors that each stored tensor is made of."""
+    """Names of the model's tensors that each stored tensor is computed from."""
 
     total_size: int
     """Size of all tensors, in bytes."""
@@ -39,7 +39,10 @@ class FileLayout:
     """Function that converts the model's tensors, in stored dtypes, to the stored tensors of the given names."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the model's tensors that ``names`` are made of, in the model's order, with their stored dtypes."""
+        """Return the model's tensors that the stored ``names`` are computed from, with their stored dtypes.
+
+        They are in the model's order.
+        """
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
 
@@ -52,7 +55,7 @@ def build_file_layout(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> FileLayout:
-    """Build the layout in which transformers' ``save_pretrained`` would store a model.
+    """Build the layout of a model's files, as transformers' ``save_pretrained`` would write them.
 
     Args:
         skeleton: The model on the meta device.
@@ -65,7 +68,7 @@ def build_file_layout(
 
     left_out = {*tied, *(get_keys_left_out_on_save(skeleton))}
     dtypes = _get_dtypes(skeleton, specs, dtype)
-    # new tensors, so that no two share their storage
+    # new tensors, so that no two of them share a storage
     kept = {
         name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
         for name in skeleton.state_dict()
@@ -118,7 +121,7 @@ def _get_dtypes(
 def _trace_conversion(
     skeleton: "PreTrainedModel", specs: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
-    """Convert meta tensors, and record which of them each result is made of."""
+    """Convert meta tensors, and record which of them each result is computed from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     origins = _Origins(specs)
@@ -128,12 +131,12 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that tracks, by storage, which of ``tensors`` each result in its block is made of."""
+    """Dispatch mode that tracks which of ``tensors`` each result is computed from. Storages identify tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {_get_storage_id(tensor): frozenset({name}) for name, tensor in tensors.items()}
-        self._seen = list(tensors.values())  # the id of a freed storage could be used again
+        self._seen = list(tensors.values())  # keeps storages alive: the id of a freed one could be reused
 
     def get(self, tensor: Tensor) -> frozenset[str]:
         return self._names.get(_get_storage_id(tensor), frozenset())

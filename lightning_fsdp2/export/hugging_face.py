@@ -1,9 +1,9 @@
-"""Write models in Hugging Face's format, from shards or from a checkpoint, never with a full copy in memory.
+"""Export of models in Hugging Face's format, from shards or a checkpoint, without a full copy of the model in memory.
 
-The tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored tensors may
-differ from the model's (packed MoE experts are stored one by one). Converting a model without weights shows which of
-its tensors each stored tensor is made of. Then the ranks write the files in parallel, one each, from the tensors
-gathered for that file.
+The stored tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. They may
+differ from the model's tensors; packed MoE experts, for example, are stored one by one. A conversion of the model
+without weights shows which of the model's tensors each stored tensor is computed from. Then the ranks write the files
+in parallel. Each rank writes one file at a time, from tensors that are gathered for this file.
 """
 
 import json
@@ -51,35 +51,35 @@ def export_hf(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> Path:
-    """Export a model to a directory for ``AutoModelForCausalLM.from_pretrained`` and all other readers of the format.
+    """Export a model in Hugging Face's format, as a directory for ``from_pretrained`` and other tools.
 
     If the model is trained with LoRA, the adapter is written in peft's format, for ``PeftModel.from_pretrained`` and
     ``CausalLM(lora=...)``. With ``merge``, the base model is written, with the adapter merged into it.
 
     In a process group, every rank must call this, even for a checkpoint. Each rank writes its share of the files.
-    Tensors are gathered one by one: a rank holds those of one file, and one more tensor. For a checkpoint, one process
-    without a group is enough::
+    Tensors are gathered one by one, so a rank holds only the tensors of one file and one more. For a checkpoint, one
+    process without a process group is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
     Args:
         source: A Hugging Face model, sharded or not, or any module around one, such as a LightningModule; or the path
             of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
-        out: Directory to write. It is written under a hidden name beside ``out``, and renamed once it is complete.
+        out: Directory to write. The files are first written to a hidden directory beside it, which is renamed once it
+            is complete.
         model: Path of the model in ``source``, such as ``"student"``, if there are several.
         tokenizer: Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None takes the
-            tokenizer of the checkpoint's run or of the model, if it can be found. Generation also ends at the
-            tokenizer's end token, besides the model's own: a base model that was fine-tuned on chats has learned the
-            end token of the chats.
+            tokenizer of the checkpoint's run or of the model, if it can be found. The exported model stops generating
+            at the tokenizer's end token too, because a base model that was fine-tuned on chats has learned that token.
         dtype: Dtype of the floating-point weights, except those that the model's authors keep in float32. None keeps
             their dtypes.
         max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``; an adapter is one file.
-        merge: Whether to add a LoRA adapter to the weights of its base and write a model without adapters.
+        merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
         pretrained: Directory of the model that training began with, if it has moved since. It is needed for checkpoints
             that leave out the frozen weights of that model (``CheckpointConfig(frozen_parameters=False)``).
         overwrite: Whether to replace a directory ``out`` that is not empty, once the new one is complete.
         verify: Whether data that is read from a checkpoint is compared with its checksums.
-        trust_checkpoint: Whether a checkpoint may hold any object, which can run code when it is loaded.
+        trust_checkpoint: Whether a checkpoint may contain arbitrary objects, which can run code when loaded.
 
     Returns:
         ``out`` as an absolute path, with links resolved.
@@ -87,14 +87,15 @@ def export_hf(
     Raises:
         TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
         ValueError: When ``source`` holds several models and ``model`` names none of them; when the model has adapters
-            other than LoRA, none to ``merge``, or weights that do not match its config; when the checkpoint is
-            incomplete or does not say what model it holds; when ``pretrained`` is another model; or when ``out`` is
+            other than LoRA, no adapter to ``merge``, or weights that do not match its config; when the checkpoint is
+            incomplete or does not record which model it holds; when ``pretrained`` is another model; or when ``out`` is
             remote, or is or contains the working directory or the checkpoint.
         FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
-        OSError: When ``out`` cannot be made, the disk has no room for it, or ``tokenizer`` cannot be loaded.
-        FileNotFoundError: When the checkpoint, or the model whose frozen weights it leaves out, does not exist.
-        RuntimeError: When a file cannot be written, or some rank does not call this within half the timeout of the
-            process group's collectives. All errors are raised on every rank; an existing ``out`` is kept.
+        OSError: When ``out`` cannot be created, the disk has no room for it, or ``tokenizer`` cannot be loaded.
+        FileNotFoundError: When the checkpoint does not exist, or when the model with the frozen weights that it leaves
+            out does not exist.
+        RuntimeError: When a file cannot be written, or when a rank does not call this within half the timeout of the
+            process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -143,7 +144,7 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse an ``out`` where an export would replace something, unless ``overwrite`` allows it.
+    """Raise an error if an export to ``out`` would replace something, unless ``overwrite`` allows it.
 
     Args:
         out: Absolute path, with links resolved.
@@ -152,8 +153,8 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
 
     Raises:
         FileExistsError: When ``out`` is a file, or a directory that is not empty and ``overwrite`` is not set.
-        ValueError: When ``out`` is or contains the working directory or ``source``, which are never replaced, or is
-            inside of ``source``.
+        ValueError: When ``out`` is inside ``source``. Also when ``out`` is or contains the working directory or
+            ``source``, which are never replaced.
     """
     if out.is_file():
         raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
@@ -162,25 +163,25 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
         if path.resolve().is_relative_to(out):
             raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
     if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
-        raise ValueError(f"out={str(out)!r} is inside of the checkpoint {str(source)!r}; name a directory beside it.")
+        raise ValueError(f"out={str(out)!r} is inside the checkpoint {str(source)!r}; name a directory beside it.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and all that"
-            " is in it."
+            f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and"
+            " everything in it."
         )
 
 
 def start_draft(out: Path) -> Draft:
-    """Start the draft of ``out``.
+    """Start an export's draft: the hidden directory that is renamed to ``out`` once it is complete.
 
     Raises:
-        OSError: When the folder of ``out`` cannot be made or written to.
+        OSError: When the parent directory of ``out`` cannot be created or written to.
     """
     try:
         return Draft(out)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise OSError(error.errno, f"out={str(out)!r} cannot be made ({reason}); name another directory") from error
+        raise OSError(error.errno, f"out={str(out)!r} cannot be created ({reason}); name another directory") from error
 
 
 def check_exportable(
@@ -192,7 +193,9 @@ def check_exportable(
     max_shard_size: int | str,
     merge: bool,
 ) -> None:
-    """Refuse now what :func:`export_hf` would refuse later: a ``module``, with or without weights, or an option.
+    """Raise the errors now that :func:`export_hf` would later raise for ``module`` and these options.
+
+    The module need not have its weights yet.
 
     Raises:
         TypeError: See :func:`export_hf`.
@@ -229,7 +232,7 @@ def _merge(weights: Weights) -> Weights:
 def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> FileLayout:
     if not _is_size(max_shard_size):
         raise ValueError(
-            f"export_hf(max_shard_size={max_shard_size!r}) must be a number of bytes above 0, or such as '5GB'."
+            f"export_hf(max_shard_size={max_shard_size!r}) must be a positive number of bytes, or a text such as '5GB'."
         )
     if weights.adapted is not None:
         return build_adapter_file_layout(weights, _get_dtype(dtype))
@@ -243,7 +246,7 @@ def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max
 
 
 def _is_size(value: int | str) -> bool:
-    """Return whether ``value`` is above 0 and huggingface_hub accepts it as the size of a file."""
+    """Return whether ``value`` is a file size above 0 that huggingface_hub accepts."""
     if isinstance(value, str):
         number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
         return number is not None and float(number[1]) > 0
@@ -251,7 +254,7 @@ def _is_size(value: int | str) -> bool:
 
 
 def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
-    """Write as many files at a time as there are ranks."""
+    """Write the files of weights, with one file per rank at a time."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     files = list(layout.files.items())
     for start in range(0, len(files), ranks):
@@ -260,7 +263,7 @@ def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of one file for each rank, file after file; then let each rank write its file."""
+    """Gather the tensors of one file for each rank, one file after another. Then let each rank write its file."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
@@ -279,7 +282,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_descriptions(folder: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
-    """Write everything except the weights."""
+    """Write all files except the weights, such as configs and the tokenizer."""
     tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
@@ -309,7 +312,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
 
 
 def _stop_at_end_of(tokenizer: Any, generation_config: Any) -> None:
-    """Let generation end at the tokenizer's end token too: a model fine-tuned on chats has learned to use that one."""
+    """Let generation end at the tokenizer's end token too, since a model fine-tuned on chats has learned that token."""
     ends = generation_config.eos_token_id
     known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     end = getattr(tokenizer, "eos_token_id", None)
@@ -333,7 +336,7 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
-    """Return ``tokenizer``, loaded if it is a directory or name; for None, the tokenizer of ``default``, if any."""
+    """Load ``tokenizer`` if it is a directory or a name. For None, load the tokenizer of ``default`` if it has one."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):
@@ -344,23 +347,23 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
         return AutoTokenizer.from_pretrained(default, local_files_only=True)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
-            f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a tokenizer of transformers: it has no"
-            " `save_pretrained`. Pass one that has, its directory or its hub id, or save yours beside the model."
+            f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a transformers tokenizer, since it has no"
+            " `save_pretrained`. Pass a transformers tokenizer, its directory or its hub id, or save yours yourself."
         )
     return tokenizer
 
 
 def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
     if tokenizer is None:
-        logger.warning("The model is exported without a tokenizer; pass export_hf(tokenizer=...) to have it saved too.")
+        logger.warning("The model is exported without a tokenizer; pass export_hf(tokenizer=...) to save it too.")
     else:
         tokenizer.save_pretrained(folder)
 
 
 def _has_tokenizer(name: str | Path) -> bool:
-    """Return whether a directory, or a hub repository's local copy, has a tokenizer.
+    """Return whether a directory, or the local copy of a hub repository, has the files of a tokenizer.
 
-    Without one, transformers would make one up.
+    Without these files, transformers would make up a tokenizer.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

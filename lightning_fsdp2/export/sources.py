@@ -1,4 +1,4 @@
-"""Access to the tensors of a Hugging Face model in shards, a checkpoint or files."""
+"""Access to the tensors of a Hugging Face model, which may be in sharded memory, in a checkpoint or in files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Wanted = Mapping[str, torch.dtype]
-"""Names of tensors, and the dtypes to give them."""
+"""Names of the tensors to read, and the dtypes to return them in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model without weights, and access to its tensors."""
+    """Skeleton of a model without weights, and a function that reads its tensors."""
 
     skeleton: "PreTrainedModel"
     """The model without weights."""
@@ -48,22 +48,22 @@ class Weights:
     """The model's tensors on the meta device, by name."""
 
     read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
-    """Function that takes what each rank wants, and returns this rank's tensors, whole and on the host.
+    """Function that takes the tensors that each rank wants, and returns this rank's, whole and in host memory.
 
     Every rank must call it.
     """
 
     adapted: "PeftModel | None"
-    """peft's model around ``skeleton``, if there is one; tensors are then named as peft's layers name them."""
+    """Model of peft around ``skeleton``, if there is one. Tensors then have the names that peft's layers give them."""
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
-    """Open the Hugging Face model at ``path`` in ``module``, sharded or not.
+    """Give access to the tensors of the Hugging Face model at ``path`` in ``module``, which may be sharded.
 
     Raises:
         TypeError: When ``module`` holds no such model.
-        ValueError: When it holds several and ``path`` names none of them, or the model is not the one that its config
-            describes.
+        ValueError: When ``module`` holds several models and ``path`` names none of them, or when the model does not
+            match its config.
     """
     description = _choose(describe_hf_models(module), path, get_class_name(module))
     model: Any = module.get_submodule(description["path"])
@@ -85,7 +85,9 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Open the Hugging Face model at ``model`` in a checkpoint, and the files of frozen weights that it leaves out.
+    """Give access to the tensors of the Hugging Face model at ``model`` in a checkpoint.
+
+    Frozen weights that the checkpoint leaves out are read from the files of the pretrained model.
 
     Args:
         path: Path of the checkpoint.
@@ -93,19 +95,19 @@ def open_checkpoint(
         pretrained: Current directory of the files with frozen weights; None if they have not moved.
         needs_base: Whether these files are needed even if only adapters are trained.
         verify: Whether data that is read from a directory is compared with its checksums.
-        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        trust: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint, or the files with frozen weights are missing.
-        ValueError: See :func:`open_module`. Also when the checkpoint does not say what model it holds, or the files are
-            not those that training began with.
+        ValueError: See :func:`open_module`. Also when the checkpoint does not record which model it holds, or when the
+            files are not those that training began with.
     """
     path = str(find_checkpoint(path, trust=trust))
     descriptions = read_descriptions(path, trust=trust)
     if not descriptions:
         raise ValueError(
-            f"{str(path)!r} does not say what Hugging Face model it holds: it was not written by this package. Build"
-            " your module, load the checkpoint, and export the module."
+            f"{str(path)!r} does not record which Hugging Face model it holds, so it was not written by this package."
+            " Build your module, load the checkpoint, and export the module."
         )
     description = _choose(descriptions, model, str(path))
     prefix = f"{description['path']}." if description["path"] else ""
@@ -129,7 +131,7 @@ def open_checkpoint(
         stored = {name: prefix + name for name in own if name not in tensors}
         whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
-        # taken out one by one, so that only one copy of each is held
+        # each tensor is removed before it is converted, so that no second copy stays in memory
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
 
     return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)
@@ -137,7 +139,7 @@ def open_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Base:
-    """The pretrained model whose frozen weights a checkpoint leaves out."""
+    """Pretrained model that provides the frozen weights that a checkpoint leaves out."""
 
     folder: Path
 
@@ -145,40 +147,40 @@ class _Base:
     """Fingerprint of the model that training began with."""
 
     names: dict[str, str]
-    """Names of the weights in the model alone, by their names in the model with its adapters."""
+    """Names of the weights in the model without adapters, by their names in the model with adapters."""
 
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Return the weights as meta tensors in the dtype of the stored tensors, since a run has one dtype."""
+        """Return the weights as meta tensors, in the dtype of the stored tensors, since a run has one dtype."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
 
     def check(self, path: str) -> None:
-        what = f"The checkpoint {path!r} leaves {len(self.names)} frozen weights to the pretrained model"
+        what = f"The checkpoint {path!r} leaves out {len(self.names)} frozen weights of the pretrained model"
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"{what} {str(self.folder)!r}, which is not there; say where it is now: export_hf(pretrained=...),"
-                " --pretrained on the command line."
+                f"{what} {str(self.folder)!r}, which does not exist; give its new directory: export_hf(pretrained=...),"
+                " or --pretrained on the command line."
             )
         if get_folder_fingerprint(self.folder) != self.fingerprint:
             raise ValueError(
-                f"{what} that training began with, and {str(self.folder)!r} holds other tensors; give the directory of"
-                " that model: export_hf(pretrained=...), --pretrained on the command line."
+                f"{what} that training began with, but {str(self.folder)!r} holds other tensors; give the directory of"
+                " that model: export_hf(pretrained=...), or --pretrained on the command line."
             )
 
     def read(self, names: Wanted) -> dict[str, Tensor]:
         wanted = {self.names[name]: name for name in names if name in self.names}
         if not wanted:
             return {}
-        # in float32, which loses nothing that the files hold; the caller converts to the wanted dtype
+        # float32 can represent every value in the files; the caller converts to the wanted dtype
         tensors = read_pretrained(build_hf_skeleton(self.description), self.folder, wanted, torch.float32)
         return {wanted[name]: tensor for name, tensor in tensors.items()}
 
 
 class _Gather:
-    """Reader that gathers the tensors of a state dict, one after the other, each for one rank."""
+    """Reader that gathers the tensors of a state dict one after another, each to the rank that wants it."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -190,13 +192,13 @@ class _Gather:
         for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
-                # offloaded shards are gathered on the device where the mesh communicates
+                # gather offloaded shards on the device on which the mesh communicates
                 sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
                 tensor = gather(sharded)
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raised later: the other ranks are waiting in the next gather
+                except Exception as error:  # raised later, since the other ranks wait in the next gather
                     gathered, failure = {}, error
         if failure is not None:
             raise failure
@@ -231,8 +233,8 @@ def _open_base(
 def _choose(descriptions: Sequence[Description], path: str | None, source: str) -> Description:
     if not descriptions:
         raise TypeError(
-            f"export_hf: there is no model of transformers in {source}. Pass a `PreTrainedModel`, or a module around"
-            " one that was built already (in `configure_model`)."
+            f"export_hf: there is no transformers model in {source}. Pass a `PreTrainedModel`, or a module in which"
+            " `configure_model` has already built one."
         )
     paths = [description["path"] for description in descriptions]
     if path is None and len(paths) == 1:
@@ -245,13 +247,13 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
 
 
 def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
-    """Refuse weights that could not be read again with the model's config."""
+    """Raise an error if the exported weights could not be loaded again with the model's config."""
     expected = skeleton.state_dict()
-    # checkpoints of earlier versions do not say whether there are adapters
+    # checkpoints of earlier versions do not record whether there are adapters
     has_adapters = description.get("has_adapters") or any(".base_layer." in name for name in specs)
     if has_adapters and len(description.get("adapters", ())) != 1:
         raise ValueError(
-            f"The {type(skeleton).__name__} has adapters of peft other than one LoRA in a PeftModel, which are not"
+            f"The {type(skeleton).__name__} has peft adapters other than one LoRA in a PeftModel, which cannot be"
             " exported. Save them with their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning"
             " lacks) on one process and export the result."
         )
@@ -265,6 +267,6 @@ def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", de
     if any(problems.values()):
         found = "; ".join(f"{problem}: {list_names(names)}" for problem, names in problems.items() if names)
         raise ValueError(
-            f"The weights are not those of a {type(skeleton).__name__} with its config, and could not be read again:"
+            f"The weights do not match a {type(skeleton).__name__} with its config, and could not be loaded again:"
             f" {found}. Change the config along with the model."
         )

@@ -135,7 +135,7 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "make_module", "message"),
     [
-        ({}, Regressor, "TypeError: .*no model of transformers in Regressor"),
+        ({}, Regressor, "TypeError: .*no transformers model in Regressor"),
         ({"model": "student"}, lambda: CausalLM(config=CONFIG), r"ValueError: .*CausalLM holds the model\(s\) 'model'"),
         ({"dtype": "int8"}, lambda: CausalLM(config=CONFIG), "ValueError: .*dtype='int8'"),
         ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*holds no tokenizer"),
@@ -144,7 +144,7 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
         ({"max_shard_size": "0GB"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='0GB'"),
         ({"tokenizer": object()}, lambda: CausalLM(config=CONFIG), "TypeError: .*<object>.*not a tokenizer"),
         ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
-        ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be made \(File exists\)"),
+        ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be created \(File exists\)"),
     ],
     ids=[
         "no-model",

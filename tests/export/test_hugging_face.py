@@ -225,7 +225,7 @@ def test_a_wrong_tokenizer_is_found_before_weights_are_written(tmp_path: Path, m
     monkeypatch.setattr(hugging_face, "_write_file", fail)
     with pytest.raises(ValueError, match="holds no tokenizer"):
         export_hf(make_llama(), tmp_path / "out", tokenizer=tmp_path)
-    with pytest.raises(TypeError, match=r"tokenizer=<object>\) is not a tokenizer of transformers"):
+    with pytest.raises(TypeError, match=r"tokenizer=<object>\) is not a transformers tokenizer"):
         export_hf(make_llama(), tmp_path / "out", tokenizer=object())
     assert not list(tmp_path.iterdir())
 
@@ -366,7 +366,7 @@ def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
     for out in (tmp_path / "runs", tmp_path / "runs" / "last.ckpt"):
         with pytest.raises(ValueError, match=r"would replace the checkpoint '.*last\.ckpt'"):
             export_hf(tmp_path / "runs" / "last.ckpt", out, overwrite=True)
-    with pytest.raises(OSError, match=r"file/out' cannot be made \(File exists\); name another"):
+    with pytest.raises(OSError, match=r"file/out' cannot be created \(File exists\); name another"):
         export_hf(make_llama(), tmp_path / "file" / "out")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"0\.1 MB"):
@@ -441,13 +441,13 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: PlainTransformer(), TypeError, "no model of transformers in PlainTransformer"),
+        (lambda: PlainTransformer(), TypeError, "no transformers model in PlainTransformer"),
         (
             lambda: add_two(make_llama()),
             ValueError,
-            "LlamaForCausalLM has adapters of peft other than one LoRA",
+            "LlamaForCausalLM has peft adapters other than one LoRA",
         ),
-        (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has adapters of peft.*save_pretrained"),
+        (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has peft adapters.*save_pretrained"),
         (
             lambda: change_head(make_llama()),
             ValueError,
@@ -465,7 +465,7 @@ def test_what_cannot_be_exported_says_why(
         save_checkpoint(tmp_path / "run.ckpt", source)
         source = tmp_path / "run.ckpt"
         error, message = (
-            (ValueError, "does not say what Hugging Face model") if error is TypeError else (error, message)
+            (ValueError, "does not record which Hugging Face model") if error is TypeError else (error, message)
         )
     with pytest.raises(error, match=message):
         export_hf(source, tmp_path / "out")
