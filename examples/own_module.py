@@ -27,7 +27,7 @@ class LanguageModel(pl.LightningModule):
         self.model = None
 
     def configure_model(self) -> None:
-        """Build the model without weights; each rank reads, or initialises, its shards of them."""
+        """Build the model without weights. Each rank later reads or initialises its own shards of them."""
         if self.model is not None:
             return
         if self.hparams.pretrained:

@@ -1,4 +1,4 @@
-"""Loggers, and what every logger is told about a run."""
+"""Loggers, and the description of a run that every logger gets."""
 
 from lightning_fsdp2.loggers.wandb import WandbLogger
 

@@ -1,4 +1,4 @@
-"""Axes that the rows of every logger have besides their step."""
+"""Names of the axes, besides the step, that the rows of every logger have."""
 
 TOTAL_TOKENS = "train/total_tokens"
-"""Name of the count of all tokens that a run has read, including padding and tokens read before it was resumed."""
+"""Name of the metric that counts all tokens read by a run, including padding and tokens read before it was resumed."""

@@ -1,4 +1,4 @@
-"""Description of a run: enough to tell how two runs differ, and to start one again."""
+"""Description of a run for loggers, with enough detail to compare two runs or to repeat one."""
 
 import dataclasses
 import platform
@@ -24,22 +24,22 @@ _SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
 _MOST_ITEMS = 200
-"""Largest length of a list or dict that is written out: some data modules hold their data."""
+"""Largest length of a list or dict that is written out. Longer ones may be a data module's data."""
 
 _GIT_TIMEOUT_SECONDS = 10
 
 
 def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
-    """Describe a run in plain values, for ``log_hyperparams``; no rank waits for another.
+    """Describe a run in plain values, for ``log_hyperparams``. No rank waits for another.
 
     Args:
         trainer: Trainer with a strategy of this package, after its setup.
         module: Module that the Trainer trains, sharded.
 
     Returns:
-        The strategy with mesh and flags, devices, dtypes in effect, numbers of parameters (over all ranks and on this
-        one), model, data, versions and, in a git repository, its revision. Options that are named like secrets, and
-        the secret parts of URLs, are left out.
+        The strategy with its mesh and flags, the devices, the dtypes in effect, the numbers of parameters (in total and
+        on this rank), the model, the data, versions and, in a git repository, the revision. Options that are named like
+        secrets, and the secret parts of URLs, are left out.
     """
     strategy: Any = trainer.strategy
     mesh = strategy.full_device_mesh
@@ -74,7 +74,7 @@ def hide_secrets(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an option of this name may hold a secret."""
+    """Return whether an option with this name may hold a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -138,7 +138,7 @@ def _get_device_name(device: torch.device) -> str:
 
 
 def _get_optional_revision() -> dict[str, Any] | None:
-    """Return the commit of the working directory's repository, and whether tracked files differ from it."""
+    """Return the commit of the working directory's repository, and whether tracked files have been changed since."""
     commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
     return None if commit is None or changes is None else {"commit": commit, "is_dirty": bool(changes)}
 

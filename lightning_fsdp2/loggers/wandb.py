@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per job, which is resumed with the job, and whose errors never end training."""
+"""Logger for Weights & Biases. A resumed job continues its W&B run, and failures of W&B never end training."""
 
 import os
 import secrets
@@ -23,28 +23,29 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 
 _FLUSH_SECONDS = 1.0
-"""Seconds between writes of W&B's service to disk, 15 by default. It does not write when the job is killed."""
+"""Seconds between writes to disk by W&B's service, 15 by default. What it has not written is lost with a killed job."""
 
 _ROWS_BEHIND_A_SAVE = 10
-"""Rows reserved for what a step logs after its checkpoint is saved, such as ``self.log``'s metrics; gaps do no harm."""
+"""Number of rows reserved for metrics that a step logs after its checkpoint is saved. Unused rows do no harm."""
 
 CheckpointLogging = Literal["reference", "upload"]
 
 
 class MissingKeyError(ValueError):
-    """Error for an online run if W&B has no API key."""
+    """Error for an online run without an API key of W&B."""
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Lightning's ``WandbLogger`` for jobs on many ranks that may be killed and resumed.
+    """Logger like Lightning's ``WandbLogger``, for jobs on many ranks that may be killed and resumed.
 
     Under the strategies of this package, a job that resumes (``ckpt_path``) continues the run that its checkpoint
-    names. A job without a checkpoint starts a new run. Rank 0 has the run. On the other ranks, and until the checkpoint
-    has been read, ``experiment`` is a stand-in that accepts every call.
+    names. A job without a checkpoint starts a new run. Only rank 0 has a run. On the other ranks, and until the
+    checkpoint has been read, ``experiment`` is a stand-in that accepts every call.
 
-    W&B never ends training. If a run cannot be started online, it is recorded offline. A later failure is reported
-    once, and training continues without what failed. An online run without an API key is an error before the first
-    step. ``WANDB_MODE=disabled`` switches W&B off; ``WANDB_MODE=offline`` is ``offline=True``.
+    Failures of W&B never end training. If a run cannot be started online, it is recorded offline. A later failure is
+    reported once, and the data in question is not logged. Only an online run without an API key is an error, which is
+    raised before the first step. ``WANDB_MODE=disabled`` switches W&B off, and ``WANDB_MODE=offline`` has the same
+    effect as ``offline=True``.
 
     Args:
         project: Name of the project. None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
@@ -57,9 +58,9 @@ class WandbLogger(loggers.WandbLogger):
         notes: Text about the run.
         id: Id of the run. None continues the run of the checkpoint, or generates a new id.
         offline: Whether to record to ``save_dir`` only; ``wandb sync`` uploads the run.
-        checkpoints: What to do with the checkpoints of ``ModelCheckpoint``, once they are complete: ``"reference"``
-            logs an artifact that says where they are, ``"upload"`` logs one that holds them, in the background, and
-            None logs nothing.
+        checkpoints: What to do with the checkpoints of ``ModelCheckpoint`` once they are complete. ``"reference"`` logs
+            an artifact that says where they are. ``"upload"`` uploads them as an artifact, in the background. None logs
+            nothing.
         prefix: Prefix of the names of metrics.
 
     Raises:
@@ -106,7 +107,7 @@ class WandbLogger(loggers.WandbLogger):
     @property
     @override
     def experiment(self) -> "Run":
-        """W&B's run; a stand-in on ranks other than 0, and while the run is held."""
+        """Run of W&B, or a stand-in on ranks other than 0 and until :meth:`release`."""
         if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
             return _StandIn()
         if self._experiment is None:
@@ -114,7 +115,10 @@ class WandbLogger(loggers.WandbLogger):
         return self._experiment
 
     def get_optional_problem(self) -> str | None:
-        """Return why W&B would ask for an API key, though nobody can answer in a job; None if it would not ask."""
+        """Return an error message if the run has no API key and needs one, else None.
+
+        W&B would ask for the key, but nobody can answer in a job.
+        """
         import wandb
 
         try:
@@ -136,7 +140,7 @@ class WandbLogger(loggers.WandbLogger):
     def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
         """Postpone the start of the run until :meth:`release`.
 
-        The Trainer asks for the run before it reads the checkpoint.
+        The Trainer asks for the run before it reads the checkpoint, which names the run to continue.
 
         Args:
             when_complete: Function that calls its argument once the checkpoint just saved is complete.
@@ -144,15 +148,15 @@ class WandbLogger(loggers.WandbLogger):
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory after it
+            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory after the id
 
     def release(self) -> None:
-        """End :meth:`hold`."""
+        """Let the run start, after :meth:`hold` has postponed it."""
         self._is_held = False
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Continue the run whose :meth:`get_state` a checkpoint holds, unless an ``id`` was given."""
+        """Continue the run with the ``state`` that :meth:`get_state` put into a checkpoint, unless ``id`` was given."""
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:
@@ -160,12 +164,12 @@ class WandbLogger(loggers.WandbLogger):
             self._first_row = state["row"]
             return
         rank_zero_warn(
-            f"W&B: run {self.version} was started before the checkpoint of run {state['id']} was read, and stays a run"
-            " of its own. Use `logger.experiment` from `on_fit_start` on, or give WandbLogger(id=...)."
+            f"W&B: run {self.version} was started before the checkpoint of run {state['id']} was read, so it does not"
+            " continue that run. Use `logger.experiment` only from `on_fit_start` on, or give WandbLogger(id=...)."
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Return the run's state for a checkpoint: its id, and the number of the row to continue with."""
+        """Return the state of the run for a checkpoint: the id, and the number of the row to continue with."""
         return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
@@ -181,7 +185,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if wandb.run is not None:
-            return super().experiment  # Lightning says that it takes the existing run
+            return super().experiment  # Lightning warns that it uses the existing run
         try:
             return self._init(self._get_mode())
         except Exception as error:
@@ -191,8 +195,8 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # else W&B would write somewhere else
-        # otherwise a job that is killed may lose rows that are older than its checkpoint
+            os.makedirs(self.save_dir, exist_ok=True)  # without it, W&B would write somewhere else
+        # otherwise, a killed job may lose rows that are older than its checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
         run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
@@ -205,11 +209,11 @@ class WandbLogger(loggers.WandbLogger):
         return run
 
     def _start_without(self, error: Exception) -> Any:
-        """Record the run offline if it does not start online, or not at all if that fails too."""
+        """Record the run offline after a failed start online. If that fails too, continue without a run."""
         import wandb
 
         try:
-            wandb.teardown()  # else the service keeps trying, and would not accept the id again
+            wandb.teardown()  # otherwise, the service keeps trying and refuses the id
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -238,7 +242,7 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # if the step or epoch is monitored, to keep the newest checkpoints, every one would be the best
+        # if the step or epoch is monitored, to keep the newest checkpoints, every checkpoint would be the best
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)
@@ -330,6 +334,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # otherwise W&B would first copy everything twice: in case the files change, and for its cache
+    # otherwise, W&B would first copy everything twice: for its cache, and in case the files change
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

@@ -16,7 +16,7 @@ from lightning_fsdp2.recipes.ddp import prepare_for_ddp
 
 
 class DDPManager:
-    """Manager that replicates models as a :class:`~lightning_fsdp2.DDPConfig` says, on an existing mesh.
+    """Manager that wraps models in DDP on an existing mesh, with the flags of a :class:`~lightning_fsdp2.DDPConfig`.
 
     Args:
         config: Flags of DDP.
@@ -38,8 +38,9 @@ class DDPManager:
         self._data_mesh = device_mesh if device_mesh.ndim == 1 else get_mesh(device_mesh, DATA_PARALLEL)
         if self._data_mesh.size() < device_mesh.size():
             raise ValueError(
-                f"{device_mesh} has {device_mesh.size()} ranks, of which {self._data_mesh.size()} are data parallel:"
-                " DDP knows no others. Make the mesh with `create_device_mesh(DDPConfig())`, or use FSDP2Manager."
+                f"{device_mesh} has {device_mesh.size()} ranks, but only {self._data_mesh.size()} of them are data"
+                " parallel, and DDP supports no others. Create the mesh with `create_device_mesh(DDPConfig())`, or use"
+                " FSDP2Manager."
             )
 
     def parallelize(self, model: nn.Module) -> DistributedDataParallel:
@@ -52,7 +53,7 @@ class DDPManager:
         return self.replicate(model, broadcast_buffers=self.config.broadcast_buffers)
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
-        """Do everything that :meth:`parallelize` does except the wrapping, which only training needs.
+        """Prepare a model as :meth:`parallelize` does, but do not wrap it. Only training needs the wrapper.
 
         Args:
             model: See :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
@@ -64,7 +65,7 @@ class DDPManager:
         prepare_for_ddp(model, self.device_mesh, self.config, materializes=materializes)
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
-        """Wrap a model after :meth:`prepare`. Gradients in bfloat16 are reduced in float32.
+        """Wrap a model in DDP, after :meth:`prepare`. Gradients in bfloat16 are reduced in float32.
 
         Args:
             model: Model with the same weights on all ranks.
@@ -92,6 +93,6 @@ class DDPManager:
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any] | None:
-        """Return the hook that averages gradient buckets of ``parameters``; None for DDP's default."""
+        """Return the hook that averages buckets of the gradients of ``parameters``, or None for DDP's default."""
         is_bfloat16 = any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad)
         return reduce_in_float32 if is_bfloat16 else None

@@ -1,4 +1,4 @@
-"""Dtypes in which a manager actually trains."""
+"""Dtypes that a manager uses in training."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 
 
 def get_dtypes(manager: Any, module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes in which weights are stored, gathered and multiplied, and gradients are reduced."""
+    """Return the dtypes in which weights are stored, gathered and multiplied, and in which gradients are reduced."""
     config, weights = manager.config, next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     gathered, reduction = weights, torch.float32
     if isinstance(manager, FSDP2Manager):

@@ -11,7 +11,7 @@ from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_
 
 
 class FSDP2Manager:
-    """Manager that parallelises models as an :class:`~lightning_fsdp2.FSDP2Config` says, on an existing mesh.
+    """Manager that shards models on an existing mesh, with the flags of an :class:`~lightning_fsdp2.FSDP2Config`.
 
     Args:
         config: Flags of FSDP2.

@@ -11,7 +11,7 @@ from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 
 class MegatronFSDPManager:
-    """Manager that shards models as a :class:`~lightning_fsdp2.MegatronFSDPConfig` says, on an existing mesh.
+    """Manager that shards models on an existing mesh, with the flags of a :class:`~lightning_fsdp2.MegatronFSDPConfig`.
 
     Args:
         config: Flags of Megatron-FSDP.
@@ -28,10 +28,10 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[Any, Optimizer | None]:
-        """Wrap ``model``, and make ``optimizer`` step the shards.
+        """Wrap ``model`` in Megatron-FSDP, and make ``optimizer`` update the shards.
 
         Raises:
-            ImportError: When ``megatron-fsdp`` is not installed, or too old.
+            ImportError: When ``megatron-fsdp`` is not installed, or is too old.
             ValueError: See :func:`~lightning_fsdp2.recipes.megatron_fsdp.parallelize_with_megatron_fsdp`.
         """
         return parallelize_with_megatron_fsdp(model, self.device_mesh, self.config, optimizer)

@@ -1,4 +1,4 @@
-"""LightningModules that train a model from YAML alone, and models from Hugging Face and from checkpoints."""
+"""LightningModules that can be trained from YAML alone, and models from Hugging Face and from checkpoints."""
 
 from lightning_fsdp2.models.causal_lm import CausalLM
 from lightning_fsdp2.models.from_checkpoint import load_from_checkpoint

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model, trained from YAML."""
+"""LightningModule for Hugging Face causal language models, which can be trained from YAML alone."""
 
 import logging
 from collections.abc import Sequence
@@ -51,32 +51,34 @@ class CausalLM(LightningModule):
     """LightningModule that trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``.
 
     The loss is the mean over all label tokens of an optimizer step, however they are split over ranks and
-    micro-batches. On the Trainer's logging steps it logs ``train/loss``, ``train/perplexity``, ``train/tokens`` (of the
-    step), ``train/gradient_norm`` and ``train/learning_rate``; per validation, ``val/loss`` and ``val/perplexity``.
+    micro-batches. On its logging steps, the Trainer logs ``train/loss``, ``train/perplexity``, ``train/tokens`` (the
+    label tokens of the step), ``train/gradient_norm`` and ``train/learning_rate``. After each validation, it logs
+    ``val/loss`` and ``val/perplexity``.
 
     Args:
-        pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub. Its
-            weights are read as shards.
+        pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub. Each rank
+            reads only its shards of the weights.
         config: Architecture of a new model: a mapping with ``model_type`` and its fields
-            (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id whose ``config.json`` to use.
-            Give either this or ``pretrained``.
+            (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id with a ``config.json``. Give
+            either ``config`` or ``pretrained``.
         optimizer: Callable that builds the optimizer from the parameter groups. Adam and AdamW use torch's fused kernel
-            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. ``fused=True``
-            is dropped, with a warning, if the device has none.
+            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. If there is
+            none, ``fused=True`` is ignored with a warning.
         lr_scheduler: Callable that builds the schedule from the optimizer; it is stepped after every optimizer step.
             None keeps the learning rate constant. :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run
             if it is given no ``total_steps``.
-        decay_norms_and_biases: Whether weight decay also applies to parameters with one dim (norms, biases).
+        decay_norms_and_biases: Whether weight decay also applies to one-dimensional parameters (norms and biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
-        loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute those of about a
-            thousand at a time, and again in backward. Loss and gradients are the same. Chunks cost one more product
-            with the head, and avoid what is often the largest tensor of a step. Tensor parallel ranks compute the loss
-            on their parts of the vocabulary.
+        loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute the logits of about a
+            thousand positions at a time, and once more in backward. Loss and gradients are the same. Chunks cost one
+            more matrix product with the head, but avoid the full logits, often the largest tensor of a step. Under
+            tensor parallelism, each rank computes the loss on its part of the vocabulary.
         allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack;
             they are initialised like those of a new model. Any other missing tensor is an error.
-        lora: Low-rank adapters to train instead of the model, which is frozen: fields of peft's ``LoraConfig``
-            (``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` for r=16, alpha=32 on all linear layers), or the
-            directory of an adapter that peft or ``export_hf`` wrote, to continue training it. None trains the model.
+        lora: Low-rank adapters to train while the model itself is frozen. Give fields of peft's ``LoraConfig``, such as
+            ``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` stands for r=16 and alpha=32 on all linear layers. Or
+            give the directory of an adapter that peft or ``export_hf`` wrote, to continue training it. None trains the
+            model itself.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.
@@ -152,18 +154,18 @@ class CausalLM(LightningModule):
         if self.loss == "chunked" and self._logits_tail is None:
             if type(self).forward is not CausalLM.forward:
                 raise ValueError(
-                    f"{type(self).__name__}(loss='chunked') would not call its own `forward`, which CausalLM's loss"
-                    " takes logits from; use loss='full'."
+                    f"{type(self).__name__}(loss='chunked') would not call the `forward` that this class defines; use"
+                    " loss='full'."
                 )
             self._logits_tail = trace_logits_tail(self.model)
 
     def _check_causal(self) -> None:
-        if type(self).training_step is CausalLM.training_step:  # another loss may let tokens see later ones
+        if type(self).training_step is CausalLM.training_step:  # with another loss, tokens may attend to later ones
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
 
     def _build_model(self) -> None:
-        # our strategies shard the model before they give it weights; `self.trainer` raises if there is no trainer
+        # our strategies shard the model first and then give it weights; `self.trainer` raises if there is no trainer
         on_meta = getattr(getattr(self._trainer, "strategy", None), "materializes_models", False)
         options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.pretrained is None:
@@ -179,8 +181,8 @@ class CausalLM(LightningModule):
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # the checkpoint must load without the files that training began with; a subclass with its own arguments
-        # decides that itself
+        # the checkpoint must load without the files that training began with; a subclass with other arguments has to
+        # take care of this itself
         if type(self).__init__ is not CausalLM.__init__:
             return
         hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
@@ -205,10 +207,10 @@ class CausalLM(LightningModule):
             )
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """Return the logits, a DTensor with ``FSDP2Config.loss_parallel``. [batch, sequence, vocabulary].
+        """Return the logits, of shape [batch, sequence, vocabulary].
 
-        With context parallelism they are those of this rank's positions; see
-        :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence`.
+        With ``FSDP2Config.loss_parallel`` they are a DTensor. With context parallelism, each rank gets the logits of
+        its own positions; see :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence`.
         """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
@@ -224,7 +226,7 @@ class CausalLM(LightningModule):
         self._update_evaluation_loss(batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the sum of the log-probabilities of each sequence's tokens, and their number. [batch] each."""
+        """Return the sum of log-probabilities and the number of tokens for each sequence, each of shape [batch]."""
         losses, counts = self._compute_token_losses(batch)
         sums = sum_over_positions(self.model, torch.stack([-losses.sum(-1).double(), counts.sum(-1).double()]))
         return {"log_probability": sums[0].to(losses.dtype), "tokens": sums[1].long()}
@@ -236,9 +238,9 @@ class CausalLM(LightningModule):
         self._log_evaluation_loss("test")
 
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every position (0 without a label), and whether it has a label. [batch, positions] each.
+        """Return the loss of every position of this rank, and whether the position has a label.
 
-        The positions are those of this rank.
+        Both have the shape [batch, positions]. The loss of a position without a label is 0.
         """
         self._check_batch(batch)
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
@@ -255,7 +257,7 @@ class CausalLM(LightningModule):
         return losses, labels != IGNORE_INDEX
 
     def _check_batch(self, batch: Batch) -> None:
-        # a user's own data module does not declare the lengths and names of its tensors beforehand
+        # check here too, since a user's own data module does not declare lengths and names of tensors beforehand
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
@@ -267,12 +269,12 @@ class CausalLM(LightningModule):
             return self(**inputs)
 
     def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
-        # ask the data module, so that all ranks agree: a batch may have no boundary between documents
+        # ask the data module, so that all ranks agree: not every batch has a boundary between documents
         datamodule = getattr(self._trainer, "datamodule", None)
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # positions that the model counts itself never restart; looking for restarts would wait for the device
+        # without `position_ids`, positions never restart; looking for restarts would make the host wait for the device
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -284,7 +286,7 @@ class CausalLM(LightningModule):
         totals, self._evaluation_totals = self._evaluation_totals, None
         if totals is None:
             return
-        # host tensors, so that the progress bar need not wait for the device at every refresh
+        # log host tensors, so that the progress bar does not wait for the device at every refresh
         totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
@@ -313,11 +315,11 @@ class CausalLM(LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # our strategies have done this already; under any other strategy it is done here
+        # our strategies have already done this; any other strategy needs it here
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step, it would be the next step's
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step, this is the rate of the next
 
     def configure_gradient_clipping(
         self,
@@ -327,7 +329,7 @@ class CausalLM(LightningModule):
     ) -> None:
         is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
-        # our strategies report the norm that they have computed for clipping
+        # our strategies report the norm that they computed for clipping
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
         if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())
@@ -344,7 +346,7 @@ class CausalLM(LightningModule):
             return
         names = ("train/loss", "train/tokens", "train/gradient_norm")
         values = (mean.loss, mean.tokens, norm)
-        # one wait for the device, on logging steps only; host tensors, so that the progress bar need not wait again
+        # wait for the device once, on logging steps only, and log host tensors, so that the progress bar does not wait
         numbers = torch.stack([value.double() for value in values]).cpu()
         metrics = dict(zip(names, numbers, strict=True))
         metrics["train/perplexity"] = metrics["train/loss"].exp()
@@ -354,7 +356,7 @@ class CausalLM(LightningModule):
 
 
 def _prepare_fused(optimizer: Optimizer) -> None:
-    """Let an optimizer use a fused kernel if torch has one, and let any strategy clip its gradients."""
+    """Let an optimizer use torch's fused kernel if there is one, in a way that allows gradient clipping."""
     groups = optimizer.param_groups
     without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not without:
@@ -367,7 +369,7 @@ def _prepare_fused(optimizer: Optimizer) -> None:
     leave_unscaling_to_scaler(optimizer)
     if without:
         name = type(optimizer).__name__
-        rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; it steps without.")
+        rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; none is used.")
         for group in fused:
             group["fused"] = None
 

@@ -1,4 +1,4 @@
-"""Build a LightningModule or LightningDataModule from a checkpoint of any kind, in one process."""
+"""Loading of a LightningModule or LightningDataModule from any kind of checkpoint, in one process."""
 
 import warnings
 from pathlib import Path
@@ -35,9 +35,9 @@ def load_from_checkpoint(
 ) -> T:
     """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
 
-    This does what ``LightningModule.load_from_checkpoint`` does, and reads directories too. A module that
+    This works like ``LightningModule.load_from_checkpoint``, but also reads checkpoint directories. A model that
     ``configure_model`` builds on the meta device gets the checkpoint's weights. Buffers that the checkpoint lacks are
-    initialised as their authors do::
+    initialised by the code of their modules::
 
         module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
 
@@ -45,13 +45,13 @@ def load_from_checkpoint(
         cls: Class of the LightningModule, or of the LightningDataModule whose hyper-parameters and state the checkpoint
             holds.
         path: Checkpoint that this package or Lightning saved under any strategy, or a plain ``state_dict``.
-        strict: Whether the module and the checkpoint must have the same keys; None asks the module's
+        strict: Whether the module and the checkpoint must have the same keys; None uses the module's
             ``strict_loading``. If false, weights of a ``from_pretrained`` model that the checkpoint lacks are read from
             the model's files. Weights that ``CheckpointConfig(frozen_parameters=False)`` has left out are always read
             from those files.
         verify: Whether data that is read is compared with its checksums.
         weights_only: False has the same effect as ``trust_checkpoint=True``, as in ``torch.load``.
-        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
         map_location: Device of the module.
         **kwargs: Arguments of ``cls``; they take precedence over the hyper-parameters.
 
@@ -62,8 +62,8 @@ def load_from_checkpoint(
         FileNotFoundError: When there is no checkpoint.
         TypeError: When ``cls`` is not a LightningModule or LightningDataModule, or the checkpoint lacks one of its
             arguments.
-        ValueError: When the checkpoint is incomplete, damaged, of another model (both missing and unexpected keys are
-            listed), or holds objects and is not trusted.
+        ValueError: When the checkpoint is incomplete, damaged or of another model, or when it holds objects and is not
+            trusted. For another model, the message lists missing and unexpected keys.
     """
     if not (isinstance(cls, type) and issubclass(cls, LightningModule | LightningDataModule)):
         raise TypeError(f"load_from_checkpoint(cls={cls!r}) builds LightningModules and LightningDataModules only.")
@@ -85,7 +85,7 @@ def load_from_checkpoint(
             module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
         if is_meta(module):  # nothing was copied to the meta device
             strict = module.strict_loading if strict is None else strict
-            if not strict:  # weights that the checkpoint lacks are those that training began with
+            if not strict:  # weights that the checkpoint lacks come from the pretrained files
                 load_pretrained(module, torch.device("cpu"))
             materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -96,8 +96,8 @@ def load_from_checkpoint(
         if "Error(s) in loading state_dict" not in str(error):
             raise
         raise ValueError(
-            f"The checkpoint {str(path)!r} is not one of this {cls.__name__}: give the arguments that it was built with"
-            f" as keywords, or `strict=False` to pass over keys that only one of them has. {error}"
+            f"The checkpoint {str(path)!r} does not match this {cls.__name__}: give the arguments that the saved module"
+            f" was built with as keywords, or `strict=False` to ignore missing and unexpected keys. {error}"
         ) from error
     found = find_checkpoint(path, trust=is_trusted)
     descriptions = read_descriptions(found) if found.is_dir() else checkpoint.get(DESCRIPTIONS_KEY, [])

@@ -1,4 +1,4 @@
-"""Hugging Face models for LightningModules: built without weights, which are read as shards once there is a mesh."""
+"""Hugging Face models that are built without weights. Each rank reads its shards of the weights later."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,10 +25,11 @@ def from_pretrained(
     allow_missing: str | Sequence[str] = (),
     on_meta: bool = True,
 ) -> "PreTrainedModel":
-    """Build a Hugging Face model whose weights are read as shards, in ``configure_model`` of any LightningModule.
+    """Build a Hugging Face model without weights, so that each rank later reads only its shards from the files.
 
-    The model is on the meta device until the strategy (in a plain loop ``fsdp2_strategy_parallelize`` or a manager) has
-    sharded it; each rank then reads its slices of the files. It is in training mode::
+    Call this in ``configure_model`` of any LightningModule. The model is on the meta device until the strategy has
+    sharded it; in a plain loop, ``fsdp2_strategy_parallelize`` or a manager does this. Then each rank reads its slices
+    of the files. The model is in training mode::
 
         def configure_model(self):
             if self.model is None:
@@ -36,12 +37,12 @@ def from_pretrained(
 
     Args:
         pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub, which is
-            downloaded if need be.
+            downloaded if necessary.
         auto_class: Name of the transformers class to build, such as ``"AutoModelForSequenceClassification"`` or
             ``"Gemma3ForConditionalGeneration"``.
         config: Fields of the model's config to change, such as ``{"num_labels": 3}``.
         dtype: Dtype of the weights. None for torch's default, which the Trainer's ``precision`` sets.
-        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``; None for its choice.
+        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``; None for the default.
         allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack, such as those of a
             new head; they are initialised as transformers does. Any other missing tensor is an error.
         on_meta: Whether the model stays on the meta device until it is sharded. False reads the whole model at once,
@@ -78,7 +79,10 @@ def build_pretrained_model(
     on_meta: bool,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` with the weights in ``folder``; if ``on_meta``, they are read once it is sharded."""
+    """Build a model of ``config`` with the weights in ``folder``.
+
+    If ``on_meta`` is true, the weights are read once the model is sharded.
+    """
     from transformers import GenerationConfig
 
     _check_not_quantized(config, folder)
@@ -96,7 +100,7 @@ def build_pretrained_model(
 def build_model(
     config: "PretrainedConfig", *, auto_class: str = "AutoModelForCausalLM", on_meta: bool, **options: Any
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` in training mode, without weights if ``on_meta``, otherwise with new ones."""
+    """Build a model of ``config`` in training mode: without weights if ``on_meta`` is true, else with new weights."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)
@@ -105,11 +109,11 @@ def build_model(
 
 
 def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
-    """Return the config that is described by a mapping with ``model_type``, or stored in a directory or on the Hub.
+    """Build a config from a mapping with ``model_type``, or load it from a directory or the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type``, or fields that the architecture does not know, or when there
-            is no config at ``source``.
+        ValueError: When the mapping has no ``model_type``, when it has fields that the architecture does not know, or
+            when there is no config at ``source``.
     """
     from transformers import AutoConfig
 
@@ -118,8 +122,8 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             return AutoConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"CausalLM({source!r}): this is neither a directory with a config.json nor a model of the Hub that can"
-                f" be read: {str(error).splitlines()[0]}"
+                f"CausalLM({source!r}): this is neither a directory with a config.json nor a readable model on the"
+                f" Hub: {str(error).splitlines()[0]}"
             ) from None
     fields = dict(source)
     model_type = fields.pop("model_type", None)
@@ -128,14 +132,16 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
     config = AutoConfig.for_model(model_type, **fields)
-    # a whole config, such as a checkpoint's, also has fields that other tools have added to the model's files
+    # a complete config, such as one from a checkpoint, may have fields that other tools have added
     if "transformers_version" not in fields:
         _check_fields(config, model_type, fields)
     return config
 
 
 def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
-    """Return the local directory of a model's weights; a hub id is downloaded or, without ``download``, looked up.
+    """Return the local directory of a model's weights, after downloading them if necessary.
+
+    Without ``download``, a hub id must already be in the local cache.
 
     Raises:
         FileNotFoundError: When the directory holds no safetensors files.
@@ -165,8 +171,8 @@ def get_optional_folder(pretrained: str | Path) -> Path | None:
     """Return ``pretrained`` as a path if it is a directory, and None if it is a hub id.
 
     Raises:
-        FileNotFoundError: When it looks like a directory and does not exist, or holds no safetensors files.
-        ValueError: When it is a file, or a checkpoint of a training run.
+        FileNotFoundError: When ``pretrained`` looks like a directory and does not exist, or holds no safetensors files.
+        ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
     """
     folder = Path(pretrained)
     if folder.exists():
@@ -190,7 +196,7 @@ def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig"
 
 
 def _check_not_quantized(config: "PretrainedConfig", source: Path) -> None:
-    """Refuse a quantised model, since its numbers are not those of the model's parameters."""
+    """Raise an error for a quantised model, since its files do not hold the values of the model's parameters."""
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"pretrained={str(source)!r} is a quantised model, which this package does not train. Dequantise it once"
@@ -222,18 +228,18 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
 
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
-    """Refuse unknown fields: transformers would keep them, and build a model other than the one meant."""
+    """Raise an error for unknown fields. transformers would keep them without effect, and build another model."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
     # attention reads `head_dim` even if the config's class does not declare it, as in Qwen3 MoE
     undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
-        # `hasattr` alone raises for fields that Gemma 4 has per layer
+        # check `to_dict` first: `hasattr` raises for fields that Gemma 4 has per layer
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # an older name is translated, and so changes another field
+        # an older name of a field is accepted: the config translates it, and so another field changes
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"

@@ -1,4 +1,4 @@
-"""Checks of a model and its batches for next-token prediction, made before training."""
+"""Checks that a model and its batches are fit for next-token prediction."""
 
 import inspect
 from collections.abc import Set
@@ -20,34 +20,34 @@ _OF_TOKENIZERS = {"token_type_ids", "mm_token_type_ids", "special_tokens_mask", 
 
 
 def check_causal(config: "PretrainedConfig", source: str) -> None:
-    """Refuse a model whose tokens see later ones.
+    """Raise an error if the model's tokens attend to later tokens.
 
     Args:
         config: Config of the model.
         source: Option that names the model, for the error.
 
     Raises:
-        ValueError: When tokens see later ones; the error says what to do instead.
+        ValueError: When tokens attend to later tokens; the message says what to do instead.
     """
     trial = try_config(config)
     if _is_causal_by_config(config) if trial is None else trial.is_causal:
         return
     as_decoder = "set `is_decoder: true` in its config or " if getattr(config, "is_decoder", None) is False else ""
     raise ValueError(
-        f"CausalLM({source}): model_type={config.model_type!r} is not causal as its config says it: the logits at a"
-        " position depend on later tokens, which are the labels, so that it would learn to copy them. For next-token"
-        f" training {as_decoder}use a causal model; to train this one otherwise, write a LightningModule with the loss"
+        f"CausalLM({source}): model_type={config.model_type!r} is not causal with this config: the logits at a position"
+        " depend on later tokens, which are the labels, so the model would learn to copy them. For next-token training,"
+        f" {as_decoder}use a causal model; to train this model in another way, write a LightningModule with the loss"
         " that it is made for."
     )
 
 
 def check_length(config: "PretrainedConfig", length: int, source: str, *, restarts: bool) -> None:
-    """Refuse, or warn of, sequences with more tokens than a model has positions.
+    """Raise an error or warn if sequences have more tokens than the model has positions.
 
     Args:
         config: Config of the model.
         length: Length of a sequence, in tokens.
-        source: Option or batch that the length is from, for the message.
+        source: Option or batch that the length comes from, for the message.
         restarts: Whether positions restart within a sequence, with each document.
 
     Raises:
@@ -59,21 +59,21 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
     what = f"{source} is more than the {positions} positions of this {config.model_type} ({name})"
     remedy = f"Shorten the sequences to {positions}"
     if ends and not restarts:
-        raise ValueError(f"{what}, whose table of positions ends there. {remedy}, or give a new model a larger {name}.")
+        raise ValueError(f"{what}, where its table of positions ends. {remedy}, or give a new model a larger {name}.")
     if ends:
         rank_zero_warn(f"{what}: a document that is longer ends the run with an index error. {remedy}.")
     else:
         rank_zero_warn(
-            f"{what}, which it was not made for: its rotary positions are not scaled that far, and what lies"
-            f" beyond is extrapolated. {remedy}, or scale them (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
+            f"{what}. Its rotary positions are not scaled that far, so the model has to extrapolate beyond them."
+            f" {remedy}, or scale the positions (`rope_parameters` with rope_type 'yarn' or 'dynamic')."
         )
 
 
 def check_names(model: nn.Module, names: Set[str]) -> None:
-    """Refuse a batch with a misspelt argument name: models of transformers ignore names that they do not know.
+    """Raise an error for a misspelt name in a batch, since transformers models ignore names that they do not know.
 
     Args:
-        model: Model of transformers.
+        model: Model from transformers.
         names: Names of the batch's tensors.
 
     Raises:
@@ -89,7 +89,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a model is causal according to its config. For models that a trial forward cannot tell."""
+    """Return whether a model is causal according to its config, for use where a trial forward is not possible."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()
@@ -99,9 +99,9 @@ def _is_causal_by_config(config: "PretrainedConfig") -> bool:
 
 
 def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
-    """Return the config's field for the number of positions, that number, and whether the model fails beyond it.
+    """Return the config's field for the number of positions, the number, and whether the model fails beyond it.
 
-    The number is None if the model takes any length, as it does with a linear bias or if it scales positions itself.
+    The number is None if the model takes any length, because it uses a linear bias or scales positions itself.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""peft's LoRA around a Hugging Face model that gets its weights once it is sharded (arXiv:2106.09685)."""
+"""LoRA adapters of peft (arXiv:2106.09685) for Hugging Face models that get their weights after sharding."""
 
 import copy
 import dataclasses
@@ -24,11 +24,11 @@ _FIELDS = (
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("bias", "lora_bias", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"),
 )
-"""Supported fields of ``LoraConfig``; the effects of others need the weights of the base, or its layers."""
+"""Supported fields of ``LoraConfig``. Other fields need whole weights or layers of the base model."""
 
 _NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields of adapter files that training ignores; ``inference_mode``, which files have set, would freeze the adapter."""
+"""Fields of adapter files that training ignores. ``inference_mode``, set in files, would freeze the adapter."""
 
 _FIXED = {
     "task_type": ("CAUSAL_LM", "is another task than CausalLM's; leave it out"),
@@ -38,10 +38,10 @@ _FIXED = {
 
 
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
-    """Build the config from a mapping of its fields, or from the directory of an adapter.
+    """Build peft's ``LoraConfig`` from a mapping of its fields, or from the directory of an adapter.
 
-    For a mapping, some defaults are not peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except the head
-    as targets.
+    For a mapping, some defaults differ from peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except the
+    head as targets.
 
     Raises:
         ImportError: When peft is not installed.
@@ -64,10 +64,11 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
 
 
 def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Path) -> None:
-    """Compare the base that the adapter in ``folder`` names with ``pretrained``, whose files are in ``weights``.
+    """Check that the adapter in ``folder`` belongs to the base model ``pretrained``, with its files in ``weights``.
 
     Raises:
-        ValueError: When the base is another model; only if its files are available for comparison.
+        ValueError: When the adapter names another base model. Two names are taken for the same model if the files of
+            the named one are not available for comparison.
     """
     base = config.base_model_name_or_path
     if not base or base == pretrained:
@@ -75,7 +76,7 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
     try:
         fingerprint = get_folder_fingerprint(base)
     except FileNotFoundError:
-        rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; it is trained on with {pretrained!r}.")
+        rank_zero_warn(f"{folder / CONFIG_FILE} is an adapter of {base!r}; training continues with {pretrained!r}.")
         return
     if fingerprint != get_folder_fingerprint(weights):
         raise ValueError(
@@ -90,7 +91,7 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    On the meta device, adapters get their weights together with the model. New ones are initialised as peft does, to
+    On the meta device, adapters get their weights together with the model. New adapters are initialised as by peft, to
     the same values on any mesh.
 
     Args:
@@ -100,14 +101,14 @@ def add_lora(
         folder: Directory of an adapter to continue training; None for a new one.
 
     Raises:
-        ValueError: When ``model`` has no modules with the names in the config, or ``folder`` holds another model's
-            adapter.
+        ValueError: When ``model`` has no modules with the names in the config, or when ``folder`` holds an adapter of
+            another model.
     """
     from peft import get_peft_model
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # peft fills in a copy of the config; adapters keep the dtype of the model: the shards of a unit have one dtype
+    # peft fills in this copy of the config; adapters keep the model's dtype, since shards of a unit have one dtype
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
@@ -145,7 +146,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str] = ()) -> None:
-    """Refuse fields that peft lacks, and values that are not supported, such as those that need whole weights."""
+    """Raise an error for fields that peft lacks, and for unsupported values, such as those that need whole weights."""
     from peft import LoraConfig
 
     default: Any = LoraConfig()
@@ -163,7 +164,7 @@ def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str]
     init = fields.get("init_lora_weights", True)
     if init not in (True, False, "gaussian"):
         raise ValueError(
-            f"{source}: init_lora_weights={init!r} is made of the base's whole weights, which no rank has; use true,"
+            f"{source}: init_lora_weights={init!r} needs the whole weights of the base, which no rank has; use true,"
             " false or 'gaussian'."
         )
 

@@ -1,8 +1,8 @@
-"""Trial of how a language model treats the tokens of a sequence, with a small copy of the model.
+"""Trial runs of a small copy of a language model, to find out how the model treats the tokens of a sequence.
 
-Configs state two things in different ways, or not at all: whether tokens see later ones, which are the labels that they
-learn to predict, and whether the model can take more positions than its config names. So a copy of the config is cut to
-two small layers, and a model built from it runs on the CPU, in a fraction of a second.
+There are two questions: Do tokens attend to later tokens, which they should learn to predict? Can the model take more
+positions than its config names? Configs answer these questions in different ways, or not at all. So a copy of the
+config is reduced to two small layers, and a model built from it runs on the CPU, in a fraction of a second.
 """
 
 import copy
@@ -40,28 +40,31 @@ _CUTS: Mapping[str, int] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), VOCABULARY - 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "chunk_size", "mamba_chunk_size"), POSITIONS),
 }
-"""Sizes to which fields of configs are cut, if they are larger."""
+"""Sizes to which fields of configs are reduced, if they are larger."""
 
 _MOST_PARAMETERS = 60e6
-"""Largest number of parameters to try. More take longer than a second; the widths of such a config cannot be cut."""
+"""Largest number of parameters of a model to try. A larger one takes longer than a second.
+
+A model is larger only if the widths in its config cannot be reduced.
+"""
 
 _LENGTH, _CHANGED_FROM = 16, 10
 _TOLERANCE = 1e-3
 """Largest change that counts as rounding, as a fraction of the largest logit.
 
-Logits of tokens that see later ones change by 0.7 % or more in every architecture with such tokens. Rounding, when
-experts get other groups of tokens, changes logits by a millionth."""
+Later tokens change the logits by 0.7 % or more in every architecture whose tokens attend to them. Rounding changes
+logits by a millionth, when experts get other groups of tokens."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial."""
+    """Result of a trial run."""
 
     is_causal: bool
     """Whether the logits at a position are the same whatever tokens follow."""
 
     lost_positions: int | None
-    """Number of positions that the config names but the model cannot take; None if the model takes more than named."""
+    """Number of positions in the config that the model cannot take; None if the model takes more than the config."""
 
 
 _TRIALS: dict[str, Trial | None] = {}
@@ -69,7 +72,7 @@ _TRIALS: dict[str, Trial | None] = {}
 
 
 def try_config(config: "PretrainedConfig") -> Trial | None:
-    """Run a small copy of the causal language model of ``config``; return None if the config cannot be cut."""
+    """Run a small copy of the causal language model of ``config``; return None if the config cannot be reduced."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _TRIALS:
         _TRIALS[key] = _try_cuts(config)
@@ -78,7 +81,7 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers gives its warnings for the model itself
+    logging.set_verbosity_error()  # the model itself will give the same warnings
     try:
         for cuts_widths in (True, False):
             # a config whose fields no longer fit together may raise anything
@@ -97,10 +100,10 @@ def _try(config: "PretrainedConfig") -> Trial:
         raise ValueError("It is too large.")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed accelerators too, permanently
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed accelerators
         model = build_model(config, on_meta=False, **options).eval()
         for weight in model.parameters():
-            if weight.ndim > 1:  # with the small weights that training begins with, attention is uniform
+            if weight.ndim > 1:  # with small initial weights, attention would be uniform
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         return Trial(_is_causal(model), _count_lost_positions(model, config))
 
@@ -148,7 +151,7 @@ def _get_parts(config: "PretrainedConfig") -> Iterator["PretrainedConfig"]:
 
 
 def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
-    """Return the fields of one part of a config to change, with their new values."""
+    """Return the fields to change in one part of a config, with their new values."""
     numbers = {name: value for name, value in fields.items() if type(value) is int}
     layers = next((numbers[name] for name in _LAYER_COUNTS if name in numbers), 0)
     heads = next((numbers[name] for name in _HEAD_COUNTS if name in numbers), 0)

@@ -1,1 +1,1 @@
-"""The order of the passes: one recipe per strategy, each a function of (model, mesh, config) that fits on a screen."""
+"""Recipes, one per strategy: functions of (model, mesh, config) that apply the passes to a model in order."""

@@ -1,4 +1,4 @@
-"""The recipe for DDP, except for the wrapper."""
+"""Recipe that prepares a model for DDP. It does not apply DDP's wrapper."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,12 +17,13 @@ from lightning_fsdp2.weights.pretrained import load_pretrained
 def prepare_for_ddp(
     model: nn.Module, device_mesh: DeviceMesh, config: DDPConfig, *, materializes: bool = True
 ) -> nn.Module:
-    """Give every rank the whole model, for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
+    """Put the whole model on every rank, ready for :class:`torch.nn.parallel.DistributedDataParallel` to wrap.
 
     Args:
-        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`; it may be on the meta device. Changed
-            in place.
-        device_mesh: Mesh whose ranks get the same weights: rank 0's, if the model already has weights.
+        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`; it may be on the meta device. It is
+            changed in place.
+        device_mesh: Mesh of the ranks, which all get the same weights. If the model already has weights, these are the
+            weights of rank 0.
         config: Flags of DDP.
         materializes: Whether a model on the meta device gets its weights.
 

@@ -1,4 +1,4 @@
-"""The recipe for FSDP2 with tensor, sequence and context parallelism."""
+"""Recipe for FSDP2 with tensor, sequence and context parallelism."""
 
 import logging
 from dataclasses import replace
@@ -41,20 +41,21 @@ def parallelize_with_fsdp2(
     names: AxisNames = _DEFAULT_NAMES,
     materializes: bool = True,
 ) -> nn.Module:
-    """Shard a model and give it its weights. The same code runs on one rank and on a thousand.
+    """Shard a model with FSDP2, and initialise or load its weights.
 
-    A model on the meta device never exists in full: its shards are allocated and then initialised, or filled from the
-    files of :func:`~lightning_fsdp2.weights.pretrained.set_pretrained`. A model that already has weights first
-    gets rank 0's weights on all ranks.
+    The same code runs on one rank and on a thousand. A model on the meta device never exists in full: each rank
+    allocates only its shards, and initialises them or reads them from the files that
+    :func:`~lightning_fsdp2.weights.pretrained.set_pretrained` names. If the model already has weights, the weights of
+    rank 0 are first copied to all ranks.
 
     Args:
-        model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. Changed in
-            place.
+        model: A Hugging Face model, a LightningModule or any other module around one, or a plain module. It is changed
+            in place.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
         config: Flags of FSDP2.
         names: Names of the mesh's axes.
-        materializes: Whether a model on the meta device gets its weights; False leaves its shards there, for
-            inspection.
+        materializes: Whether a model on the meta device gets its weights. False leaves its shards on the meta device,
+            for inspection.
 
     Returns:
         ``model`` itself.
@@ -143,7 +144,7 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
-    """Fill in what ``mp_policy`` leaves open: gradients are reduced in float32 unless it says otherwise.
+    """Return ``mp_policy`` with missing dtypes filled in: gradients are reduced in float32 unless it sets a dtype.
 
     In torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14, and the gradient's dtype from 2.15 on.
 
@@ -161,9 +162,9 @@ def resolve_mp_policy(
 
 
 def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return the policy that says where shards are kept between uses.
+    """Return the policy that says where shards are stored between uses.
 
-    This is None on a CPU, where shards are in host memory anyway and nothing could pin that memory.
+    The result is None on a CPU, where shards are in host memory anyway and this memory cannot be pinned.
     """
     # the config has already turned a bool into a policy
     return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)

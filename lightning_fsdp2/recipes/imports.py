@@ -1,4 +1,4 @@
-"""Imports of objects that users name by their path: classes, tensor parallel plans, units."""
+"""Imports of objects that users name by their import path: classes, tensor parallel plans and FSDP units."""
 
 import importlib
 import logging
@@ -77,5 +77,5 @@ def _import_unit_class(path: str) -> type[nn.Module]:
             " such as 'transformers.models.llama.modeling_llama.LlamaDecoderLayer'."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is no class of modules but {found!r}; name one.")
+        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is {found!r}, not a module class; name one.")
     return found

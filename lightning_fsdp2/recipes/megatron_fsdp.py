@@ -1,4 +1,4 @@
-"""The recipe for NVIDIA's Megatron-FSDP."""
+"""Recipe for NVIDIA's Megatron-FSDP."""
 
 from typing import Any
 
@@ -34,19 +34,20 @@ def parallelize_with_megatron_fsdp(
     """Shard a model with NVIDIA's Megatron-FSDP.
 
     Args:
-        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is the compute dtype.
-            Changed in place.
+        model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is the compute dtype. It is
+            changed in place.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
             ranks.
         config: Flags of Megatron-FSDP.
-        optimizer: Optimizer of the model's parameters that has not made a step yet; its parameter groups are kept.
+        optimizer: Optimizer of the model's parameters that has not taken a step yet. Its parameter groups are kept.
 
     Returns:
-        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+        The wrapper, which must be called in place of ``model``; and ``optimizer``, which now updates the shards.
 
     Raises:
-        ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: When the package lacks a flag or handles it wrongly, the mesh has other axes, or there are no units.
+        ImportError: When ``megatron-fsdp`` is not installed, or is too old.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has other axes, or when the
+            model has no units.
     """
     check_not_sharded(model)
     check_peft(model)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP under the names from when the package was called nvFSDP."""
+"""Megatron-FSDP with the argument names from the time when it was called nvFSDP."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,27 +42,28 @@ def nvfsdp_strategy_parallelize(
     cp_mesh_name: str = CONTEXT_PARALLEL,
     tp_mesh_name: str = TENSOR_PARALLEL,
 ) -> tuple[Any, Optimizer | None]:
-    """Shard a model with Megatron-FSDP, under the names from when the package was called nvFSDP.
+    """Shard a model with Megatron-FSDP, using argument names from the time when it was called nvFSDP.
 
-    Arguments that are not described here are the same as those of
+    Arguments without a description here are the same as in
     :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
 
-    * ``nvfsdp_unit_modules``: called ``megatron_fsdp_unit_modules`` there.
-    * ``tp_shard_plan``: refused, since there is no tensor parallelism.
-    * ``data_parallel_sharding_strategy``: called ``zero_dp_strategy`` there. One of ``"no_shard"``, ``"optim"``,
+    * ``nvfsdp_unit_modules``: now ``megatron_fsdp_unit_modules``.
+    * ``tp_shard_plan``: must be None, since there is no tensor parallelism.
+    * ``data_parallel_sharding_strategy``: now ``zero_dp_strategy``. One of ``"no_shard"``, ``"optim"``,
       ``"optim_grads"`` and ``"optim_grads_params"``.
-    * ``init_nvfsdp_with_meta_device``: called ``init_fsdp_with_meta_device`` there.
-    * ``check_for_nan_in_grad``: called ``report_nan_in_param_grad`` there.
-    * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: called ``keep_fp8_transpose_cache`` there.
+    * ``init_nvfsdp_with_meta_device``: now ``init_fsdp_with_meta_device``.
+    * ``check_for_nan_in_grad``: now ``report_nan_in_param_grad``.
+    * ``keep_fp8_transpose_cache_when_using_custom_fsdp``: now ``keep_fp8_transpose_cache``.
     * ``dp_mesh_name``, ``cp_mesh_name``, ``tp_mesh_name``: must be the names that these axes have in a mesh of
       :func:`~lightning_fsdp2.create_device_mesh`.
 
     Returns:
-        The wrapper, to be called in place of ``model``, and ``optimizer``, which steps the shards from now on.
+        The wrapper, which must be called in place of ``model``; and ``optimizer``, which now updates the shards.
 
     Raises:
-        ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        ValueError: For the reasons of that function, and for a plan, another axis name or an unknown sharding strategy.
+        ImportError: When ``megatron-fsdp`` is not installed, or is too old.
+        ValueError: When a tensor parallel plan, another axis name or an unknown sharding strategy is given. Also for
+            the same reasons as in ``megatron_fsdp_strategy_parallelize``.
     """
     if tp_shard_plan is not None:
         raise ValueError(
@@ -94,8 +95,8 @@ def nvfsdp_strategy_parallelize(
 def _check_axis_name(option: str, name: str, axis: str) -> None:
     if name != axis:
         raise ValueError(
-            f"{option}={name!r}: the mesh is one of lightning_fsdp2.create_device_mesh, whose axis is called {axis!r};"
-            f" leave {option} out."
+            f"{option}={name!r}: the mesh must come from lightning_fsdp2.create_device_mesh, where this axis is"
+            f" called {axis!r}; leave {option} out."
         )
 
 

@@ -182,7 +182,7 @@ def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, m
     shutil.rmtree(tmp_path / "base", ignore_errors=True)
 
     def read_again() -> None:
-        with pytest.raises(FileNotFoundError, match=r"base', which does not exist; give its new .*export_hf\(pretrained="):
+        with pytest.raises(FileNotFoundError, match=r"base', which does not exist; give .*export_hf\(pretrained="):
             export_hf(small, tmp_path / "out", merge=True)
         with pytest.raises(ValueError, match=r"but '\S+other' holds other tensors; give the directory"):
             export_hf(small, tmp_path / "out", merge=True, pretrained=other)

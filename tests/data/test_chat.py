@@ -407,7 +407,7 @@ def test_yaml(corpus, cache, tmp_path):
             FileNotFoundError,
             "validation_path='/no/such' is neither a file nor a directory",
         ),
-        ({"chat_template": "chat.jinja"}, FileNotFoundError, "chat_template='chat.jinja' is no file"),
+        ({"chat_template": "chat.jinja"}, FileNotFoundError, "chat_template='chat.jinja' is neither a file"),
         (
             {"test_split": "test"},
             ValueError,

@@ -142,7 +142,7 @@ def test_template_that_forgets_is_refused_only_where_it_does():
     ]
     (row,) = tokenize([{"messages": thinks[:2]}], FORGETFUL)
     assert [bytes(run) for run in learned(row)] == [b"<think>hm</think>2<|im_end|>\n"]
-    with pytest.raises(ValueError, match=r"^a.jsonl, line 2: .* answer 1 alone.*marks answers with {% generation %}"):
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 2: .* answer 1 change .*marks answers with {% generation %}"):
         tokenize([{"messages": thinks[:2]}, {"messages": thinks}], FORGETFUL)
     marked = MARKED.replace("{{ message.content }}<|im_end|>{% endg", "{{ message.content[-1] }}{% endg")
     (row,) = tokenize([{"messages": thinks}], marked)
@@ -151,7 +151,7 @@ def test_template_that_forgets_is_refused_only_where_it_does():
 
 def test_answer_that_merges_with_the_prompt_is_refused(merging):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nWords"}]
-    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .*answer 1 alone.*strip whitespace"):
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .*answer 1 change .*strip whitespace"):
         tokenize([{"messages": messages}], tokenizer=merging)
 
 

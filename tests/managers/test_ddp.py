@@ -85,7 +85,7 @@ def test_what_is_sharded_is_refused() -> None:
         model = FSDP2Manager(config, mesh).parallelize(PlainTransformer())
         with pytest.raises(ValueError, match="modules that `fully_shard` was applied to before"):
             DDPManager(DDPConfig(), mesh).parallelize(model)
-        with pytest.raises(ValueError, match=r"has 2 ranks, of which 1 are data parallel.*FSDP2Manager"):
+        with pytest.raises(ValueError, match=r"has 2 ranks, but only 1 of them are data parallel.*FSDP2Manager"):
             DDPManager(DDPConfig(), create_device_mesh(tp_size=2, device_type="cpu"))
 
     run_ranks(run, 2)

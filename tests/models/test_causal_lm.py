@@ -288,7 +288,7 @@ def test_where_torch_has_no_fused_kernel_the_optimizer_steps_without(
         groups, operations, messages = run_one_step(FSDP2Strategy(), module=options)
         assert groups == {None}
         assert "aten::_fused_adamw_" not in operations
-        message = "AdamW(fused=True): torch has no fused kernel for cpu; it steps without."
+        message = "AdamW(fused=True): torch has no fused kernel for cpu; none is used."
         assert [str(caught.message) for caught in messages] == [message] * is_asked
 
     run_ranks(run, 1)
@@ -454,7 +454,7 @@ class SelfMade(CausalLM):
 
 
 def test_the_chunked_loss_refuses_what_it_would_pass_over() -> None:
-    with pytest.raises(ValueError, match=r"Scaled\(loss='chunked'\) would not call its own `forward`.*use loss='full'"):
+    with pytest.raises(ValueError, match=r"Scaled\(loss='chunked'\) would not call the `forward`.*use loss='full'"):
         Scaled(config=LLAMA, loss="chunked").configure_model()
     module = SelfMade(config=LLAMA, loss="chunked")
     module.configure_model()

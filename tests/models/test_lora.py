@@ -362,7 +362,7 @@ def test_defaults_and_what_a_checkpoint_keeps() -> None:
         ({"lora_alhpa": 3}, r"LoraConfig has no 'lora_alhpa'; did you mean 'lora_alpha'\?$"),
         ({"zzz": 3}, r"LoraConfig has no 'zzz'; it has r, lora_alpha, "),
         ({"use_dora": True}, r"use_dora=True is not supported here"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' is made of the base's whole weights"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' needs the whole weights of the base"),
         (
             {"target_modules": ["q_porj"]},
             r"target_modules names 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
@@ -464,7 +464,7 @@ def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "moved")
     make_module(str(tmp_path / "moved"), lora=adapter_of(base, tmp_path)).configure_model()
     shutil.rmtree(other)
-    with pytest.warns(UserWarning, match=r"is an adapter of '\S+other'; it is trained on with '\S+base'"):
+    with pytest.warns(UserWarning, match=r"is an adapter of '\S+other'; training continues with '\S+base'"):
         make_module(base, lora=adapter).configure_model()
 
 

@@ -321,7 +321,7 @@ class WithoutLoss(Normalized):
         ({"datamodule": None, "batch": None}, "A plan needs the shapes of a batch"),
         (
             {"datamodule": TextDataModule(dataset="nowhere", batch_size=3, global_batch_size=16)},
-            "global_batch_size=16 is no multiple of batch_size=3",
+            "global_batch_size=16 is not a multiple of batch_size=3",
         ),
     ],
 )
