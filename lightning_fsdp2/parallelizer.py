@@ -275,7 +275,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     parts = find_parts(model)
     plan = get_plan(parts, "hf")
-    unmatched = match_plan(parts, plan).unmatched  # entries for other configurations of the family
+    unmatched = match_plan(parts, plan).unmatched  # unmatched entries are for other models of the family
     return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 

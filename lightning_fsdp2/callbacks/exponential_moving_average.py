@@ -21,10 +21,10 @@ _UPDATES = "updates"
 class ExponentialMovingAverage(Callback):
     """Callback that keeps an exponential moving average of the trained weights.
 
-    Each rank averages its own shards, without communication. After an optimizer step, ``average = decay * average +
-    (1 - decay) * weight``, in float32. In the n-th update, ``decay`` is at most ``(1 + n) / (10 + n)``, so that the
-    average soon forgets the first weights. Buffers are not averaged, nor are parameters that are frozen when training
-    starts.
+    Each rank averages its own shards, without communication. An update after an optimizer step computes
+    ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update, ``decay`` is at most
+    ``(1 + n) / (10 + n)``, so that the average soon forgets the first weights. Buffers are not averaged, nor are
+    parameters that are frozen when training starts.
 
     Validation, testing, prediction and ``HuggingFaceExport`` use the averages. Training continues with the weights
     themselves. Checkpoints hold both. With a ``ckpt_path``, ``validate``, ``test`` and ``predict`` use the averages of
@@ -53,7 +53,9 @@ class ExponentialMovingAverage(Callback):
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
         self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages now, with the weights to restore
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # cached, since each shard costs an operation
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = (
+            None  # cached, since finding them takes one operation per shard
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -91,7 +93,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # update at multiples of `every_n_steps`, so that a resumed run updates at the same steps
+        # update the averages at multiples of `every_n_steps`, so that a resumed run updates them at the same steps
         if trainer.global_step // self.every_n_steps == self._last_step // self.every_n_steps:
             return
         self._last_step = trainer.global_step
@@ -159,7 +161,7 @@ class ExponentialMovingAverage(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._take_out()  # before other callbacks save a checkpoint
+        self._take_out()  # restore the weights before other callbacks save a checkpoint
 
 
 @contextmanager

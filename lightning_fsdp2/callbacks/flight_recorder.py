@@ -39,7 +39,7 @@ class FlightRecorder(Callback):
         self._replaced: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # all ranks must read `log_dir`, which rank 0 broadcasts, even if some nodes do not need it
+        # all ranks must read `log_dir`, because Lightning broadcasts it from rank 0
         root = trainer.log_dir or trainer.default_root_dir
         if self._folder is None:
             self._replaced = os.environ.get(_DESTINATION)
@@ -47,7 +47,9 @@ class FlightRecorder(Callback):
             self._folder = Path(self._replaced).parent
         else:
             self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
-            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")  # torch reads this when it first writes
+            os.environ[_DESTINATION] = str(
+                self._folder / "nccl_rank_"
+            )  # torch reads the variable when it first writes a file
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -57,7 +59,7 @@ class FlightRecorder(Callback):
             rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning does not call this after an exception, so the watchdog can still write to the folder
+        # Lightning does not call `teardown` after an exception, so the watchdog can still write to the folder
         self._folder = None
         if self._replaced is None:
             os.environ.pop(_DESTINATION, None)

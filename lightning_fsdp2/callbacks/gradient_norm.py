@@ -75,7 +75,7 @@ def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> No
 
     The norm is a tensor on the device.
     """
-    ignore_clipping(trainer, observer)  # it may be left over from a run that ended with an error
+    ignore_clipping(trainer, observer)  # the observer may be left over from a run that ended with an error
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 

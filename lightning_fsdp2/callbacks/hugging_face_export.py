@@ -64,7 +64,7 @@ class HuggingFaceExport(Callback):
     ) -> None:
         if "://" in str(dirpath):
             raise ValueError(
-                f"HuggingFaceExport(dirpath={str(dirpath)!r}): export to a local directory and upload that."
+                f"HuggingFaceExport(dirpath={str(dirpath)!r}) is not local: export to a local directory and upload it."
             )
         self.dirpath = dirpath
         self.model = model
@@ -77,7 +77,7 @@ class HuggingFaceExport(Callback):
         self._options: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # check before training, so that a problem does not show only after training
+        # check all this before training, so that a long run does not end with an error
         if stage == "fit":
             root = trainer.log_dir or trainer.default_root_dir  # all ranks get rank 0's `log_dir`
             out = Path(self.dirpath or Path(root) / "huggingface").resolve()

@@ -20,7 +20,7 @@ class LearningRates(Callback):
         self._used: dict[int, list[float]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        # read here, since schedulers step before `on_train_batch_end`
+        # read the rates here, since schedulers step before `on_train_batch_end`
         if is_logging_step(trainer):
             self._used[id(optimizer)] = [float(group["lr"]) for group in optimizer.param_groups]
 

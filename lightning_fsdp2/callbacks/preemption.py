@@ -110,7 +110,7 @@ class Preemption(Callback):
 
         The hook `on_train_batch_end` would be too early: other callbacks and the batch's metrics come after it.
         """
-        if trainer.global_step != self._step:  # not while gradients accumulate, since checkpoints do not hold them
+        if trainer.global_step != self._step:  # only after a step: checkpoints hold no accumulated gradients
             self._step = trainer.global_step
             self._leave_if_told(trainer)
 
@@ -144,7 +144,7 @@ class Preemption(Callback):
         self._boundary.is_left = True
         _save(trainer, number)
         self._boundary.is_left = False
-        # after its last step, the fit ends normally: a resumed run would skip the last validation and end-of-fit hooks
+        # a run that has made its last step must end normally: a resumed run would skip the last validation
         if self._boundary.is_end_of_fit():
             self._ends_by_itself = True
             return
@@ -165,7 +165,7 @@ class Preemption(Callback):
 
         Lightning restores all handlers after the fit.
         """
-        if threading.current_thread() is threading.main_thread():  # Python allows it only there
+        if threading.current_thread() is threading.main_thread():  # Python allows this only in the main thread
             for name in self.signals:
                 if signal.getsignal(signal.Signals[name]) in (None, signal.SIG_DFL):
                     signal.signal(signal.Signals[name], self._note)

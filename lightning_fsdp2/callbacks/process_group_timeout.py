@@ -63,8 +63,8 @@ class ProcessGroupTimeout(Callback):
         strategy = cast(Any, trainer.strategy)
         if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
             return
-        # wait here, under the long timeout, until slower ranks and their devices have caught up; otherwise the faster
-        # ranks would wait for them during a step, under the short timeout
+        # Wait here, under the long timeout, until slower ranks and their devices have caught up.
+        # Otherwise, the faster ranks would wait for them during a step, under the short timeout.
         if strategy.root_device.type != "cpu":
             torch.accelerator.synchronize(strategy.root_device)
         strategy.barrier("ProcessGroupTimeout")
@@ -73,7 +73,7 @@ class ProcessGroupTimeout(Callback):
     def _wait_long(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(Any, trainer.strategy).set_group_timeout(None)
 
-    # when a checkpoint is saved, the strategy itself does this
+    # when a checkpoint is saved, the strategy itself sets the long timeout
     on_validation_start = on_train_epoch_end = on_train_end = _wait_long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

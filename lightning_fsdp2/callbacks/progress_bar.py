@@ -41,8 +41,8 @@ class TrainingProgressBar(RichProgressBar):
     @property
     @override
     def total_train_batches(self) -> int | float:
-        # Lightning takes the number of remaining steps as the total number of batches, which is wrong if a step has
-        # several batches or if the run was resumed
+        # Lightning takes the number of remaining steps as the total number of batches.
+        # This number is wrong if a step has several batches, or if the run was resumed.
         trainer: Any = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
@@ -56,7 +56,7 @@ class TrainingProgressBar(RichProgressBar):
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # this is the first hook after the previous step was logged; logging has already waited for the device
+        # update the bar here: the previous step has been logged, and logging has already waited for the device
         if self._is_due:
             self._update_metrics(trainer, pl_module)
 

@@ -146,7 +146,7 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
 
 
 def _get_launcher() -> list[str]:
-    # with several nodes, the rendezvous address is not known here
+    # with several nodes, the command is incomplete, since the rendezvous address is not known here
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
     return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]

@@ -122,7 +122,9 @@ class Throughput(Callback):
 
         Times are in seconds. All counts are since the last call, and are reset to 0.
         """
-        counts = gather_numbers(trainer, (self._tokens, self._waited))  # waits for the device to finish the steps
+        counts = gather_numbers(
+            trainer, (self._tokens, self._waited)
+        )  # this waits until the device has finished the steps
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
         self._fit_tokens += tokens

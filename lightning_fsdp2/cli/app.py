@@ -40,7 +40,7 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong. With code 0 at
             the end of a command for checkpoints.
     """
-    # reading the help of our configs from the docstrings of their fields takes minutes; completion shows no help
+    # shell completion does not show help, and reading help from the docstrings of config fields takes minutes
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
@@ -146,7 +146,7 @@ class FSDP2CLI(LightningCLI):
                 self._instantiate_without_run()
             else:
                 super().instantiate_classes()
-        except (*REFUSALS, RuntimeError) as error:  # Lightning's RuntimeError is for unsupported SLURM variables
+        except (*REFUSALS, RuntimeError) as error:  # Lightning raises RuntimeError for bad SLURM variables
             if not has_refusal(error):  # a bug keeps its traceback
                 raise
             self._parser(self.subcommand).error(str(error), error)

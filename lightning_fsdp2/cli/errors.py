@@ -17,7 +17,7 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# text that jsonargparse puts around the reason if the class is called later, as an optimizer is
+# text that jsonargparse puts around the reason for a class that is called later, such as an optimizer
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )

@@ -65,7 +65,7 @@ class CLITrainer(Trainer):
             world_size: Number of ranks, which may be more than this machine has. None for trainer.devices x num_nodes.
             format: Format of the output: tables to read, or JSON with every parameter.
         """
-        # `set_world` has already replaced None with a number
+        # `set_world` has already replaced a missing world size with a number
         description = describe(self, model, world_size=cast(int, world_size))
         if format == "json":
             sys.stdout.write(f"{json.dumps(description.to_dict(), indent=2)}\n")

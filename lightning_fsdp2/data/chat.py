@@ -60,9 +60,8 @@ class ChatDataModule(SequenceDataModule):
         sequence_length: Tokens per sequence.
         pack: Whether to put several conversations into one sequence. Otherwise each conversation is a sequence, padded
             to the longest of its batch, and batches have no ``position_ids``.
-        pad_to_multiple_of: Number whose multiple each sequence's length is padded to. The padding is at the end, with
-            end-of-text tokens and without labels. Context and sequence parallelism need a multiple of
-            ``2 * cp_size * tp_size``.
+        pad_to_multiple_of: Each sequence is padded at its end to a multiple of this length, with end-of-text tokens and
+            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
             data parallel ranks. It sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` caches results by the names and arguments of the functions here, not by their code: rename a function when
-# its result changes.
+# `datasets` caches results by the names and arguments of the functions in this file, not by their code.
+# So rename a function here when its result changes.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""
@@ -123,7 +123,7 @@ def _tokenize_batch(
         "input_ids": [ids for ids, _, _ in rows],
         "labels": [labels for _, labels, _ in rows],
         "length": [length for _, _, length in rows],
-        # no token predicts the first one
+        # no token predicts the first token
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
         "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
     }
@@ -136,17 +136,21 @@ def _parse(text: str, location: str, columns: Columns) -> _Conversation:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{location}: it is not JSON ({error}); repair the line or delete it.") from error
+        raise ValueError(f"{location}: the line is not JSON ({error}); repair the line or delete it.") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{location}: it is {_name_type(row)}, not an object; write one object per line.")
+        raise ValueError(f"{location}: the row is {_name_type(row)}, not an object; write one object per line.")
     messages = [
         _check_message(message, f"{location}: message {number}")
         for number, message in enumerate(_get_messages(row, location, columns), 1)
     ]
     if not any(message["role"] == _ANSWERS for message in messages):
-        raise ValueError(f"{location}: it has no message of the {_ANSWERS} to learn from; add one or delete the row.")
+        raise ValueError(
+            f"{location}: the conversation has no message of the {_ANSWERS} to learn from; add one or delete the row."
+        )
     if messages[0]["role"] == _ANSWERS:
-        raise ValueError(f"{location}: it begins with an answer; put a message of the user first or delete the row.")
+        raise ValueError(
+            f"{location}: the conversation begins with an answer; put a message of the user first or delete the row."
+        )
     return _Conversation(location, messages, row.get("tools") or None)
 
 
@@ -161,8 +165,8 @@ def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[
                 " ('human' to 'user', 'gpt' to 'assistant') and 'value' to 'content'."
             )
         raise ValueError(
-            f"{location}: it has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}. It "
-            f"has {list(row)}; set messages_column, or prompt_column and completion_column."
+            f"{location}: the row has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}. "
+            f"It has {list(row)}; set messages_column, or prompt_column and completion_column."
         )
     return [
         *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
@@ -187,7 +191,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
-    # in a table, every message has all keys; those that it does not use are None
+    # in a table, every message has all keys, and unused keys are None
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
@@ -246,7 +250,7 @@ def _write_with_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-    rendered: Any  # transformers annotates it as a string
+    rendered: Any  # transformers has the wrong annotation, a string
     try:
         rendered = render_jinja_template(
             [conversation.messages],
@@ -260,8 +264,8 @@ def _write_with_spans(
     (text,), (spans,) = rendered
     if not any(end > start for start, end in spans):
         raise ValueError(
-            f"{conversation.location}: the chat template marks no text of it with {{% generation %}}; mark the answers "
-            "in this way, or give another chat_template."
+            f"{conversation.location}: the chat template marks no text of the conversation with {{% generation %}}; "
+            "mark the answers in this way, or give another chat_template."
         )
     return text, spans
 

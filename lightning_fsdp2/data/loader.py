@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 16
 
-# Why not torchdata's StatefulDataLoader? Its position is part of an iterator, and Lightning 2.6 creates that iterator
-# before it tells the sampler the epoch. Measured with torchdata 0.11 and a DistributedSampler: a run resumed in its
-# second epoch continues in the order of the first epoch, a run resumed after the last batch of an epoch skips the next
-# epoch, and a run resumed with another `num_workers` ends in an AssertionError.
+# torchdata's StatefulDataLoader does not work here, because its position is part of an iterator.
+# Lightning 2.6 creates that iterator before it tells the sampler the epoch.
+# With torchdata 0.11 and a DistributedSampler, three cases of resuming were measured to fail.
+# A run that is resumed in its second epoch continues in the order of the first epoch.
+# A run that is resumed after the last batch of an epoch skips the next epoch.
+# A run that is resumed with another `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -135,9 +137,9 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     _is_restored = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # This is a generator: nothing below runs before the first batch is requested, when the epoch is already set.
+        # This is a generator, so nothing below runs before the first batch is requested. The epoch is set by then.
         sampler = self.sampler
-        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) replaces the sampler
+        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) has replaced the sampler
             yield from super().__iter__()
             return
         # A position is valid in its own epoch only. After an epoch's last batch, the next epoch starts at sample 0.
@@ -179,8 +181,8 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     allows_for_read_ahead = True
     """Flag that tells the strategies that the position does not count the batch that Lightning reads ahead."""
 
-    # A position is an epoch and a number of samples. Lightning sets the epoch on samplers only, so the epoch is counted
-    # here, starting at the stream's epoch.
+    # A position is an epoch and a number of samples.
+    # Epochs are counted here, starting at the stream's epoch, because Lightning sets the epoch only on samplers.
     _start: tuple[int, int] | None = None
     _position: tuple[int, int] | None = None
     _restored_samples: int | None = None
@@ -191,7 +193,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
-            if number == 1:  # before that, nothing was trained on, and Lightning may start over
+            if number == 1:  # before the second batch, Lightning may start over
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
@@ -247,7 +249,7 @@ def collate_sequences(
         sequences: Sequences with ``input_ids``, optional ``labels`` (default: the ``input_ids``), and optional
             ``position_ids`` that restart at each document. They are tensors of shape [sequence_length]. Shorter
             sequences are padded at their end, without labels. Causal attention needs no mask for the padding.
-        pad_to_multiple_of: Number whose multiple the length of all sequences is padded to.
+        pad_to_multiple_of: All sequences are padded to a multiple of this length.
         pad_token_id: Token to pad with.
 
     Returns:

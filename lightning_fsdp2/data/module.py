@@ -43,7 +43,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     Subclasses read and tokenise the data, in ``prepare_data`` of one process per node. All other processes, and later
     runs, find the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no
-    rank waits in vain. A subclass calls the four setters below in its ``__init__``, in this order.
+    rank waits forever. A subclass calls the four setters below in its ``__init__``, in this order.
 
     Args:
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
@@ -79,7 +79,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
         Args:
             sequence_length: Tokens per sequence.
-            pad_to_multiple_of: Multiple to pad the length of each sequence to, at its end.
+            pad_to_multiple_of: Each sequence is padded at its end to a multiple of this length.
             batch_size: Sequences per micro-batch of one data parallel rank.
             global_batch_size: Sequences per optimizer step. Sets the Trainer's ``accumulate_grad_batches``.
 
@@ -160,7 +160,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Set the validation data, and look for its files.
 
         Args:
-            fraction: Part of the rows to validate on. None for a default.
+            fraction: Fraction of the rows to validate on. None for the default.
             path: Files to validate on.
             split: Part of the dataset to validate on.
             suffixes: Endings of the files to take from a directory.
@@ -201,8 +201,8 @@ class SequenceDataModule(LightningDataModule, ABC):
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # The first call undoes the truncation that the tokenizer was saved with. The cache key contains the tokenizer's
-        # state, which must not depend on whether this process has used the tokenizer.
+        # The first call of a tokenizer undoes the truncation that it was saved with.
+        # Make that call here: the cache key contains the tokenizer's state, which must be the same in all processes.
         tokenizer("", verbose=False)
         return tokenizer
 
@@ -221,7 +221,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # the other ranks wait for this one in `setup`, where all ranks raise
+            self._failure = error  # the other ranks wait in `setup`, where all ranks raise an error
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
@@ -390,7 +390,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks that get different batches, and this rank's number among them."""
-        # Every strategy for several processes sets this, even if some ranks are model parallel.
+        # Every strategy for several processes sets `distributed_sampler_kwargs`, even with model parallel ranks.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0
@@ -410,8 +410,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             # Each iterator draws a seed, and a resumed run creates fewer or more iterators than an uninterrupted run.
-            # If iterators drew from the global generator, the resumed run would continue with other random numbers, for
-            # example in dropout.
+            # With the global generator, the resumed run would get other random numbers, for example in dropout.
             "generator": torch.Generator(),
         }
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-# `datasets` caches results by the names and arguments of the functions here, not by their code: rename a function when
-# its result changes.
+# `datasets` caches results by the names and arguments of the functions in this file, not by their code.
+# So rename a function here when its result changes.
 
-# A limit, since Python and Rust objects for tokens take much more memory during tokenising than tokens in the cache.
+# Tokens take much more memory during tokenising, as Python and Rust objects, than in the cache.
 _DOCUMENTS_AT_ONCE = 64
 
-# Enough conversations to fill most sequences well.
+# With fewer conversations at once, more sequences would stay partly empty.
 _CONVERSATIONS_AT_ONCE = 1024
 
 
@@ -206,7 +206,7 @@ class _Packer:
         sequences = {"input_ids": self._cut("input_ids", documents)}
         if "position_ids" in self.columns:
             positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
-            # if a sequence begins with the rest of a document, positions count from 0 there as well
+            # positions count from 0 even if a sequence begins with the rest of a document
             sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
         return sequences
 
@@ -282,7 +282,7 @@ def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
     Each group is sorted, and the groups are sorted by their first index.
     """
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # the room left in each group, sorted
+    rooms: list[tuple[int, int]] = []  # the free room in each group, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         tightest = bisect_left(rooms, (lengths[index], -1))
         if tightest < len(rooms):

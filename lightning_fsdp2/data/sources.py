@@ -41,10 +41,10 @@ def find_files(
         option: Name of ``path`` in error messages.
 
     Returns:
-        Absolute paths, each once, in the order of ``path``'s members and sorted within each member.
+        Absolute paths without repetition, in the order of the given paths and sorted within each of them.
 
     Raises:
-        FileNotFoundError: When a member of ``path`` matches no file.
+        FileNotFoundError: When one of the given paths matches no file.
     """
     members = [path] if isinstance(path, str | os.PathLike) else path
     files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes), option)]
@@ -232,8 +232,8 @@ def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | It
 
 
 def _is_utf8(text: str) -> bool:
-    # The reader puts U+FFFD in place of bytes that it cannot decode. Valid UTF-8 text hardly ever holds U+FFFD, unless
-    # an earlier decoding has already broken it.
+    # The reader puts U+FFFD in place of bytes that it cannot decode.
+    # Valid UTF-8 text hardly ever holds U+FFFD, unless an earlier decoding has already broken it.
     return "\ufffd" not in text
 
 
@@ -301,7 +301,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         )
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
-    # `datasets` caches rows by the arguments of the generator, so these must tell when a file has changed
+    # `datasets` caches rows by the generator's arguments, so these include a hash of each file
     files = [(file, _hash_file(file)) for file in source]
     try:
         return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
@@ -329,7 +329,7 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
             f"dataset={source.name!r} is not a directory on this machine, and the Hub cannot be reached: {error}; "
             "check its spelling and the network, or use a directory that `save_to_disk` wrote."
         ) from error
-    except ValueError as error:  # an unknown subset or split; the message lists the known ones
+    except ValueError as error:  # raised for an unknown subset or split; the message lists the known ones
         raise ValueError(
             f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"
         ) from error
@@ -370,7 +370,9 @@ def _read_lines(file: str) -> Iterator[dict[str, str]]:
             try:
                 text = line.decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
-                raise ValueError(f"{location}: it is not UTF-8 ({error.reason}); convert the file to UTF-8.") from error
+                raise ValueError(
+                    f"{location}: the line is not UTF-8 ({error.reason}); convert the file to UTF-8."
+                ) from error
             if text:
                 yield {"location": location, "text": text}
 
@@ -385,7 +387,7 @@ def _read_list(file: str) -> Iterator[dict[str, str]]:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except ValueError as error:  # errors of JSON and of UTF-8
         raise ValueError(
-            f"{file}: it is not a JSON list ({error}); repair it, or write one object per line."
+            f"{file}: the file is not a JSON list ({error}); repair it, or write one object per line."
         ) from error
     for number, row in enumerate(rows, 1):
         yield {"location": f"{file}, item {number}", "text": json.dumps(row, ensure_ascii=False)}

@@ -41,9 +41,8 @@ class TextDataModule(SequenceDataModule):
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
         sequence_length: Tokens per sequence.
-        pad_to_multiple_of: Number whose multiple each sequence's length is padded to. The padding is at the end, with
-            end-of-text tokens and without labels. Context and sequence parallelism need a multiple of
-            ``2 * cp_size * tp_size``.
+        pad_to_multiple_of: Each sequence is padded at its end to a multiple of this length, with end-of-text tokens and
+            without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
         separate_documents: Whether to keep the documents in a sequence apart, so that no token attends to, or is
             predicted from, another document. Batches then have ``position_ids`` that restart at each document, and the
             first tokens of documents have no label. The model's attention must respect ``position_ids``; ``CausalLM``

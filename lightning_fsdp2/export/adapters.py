@@ -123,7 +123,7 @@ class _Merge:
         """Return the tensors that ``names`` are computed from, with the dtypes of the run, used for merging."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
-        # in the order of the model, which is the same on every rank
+        # keep the order of the model, which is the same on every rank
         parts = {key for path in paths for key in specs if key.startswith(f"{path}.")}
         needed = parts | {self._sources[name] for name in names}
         return {key: specs[key].dtype for key in specs if key in needed}

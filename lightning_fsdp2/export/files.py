@@ -68,7 +68,7 @@ def build_file_layout(
 
     left_out = {*tied, *(get_keys_left_out_on_save(skeleton))}
     dtypes = _get_dtypes(skeleton, specs, dtype)
-    # new tensors, so that no two of them share a storage
+    # create new tensors, so that no two of them share a storage
     kept = {
         name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
         for name in skeleton.state_dict()
@@ -80,7 +80,7 @@ def build_file_layout(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
-        get_storage_id=_get_storage_id,  # pieces of one tensor go into one file
+        get_storage_id=_get_storage_id,  # tensors that share a storage go into one file
     )
     return FileLayout(
         dtype=next(spec.dtype for spec in kept.values() if spec.is_floating_point()),
@@ -136,7 +136,7 @@ class _Origins(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {_get_storage_id(tensor): frozenset({name}) for name, tensor in tensors.items()}
-        self._seen = list(tensors.values())  # keeps storages alive: the id of a freed one could be reused
+        self._seen = list(tensors.values())  # keep all tensors alive, since ids of freed storages are reused
 
     def get(self, tensor: Tensor) -> frozenset[str]:
         return self._names.get(_get_storage_id(tensor), frozenset())

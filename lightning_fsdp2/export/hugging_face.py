@@ -99,7 +99,7 @@ def export_hf(
     """
     _wait_for_all_ranks()
     if "://" in str(out):
-        raise ValueError(f"export_hf(out={str(out)!r}): export to a local directory and upload that.")
+        raise ValueError(f"export_hf(out={str(out)!r}) is not local: export to a local directory and upload it.")
     out = Path(out).resolve()
     on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
     if verify and not isinstance(source, nn.Module):
@@ -130,7 +130,7 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
         check_free_space(out, layout.total_size)
         drafts.append(start_draft(out))
         drafts[0].path.mkdir()
-        # first, so that a wrong tokenizer is reported before the weights are written
+        # write these files first, so that a wrong tokenizer is reported before the weights are written
         _write_descriptions(drafts[0].path, weights, layout, tokenizer)
         return drafts[0].path
 
@@ -161,7 +161,7 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
     kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
     for what, path in kept.items():
         if path.resolve().is_relative_to(out):
-            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name a directory of its own.")
+            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name another directory.")
     if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
         raise ValueError(f"out={str(out)!r} is inside the checkpoint {str(source)!r}; name a directory beside it.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -213,7 +213,7 @@ def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         wait_for_all_ranks(
             "export a model",
-            # less than the timeout of collectives in which other ranks may be waiting
+            # shorter than the timeout of the collectives in which other ranks may be waiting
             get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
             "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
             " also be exported by one process without a process group.",
@@ -373,7 +373,7 @@ def _has_tokenizer(name: str | Path) -> bool:
         return any((Path(name) / file).exists() for file in files)
     try:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
-    except HFValidationError:  # an empty name, or a path that no longer exists
+    except HFValidationError:  # the name is empty, or is a path that no longer exists
         return False
 
 

@@ -198,7 +198,7 @@ class _Gather:
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raised later, since the other ranks wait in the next gather
+                except Exception as error:  # raise it later, since the other ranks wait in the next gather
                     gathered, failure = {}, error
         if failure is not None:
             raise failure
@@ -254,8 +254,8 @@ def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", de
     if has_adapters and len(description.get("adapters", ())) != 1:
         raise ValueError(
             f"The {type(skeleton).__name__} has peft adapters other than one LoRA in a PeftModel, which cannot be"
-            " exported. Save them with their `save_pretrained`, or merge them (`merge_and_unload`, which prompt tuning"
-            " lacks) on one process and export the result."
+            " exported. Save them with their `save_pretrained`. Or merge them in one process with `merge_and_unload`,"
+            " which prompt tuning lacks, and export the result."
         )
     problems = {
         "missing": expected.keys() - specs.keys(),

@@ -90,7 +90,7 @@ class WandbLogger(loggers.WandbLogger):
             )
         details: dict[str, Any] = {"entity": entity, "group": group, "job_type": job_type, "tags": tags, "notes": notes}
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, prefix=prefix, **details)
-        self._wandb_init.pop("anonymous", None)  # an option that W&B has dropped
+        self._wandb_init.pop("anonymous", None)  # W&B has dropped this option
         self.offline = offline
         self.checkpoints = checkpoints
         self._is_id_given = id is not None
@@ -131,7 +131,7 @@ class WandbLogger(loggers.WandbLogger):
             if settings.api_key or has_token or get_netrc_auth(settings.base_url):
                 return None
         except Exception:
-            return None  # the start of the run reports it
+            return None  # the error will be reported when the run starts
         return (
             f"WandbLogger(offline=False) has no API key for {settings.base_url}: set WANDB_API_KEY, run `wandb login`"
             " once, or use offline: true (or WANDB_MODE=offline) and `wandb sync` later."
@@ -148,7 +148,7 @@ class WandbLogger(loggers.WandbLogger):
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint names its directory after the id
+            self._set_id(secrets.token_hex(4))  # set the id now, since ModelCheckpoint names its directory after it
 
     def release(self) -> None:
         """Let the run start, after :meth:`hold` has postponed it."""
@@ -185,7 +185,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if wandb.run is not None:
-            return super().experiment  # Lightning warns that it uses the existing run
+            return super().experiment  # Lightning warns that it uses an existing run
         try:
             return self._init(self._get_mode())
         except Exception as error:
@@ -195,8 +195,8 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # without it, W&B would write somewhere else
-        # otherwise, a killed job may lose rows that are older than its checkpoint
+            os.makedirs(self.save_dir, exist_ok=True)  # without this directory, W&B would write elsewhere
+        # write rows to disk often, so that a killed job does not lose rows that are older than its checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
         run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
@@ -209,11 +209,11 @@ class WandbLogger(loggers.WandbLogger):
         return run
 
     def _start_without(self, error: Exception) -> Any:
-        """Record the run offline after a failed start online. If that fails too, continue without a run."""
+        """Record the run offline after it failed to start online. If that fails too, continue without a run."""
         import wandb
 
         try:
-            wandb.teardown()  # otherwise, the service keeps trying and refuses the id
+            wandb.teardown()  # stop the service, which would keep trying and refuse the id
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -260,7 +260,7 @@ class WandbLogger(loggers.WandbLogger):
         if self.checkpoints == "reference":
             self._log_artifact(_add_references, path, aliases, metadata)
             return
-        # in the background, since W&B reads all files for their checksums
+        # upload in the background, since W&B reads all files to compute checksums
         self._uploader = self._uploader or ThreadPoolExecutor(1, thread_name_prefix="wandb")
         self._uploads.append(self._uploader.submit(self._log_artifact, _add_files, path, aliases, metadata))
 
@@ -291,7 +291,7 @@ class WandbLogger(loggers.WandbLogger):
 
         others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
         self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
-        if isinstance(error, ConnectionError):  # the service is gone, and W&B would fail on that again at exit
+        if isinstance(error, ConnectionError):  # without its service, W&B would raise this error again at exit
             with suppress(Exception):
                 wandb.teardown()
         return wandb.init(id=self._id, mode="disabled")
@@ -334,6 +334,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # otherwise, W&B would first copy everything twice: for its cache, and in case the files change
+    # by default, W&B would first copy all files twice: for its cache, and in case the files change
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

@@ -122,16 +122,16 @@ class CausalLM(LightningModule):
         self.loss = loss
         self.allow_missing = allow_missing
         if pretrained is not None:
-            get_optional_folder(pretrained)  # reports a wrong path here, not once the run has started
+            get_optional_folder(pretrained)  # report a wrong path now, and not after the run has started
         self.lora_config = None if lora is None else build_lora_config(lora)
         self._lora_folder = Path(lora) if isinstance(lora, str) else None
         self.hf_config = build_config(pretrained or config)
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(
-                "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which CausalLM"
-                " does not add to its own; leave it out, or write a LightningModule that returns `model(...).loss`."
+                "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which"
+                " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns `model(...).loss`."
             )
-        self.model = None  # built in `configure_model`, where the mesh is known
+        self.model = None  # `configure_model` builds the model, since the mesh is known there
         self._logits_tail: LogitsTail | None = None
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
@@ -160,7 +160,9 @@ class CausalLM(LightningModule):
             self._logits_tail = trace_logits_tail(self.model)
 
     def _check_causal(self) -> None:
-        if type(self).training_step is CausalLM.training_step:  # with another loss, tokens may attend to later ones
+        if (
+            type(self).training_step is CausalLM.training_step
+        ):  # another loss may allow tokens to attend to later tokens
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
 
@@ -181,14 +183,16 @@ class CausalLM(LightningModule):
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # the checkpoint must load without the files that training began with; a subclass with other arguments has to
-        # take care of this itself
+        # The checkpoint must load without the files that training began with.
+        # A subclass with other arguments has to make sure of this itself.
         if type(self).__init__ is not CausalLM.__init__:
             return
         hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
         if self.lora_config is not None:
             hparams.update(lora=to_mapping(self.lora_config))
-        leaves_out = self.state_dict().keys() - checkpoint["state_dict"].keys()  # weights that only those files have
+        leaves_out = (
+            self.state_dict().keys() - checkpoint["state_dict"].keys()
+        )  # weights that only the pretrained files have
         if not leaves_out and not isinstance(self.hparams["config"], dict):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
@@ -315,11 +319,11 @@ class CausalLM(LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # our strategies have already done this; any other strategy needs it here
+        # our strategies have already scaled the gradients; with any other strategy, this scales them
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # after the step, this is the rate of the next
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # read before the schedule changes it
 
     def configure_gradient_clipping(
         self,

@@ -77,13 +77,13 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # the pretrained files hold the rest
+    if left_out:  # the pretrained files hold the missing weights
         strict = False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
-        if is_meta(module):  # nothing was copied to the meta device
+        if is_meta(module):  # loading could not copy weights to the meta device
             strict = module.strict_loading if strict is None else strict
             if not strict:  # weights that the checkpoint lacks come from the pretrained files
                 load_pretrained(module, torch.device("cpu"))
@@ -110,5 +110,5 @@ def _read(path: str | Path, *, with_weights: bool, verify: bool, trust: bool) ->
         checkpoint: dict[str, Any] = load_pickled(found / METADATA_FILE, trust=trust)
     else:
         checkpoint = read_whole_checkpoint(path, with_optimizers=False, verify=verify, trust=trust)
-    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has no version
     return migrate_checkpoint(checkpoint, str(path))

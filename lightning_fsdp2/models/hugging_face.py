@@ -158,7 +158,7 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
                 *("*.safetensors", "*.json", "*.jinja"),
                 *("tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
             ],
-            # the same weights again, in the authors' own format
+            # these hold the same weights again, in the authors' own format
             ignore_patterns=["original/*", "*/*.safetensors", "consolidated*"],
             local_files_only=not download,
         )
@@ -218,7 +218,7 @@ def _get_class(name: str) -> Any:
 
 
 def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
-    config_class = getattr(model_class, "config_class", None)  # classes such as AutoModel have none
+    config_class = getattr(model_class, "config_class", None)  # classes such as AutoModel have no config class
     if config_class is not None and not isinstance(config, config_class):
         raise ValueError(
             f"from_pretrained(auto_class={model_class.__name__!r}) needs a {config_class.__name__}, but the config of"

@@ -116,7 +116,7 @@ def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
 
 def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
     rotary: Any = getattr(text, "rope_parameters", None)
-    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both, and its model uses one of them
+    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both; its model uses one
         return None
     kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):

@@ -81,10 +81,10 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the model itself will give the same warnings
+    logging.set_verbosity_error()  # transformers will warn about the model itself
     try:
         for cuts_widths in (True, False):
-            # a config whose fields no longer fit together may raise anything
+            # if the fields of a config no longer fit together, transformers may raise any error
             with suppress(Exception):
                 return _try(_cut(config, cuts_widths))
         return None

@@ -142,7 +142,11 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
         ({"max_shard_size": "5 gigs"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='5 gigs'"),
         ({"max_shard_size": 0}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size=0"),
         ({"max_shard_size": "0GB"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='0GB'"),
-        ({"tokenizer": object()}, lambda: CausalLM(config=CONFIG), "TypeError: .*<object>.*not a transformers tokenizer"),
+        (
+            {"tokenizer": object()},
+            lambda: CausalLM(config=CONFIG),
+            "TypeError: .*<object>.*not a transformers tokenizer",
+        ),
         ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
         ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be created \(File exists\)"),
     ],

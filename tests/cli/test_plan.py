@@ -111,7 +111,10 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
         (["--plot=plan.txt"], "matplotlib writes"),
         (["--json=."], "json='.' cannot be written; name a file in a writable folder."),
         (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a writable folder"),
-        (["--search=nowhere/best.yaml"], "search='nowhere/best.yaml' cannot be written; name a file in a writable folder"),
+        (
+            ["--search=nowhere/best.yaml"],
+            "search='nowhere/best.yaml' cannot be written; name a file in a writable folder",
+        ),
         (["--search=best.yaml", "--ranks=[1]"], "a search plans only rank 0; leave ranks out."),
     ],
 )

@@ -442,7 +442,7 @@ def test_tokenizer_without_a_template(set_up, tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_broken_line_is_named(set_up, corpus, tmp_path, streaming):
-    for line, message in ((b'{"messages": [', "it is not JSON"), (b"\xff", "it is not UTF-8")):
+    for line, message in ((b'{"messages": [', "the line is not JSON"), (b"\xff", "the line is not UTF-8")):
         path = tmp_path / "a.jsonl"
         path.write_bytes(Path(corpus).read_bytes() + b"\n\n" + line)
         with pytest.raises(ValueError, match=rf"^{path}, line 62: {message}"):
@@ -482,7 +482,9 @@ def test_lone_conversation_is_not_split(set_up, tmp_path):
 def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_path, count):
     path = tmp_path / "alpaca.jsonl"
     path.write_text("\n".join([json.dumps({"instruction": "say something", "output": "something"})] * count))
-    with pytest.raises(ValueError, match=r"line 1: it has neither 'messages' nor 'prompt' and 'completion'. It has"):
+    with pytest.raises(
+        ValueError, match=r"line 1: the row has neither 'messages' nor 'prompt' and 'completion'. It has"
+    ):
         set_up(path=str(path), validation_fraction=None)
 
 

@@ -168,16 +168,22 @@ ASK = {"role": "user", "content": "?"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"messages": [', r"it is not JSON \(Expecting value: .*\); repair the line or delete it"),
-        ("[1]", "it is a list, not an object; write one object per line"),
+        ('{"messages": [', r"the line is not JSON \(Expecting value: .*\); repair the line or delete it"),
+        ("[1]", "the row is a list, not an object; write one object per line"),
         (
             {"text": "x"},
-            r"it has neither 'messages' nor 'prompt' and 'completion'. It has \['text'\]; set messages_column",
+            r"the row has neither 'messages' nor 'prompt' and 'completion'. It has \['text'\]; set messages_column",
         ),
         ({"messages": "x"}, "'messages' is a text, not a list of messages"),
-        ({"messages": []}, "it has no message of the assistant to learn"),
-        ({"messages": [ASK]}, "it has no message of the assistant to learn from; add one or delete the row"),
-        ({"messages": [{"role": "assistant", "content": "!"}]}, "it begins with an answer; put a message of the user"),
+        ({"messages": []}, "the conversation has no message of the assistant to learn"),
+        (
+            {"messages": [ASK]},
+            "the conversation has no message of the assistant to learn from; add one or delete the row",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "!"}]},
+            "the conversation begins with an answer; put a message of the user",
+        ),
         (
             {"messages": [ASK, {"role": "asistant", "content": "!"}]},
             "message 2 has the unknown role 'asistant'; did you",
@@ -230,5 +236,7 @@ def test_template_that_fails_is_named():
 
 def test_template_that_marks_nothing_is_refused():
     template = MARKED.replace("'assistant'", "'model'")
-    with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .* marks no text of it with {% generation %}"):
+    with pytest.raises(
+        ValueError, match=r"^a.jsonl, line 1: .* marks no text of the conversation with {% generation %}"
+    ):
         tokenize([{"messages": TALK}], template)

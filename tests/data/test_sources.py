@@ -160,5 +160,7 @@ def test_rows_are_objects_in_json_with_the_place_they_are_from(tmp_path, cache):
 def test_damaged_list_is_named(tmp_path, cache):
     file = tmp_path / "a.json"
     file.write_text('[{"a": 1},')
-    with pytest.raises(ValueError, match=rf"^{file}: it is not a JSON list \(.*\); repair it, or write one object per"):
+    with pytest.raises(
+        ValueError, match=rf"^{file}: the file is not a JSON list \(.*\); repair it, or write one object per"
+    ):
         load_rows([str(file)], cache_dir=cache)
