@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-_BACKENDS = {"gloo", "nccl"}  # backends whose timeout torch 2.11 to 2.15 can change
+_BACKENDS = {"gloo", "nccl"}  # torch 2.11 to 2.15 can change the timeout of these backends
 
 
 class ProcessGroupTimeout(Callback):

@@ -44,7 +44,7 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # outputs per token that the processor gives and a text-only batch lacks; without a mask, all tokens count
+    # the processor gives outputs per token that a text-only batch lacks; without a mask, all tokens count
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

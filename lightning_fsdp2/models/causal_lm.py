@@ -129,7 +129,8 @@ class CausalLM(LightningModule):
         if getattr(self.hf_config, "output_router_logits", False):
             raise ValueError(
                 "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which"
-                " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns `model(...).loss`."
+                " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns"
+                " `model(...).loss`."
             )
         self.model = None  # `configure_model` builds the model, since the mesh is known there
         self._logits_tail: LogitsTail | None = None
