@@ -72,7 +72,7 @@ class Preemption(Callback):
             )
         if exit_code is not None and not 0 <= exit_code < 256:
             raise ValueError(
-                f"Preemption(exit_code={exit_code}) must be from 0 to 255; leave it out for 128 + the signal."
+                f"Preemption(exit_code={exit_code}) must be from 0 to 255; omit it for 128 + the signal number."
             )
         self.signals = signals
         self.exit_code = exit_code

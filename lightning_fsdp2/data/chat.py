@@ -1,4 +1,4 @@
-"""Conversations as a LightningDataModule for supervised fine-tuning."""
+"""Data module of conversations for supervised fine-tuning."""
 
 from __future__ import annotations
 

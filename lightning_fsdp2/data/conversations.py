@@ -284,7 +284,7 @@ def _label_behind_prefixes(
             if ids[: len(prompt)] != prompt or ids[: len(turn)] != turn:
                 raise ValueError(
                     f"{conversation.location}: with this chat template, the tokens up to the end of answer {number} "
-                    "change when the rest follows, so the answer cannot be told apart; strip whitespace "
+                    "change when the rest follows, so its tokens cannot be labelled; strip whitespace "
                     "around the answer, or give a chat_template that marks answers with {% generation %}."
                 )
             labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]

@@ -120,8 +120,8 @@ def find_source(
     """
     if bool(path) == bool(dataset):
         raise ValueError(
-            f"path={path!r} and dataset={dataset!r}: give exactly one of them: path for files, or dataset for a "
-            "name that datasets.load_dataset takes."
+            f"path={path!r} and dataset={dataset!r}: give exactly one of them. Use path for files, or dataset for "
+            "a name that datasets.load_dataset takes."
         )
     return DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], suffixes)
 
@@ -174,8 +174,8 @@ def load_documents(
     else:
         documents = _load_files(source, text_column, streaming, cache_dir)
         emptiness = (
-            f"path holds no text: the {len(source)} file(s) from {source[0]!r} on are empty or not UTF-8; convert them "
-            "to UTF-8 or set path to other files"
+            f"path holds no text: the {len(source)} file(s), starting with {source[0]!r}, are empty or not UTF-8; "
+            "convert them to UTF-8 or set path to other files"
         )
     documents = documents.filter(bool, input_columns="text", **get_bar_options(documents, "Dropping empty documents"))
     if not streaming and len(documents) == 0:
@@ -297,7 +297,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
     if next(_read_rows([(file, "") for file in source]), None) is None:
         raise ValueError(
-            f"path holds no row: the {len(source)} file(s) from {source[0]!r} on are empty; name other files."
+            f"path holds no row: the {len(source)} file(s), starting with {source[0]!r}, are empty; name other files."
         )
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})

@@ -1,4 +1,4 @@
-"""Hugging Face files from checkpoints and sharded modules."""
+"""Export of checkpoints and sharded modules in Hugging Face's format."""
 
 from lightning_fsdp2.export.hugging_face import export_hf
 

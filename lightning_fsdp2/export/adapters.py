@@ -22,7 +22,7 @@ _BASE = ".base_layer."
 
 
 def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> FileLayout:
-    """Build the layout of an adapter's files: a single file, as from peft's ``save_pretrained``."""
+    """Build the layout of an adapter's files: a single file, as peft's ``save_pretrained`` writes it."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
     specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}

@@ -131,7 +131,7 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that tracks which of ``tensors`` each result is computed from. Storages identify tensors."""
+    """Dispatch mode that tracks which of ``tensors`` each result is computed from, by their storages."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

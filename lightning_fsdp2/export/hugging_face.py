@@ -348,7 +348,7 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
             f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a transformers tokenizer, since it has no"
-            " `save_pretrained`. Pass a transformers tokenizer, its directory or its hub id, or save yours yourself."
+            " `save_pretrained`. Pass one that is, its directory or its hub id, or save yours beside the model."
         )
     return tokenizer
 

@@ -255,7 +255,7 @@ class CausalLM(LightningModule):
         elif self._logits_tail is None:
             raise RuntimeError(
                 f"{type(self).__name__}(loss='chunked') is prepared in CausalLM's `configure_model`; call"
-                " `super().configure_model()` in yours."
+                " `super().configure_model()` in your override."
             )
         else:
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)

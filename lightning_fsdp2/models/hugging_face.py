@@ -190,7 +190,7 @@ def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig"
     if unknown:
         raise ValueError(
             f"from_pretrained(config={dict(changes)!r}): {type(config).__name__} has no {', '.join(unknown)}; check the"
-            f" spelling. It has {', '.join(sorted(config.to_dict()))}."
+            f" spelling. Its fields are {', '.join(sorted(config.to_dict()))}."
         )
     return config
 
@@ -242,6 +242,6 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
         # an older name of a field is accepted: the config translates it, and so another field changes
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
-                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. It has"
+                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"
                 f" {', '.join(sorted(known.to_dict()))}."
             )

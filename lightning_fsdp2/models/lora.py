@@ -141,7 +141,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{folder / CONFIG_FILE} is damaged ({error}); copy the adapter again.") from error
     if kind != "LORA":
-        raise ValueError(f"{folder / CONFIG_FILE}: peft_type={kind!r} is not supported; 'LORA' is.")
+        raise ValueError(f"{folder / CONFIG_FILE}: peft_type={kind!r} is not supported; only 'LORA' is.")
     return fields
 
 

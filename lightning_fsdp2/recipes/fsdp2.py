@@ -156,7 +156,7 @@ def resolve_mp_policy(
         option = "param_dtype" if mp_policy is None else "mp_policy.param_dtype"
         raise ValueError(
             f"{option}={policy.param_dtype} is not supported: there is no gradient scaler for float16, and float64 is"
-            " no mixed precision; use bfloat16 or float32."
+            " not mixed precision; use bfloat16 or float32."
         )
     return replace(policy, reduce_dtype=policy.reduce_dtype or torch.float32)
 

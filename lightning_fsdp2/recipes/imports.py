@@ -77,5 +77,5 @@ def _import_unit_class(path: str) -> type[nn.Module]:
             " such as 'transformers.models.llama.modeling_llama.LlamaDecoderLayer'."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is {found!r}, not a module class; name one.")
+        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is {found!r}; name a subclass of nn.Module.")
     return found

@@ -452,7 +452,9 @@ def test_broken_line_is_named(set_up, corpus, tmp_path, streaming):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_empty_file_is_named(set_up, tmp_path, streaming):
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"path holds no row: the 1 file\(s\) from '.*empty.jsonl' on are empty"):
+    with pytest.raises(
+        ValueError, match=r"path holds no row: the 1 file\(s\), starting with '.*empty.jsonl', are empty"
+    ):
         set_up(path=str(tmp_path / "empty.jsonl"), streaming=streaming)
 
 

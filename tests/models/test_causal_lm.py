@@ -458,7 +458,7 @@ def test_the_chunked_loss_refuses_what_it_would_pass_over() -> None:
         Scaled(config=LLAMA, loss="chunked").configure_model()
     module = SelfMade(config=LLAMA, loss="chunked")
     module.configure_model()
-    with pytest.raises(RuntimeError, match=r"call `super\(\)\.configure_model\(\)` in yours"):
+    with pytest.raises(RuntimeError, match=r"call `super\(\)\.configure_model\(\)` in your override"):
         module.training_step(make_token_batches(1)[0], 0)
 
 
@@ -505,7 +505,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_the_first_step
 
 
 def test_an_unknown_field_of_the_config_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"LlamaConfig has no 'hiden_size'; check the spelling. It has .*hidden_size"):
+    with pytest.raises(
+        ValueError, match=r"LlamaConfig has no 'hiden_size'; check the spelling. Its fields are .*hidden_size"
+    ):
         CausalLM(config={"model_type": "llama", "hiden_size": 64})
     for fields in (
         {"model_type": "llama", "rope_theta": 5e5},

@@ -415,7 +415,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other-kind": (
         lambda folder: change_config(folder, peft_type="IA3"),
         ValueError,
-        r"adapter_config\.json: peft_type='IA3' is not supported; 'LORA' is",
+        r"adapter_config\.json: peft_type='IA3' is not supported; only 'LORA' is",
     ),
     "other-modules": (
         lambda folder: change_config(folder, target_modules=["c_attn"]),
