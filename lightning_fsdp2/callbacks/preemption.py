@@ -37,8 +37,8 @@ class Preemption(Callback):
     """Callback that saves ``last.ckpt`` and ends all ranks, once any rank has received SIGTERM or another signal.
 
     Schedulers announce the end of a job with a signal: SLURM with the signal of ``sbatch --signal``, Kubernetes and
-    torchrun with SIGTERM. The signal may reach only some of the processes, at any moment. The signal handler only
-    records it, and the ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
+    torchrun with SIGTERM. The signal may come at any moment, and may reach only some of the processes. The signal
+    handler only records it, and the ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
     ``ModelCheckpoint``, and exit once the checkpoint is on disk. To resume, run the same command with
     ``--ckpt_path last``.
 
