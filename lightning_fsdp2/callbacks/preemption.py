@@ -38,8 +38,8 @@ class Preemption(Callback):
 
     Schedulers announce the end of a job with a signal: SLURM with the signal of ``sbatch --signal``, Kubernetes and
     torchrun with SIGTERM. The signal may come at any moment, and may reach only some of the processes. The signal
-    handler only records it, and the ranks tell each other in the next optimizer step. After that step they save the ``last.ckpt`` of
-    ``ModelCheckpoint``, and exit once the checkpoint is on disk. To resume, run the same command with
+    handler only records it, and the ranks tell each other in the next optimizer step. After that step they save the
+    ``last.ckpt`` of ``ModelCheckpoint``, and exit once the checkpoint is on disk. To resume, run the same command with
     ``--ckpt_path last``.
 
     If the signal comes during validation, the validation stops after its next batch, and the resumed run starts it

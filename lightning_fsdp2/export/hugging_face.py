@@ -232,7 +232,7 @@ def _merge(weights: Weights) -> Weights:
 def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> FileLayout:
     if not _is_size(max_shard_size):
         raise ValueError(
-            f"export_hf(max_shard_size={max_shard_size!r}) must be a positive number of bytes, or a string such as '5GB'."
+            f"export_hf(max_shard_size={max_shard_size!r}) must be a positive number of bytes, or text such as '5GB'."
         )
     if weights.adapted is not None:
         return build_adapter_file_layout(weights, _get_dtype(dtype))
