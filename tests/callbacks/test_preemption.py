@@ -614,7 +614,7 @@ def test_an_evaluation_ends_at_once(is_handled: bool) -> None:
         ({"signals": "SIGUSR1"}, r"Preemption\(signals='SIGUSR1'\) must be a list"),
         ({"signals": ["USR1"]}, r"Preemption\(signals=\['USR1'\]\) must be a list of names"),
         ({"signals": ["SIGKILL"]}, "that a process can handle"),
-        ({"exit_code": 256}, r"Preemption\(exit_code=256\) must be 0 to 255"),
+        ({"exit_code": 256}, r"Preemption\(exit_code=256\) must be from 0 to 255"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
