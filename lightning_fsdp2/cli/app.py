@@ -105,7 +105,7 @@ class FSDP2CLI(LightningCLI):
         get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments. If they are a command for checkpoints, run it and exit."""
+        """Parse the arguments. If they name a command for checkpoints, run the command and exit."""
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in WITHOUT_RUN:
@@ -121,8 +121,8 @@ class FSDP2CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the model's arguments as configured, whatever arguments the checkpoint holds.
 
-        Lightning would replace them with the arguments in a single-file checkpoint, although not with those in a
-        checkpoint directory. It fails if a model saves only named arguments (``save_hyperparameters("config")``).
+        Lightning would replace them with the arguments in a single-file checkpoint, but not with those in a checkpoint
+        directory. Lightning would also fail if a model saves only some arguments (``save_hyperparameters("config")``).
         """
 
     def before_instantiate_classes(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
-# So rename a function here when its result changes.
+# Rename a function in this file when its result changes, so that no old result is used.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""

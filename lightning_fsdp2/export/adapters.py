@@ -120,7 +120,7 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the tensors that ``names`` are computed from, with the dtypes of the run, used for merging."""
+        """Return the tensors that ``names`` are computed from, each with its dtype during the merge."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
         # keep the order of the model, which is the same on every rank

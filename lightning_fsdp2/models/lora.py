@@ -91,8 +91,8 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    On the meta device, adapters get their weights together with the model. New adapters are initialised as by peft, to
-    the same values on any mesh.
+    On the meta device, adapters get their weights together with the model. New adapters are initialised with
+    peft's code, to the same values on any mesh.
 
     Args:
         model: Model to change in place.
