@@ -44,7 +44,9 @@ class WarmupCosine(LambdaLR):
                 " and less than total_steps; use fewer warmup_steps or more total_steps."
             )
         if not 0 <= min_ratio <= 1:
-            raise ValueError(f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; 0.1 ends at a tenth of the rate.")
+            raise ValueError(
+                f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; 0.1 ends at a tenth of the rate."
+            )
         # `state_dict` leaves out the arguments of a partial, so a resumed run uses its own arguments
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
