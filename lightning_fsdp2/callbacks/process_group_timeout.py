@@ -64,7 +64,7 @@ class ProcessGroupTimeout(Callback):
         if trainer.global_step == self._first_step or strategy.group_timeout == self.train:
             return
         # Wait here, under the long timeout, until slower ranks and their devices have caught up.
-        # Otherwise, the faster ranks would wait for them during a step, under the short timeout.
+        # Otherwise, faster ranks would wait for slower ranks during a step, under the short timeout.
         if strategy.root_device.type != "cpu":
             torch.accelerator.synchronize(strategy.root_device)
         strategy.barrier("ProcessGroupTimeout")

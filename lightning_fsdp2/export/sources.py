@@ -139,7 +139,7 @@ def open_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Base:
-    """Pretrained model that provides the frozen weights that a checkpoint leaves out."""
+    """Pretrained model with the frozen weights that a checkpoint leaves out."""
 
     folder: Path
 
