@@ -133,7 +133,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         *,
         suffixes: Iterable[str],
     ) -> None:
-        """Set the training and test data, and look for their files, so that a misspelt path fails on every rank at once.
+        """Set the training and test data, and look for their files: a misspelt path fails on every rank at once.
 
         Args:
             path: Files, directories or globs to train on.
