@@ -258,10 +258,10 @@ def test_a_model_that_was_sharded_before_is_refused_with_its_sharded_modules() -
         mesh = create_device_mesh(device_type="cpu")
         by_hand = make_mlp()
         fully_shard(by_hand[2], mesh=get_mesh(mesh, "dp_shard"))
-        with pytest.raises(ValueError, match=r"Sequential holds modules that `fully_shard` was applied to before: 2\."):
+        with pytest.raises(ValueError, match=r"Sequential has modules that `fully_shard` was already applied to: 2\."):
             fsdp2_strategy_parallelize(by_hand, mesh)
         ours = fsdp2_strategy_parallelize(make_mlp(), mesh)
-        with pytest.raises(ValueError, match=r"the root, 0, 2\. A model is parallelised once"):
+        with pytest.raises(ValueError, match=r"the root, 0, 2\. A model can be parallelised only once"):
             fsdp2_strategy_parallelize(ours, mesh)
 
     run_ranks(run, 1)

@@ -1,1 +1,1 @@
-"""Foundation of every pass: the structure of a model, and methods wrapped in place."""
+"""Tools that every pass uses: the structure of a model, and methods that are wrapped in place."""

@@ -1,6 +1,7 @@
-"""Interface of sharders other than FSDP2, for passes that need not know the kind of sharder.
+"""Interface of the sharders other than FSDP2, so that passes need not know which sharder a module has.
 
-FSDP2 keeps its state on each of its units, so its modules have no sharder.
+FSDP2 keeps its state on each module that ``fully_shard`` was applied to. Modules sharded by FSDP2 therefore have no
+sharder object.
 """
 
 from contextlib import AbstractContextManager
@@ -13,53 +14,53 @@ _ATTRIBUTE = "_lightning_fsdp2_sharder"
 
 
 class Sharder(Protocol):
-    """Holder of the shards of a wrapped module."""
+    """Object that holds the shards of a module, such as Megatron-FSDP's wrapper."""
 
     name: str
-    """Name that users know, for error messages."""
+    """Name of the sharder for error messages, as users know it."""
 
     def check_can_unshard(self) -> None:
-        """Check that it is possible to keep all weights gathered for the duration of a block.
+        """Check that all weights can stay gathered for the duration of a ``with`` block.
 
         Raises:
-            ValueError: If it is not possible; the message says what to do instead.
+            ValueError: If they cannot; the message says what to do instead.
         """
         ...
 
     def defer_sync(self) -> AbstractContextManager[None]:
-        """Run the block without reducing gradients, for micro-batches that no optimizer step follows."""
+        """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
         ...
 
     def get_checkpointed_module(self) -> nn.Module:
-        """Return the module whose names and parameters checkpoints use, ready to be read and written."""
+        """Return the module whose parameters and names go into checkpoints, ready to be saved or loaded."""
         ...
 
 
 def set_sharder(module: nn.Module, sharder: Sharder) -> None:
-    """Note on ``module`` that ``sharder`` shards it."""
+    """Record on ``module`` that ``sharder`` shards it."""
     module.__dict__[_ATTRIBUTE] = sharder
 
 
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
-    """Return the sharder of ``module`` as a whole; None if the module is not sharded, or sharded by FSDP2."""
+    """Return the sharder of a whole ``module``; None if the module is not sharded or is sharded by FSDP2."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model if a part of it is sharded already.
+    """Refuse a model if any part of it is already sharded.
 
     Raises:
-        ValueError: If one is sharded. The message names the sharder, or the modules that ``fully_shard`` sharded.
+        ValueError: If a part is sharded. The message names the sharder, or the modules that ``fully_shard`` sharded.
     """
     sharder = next(filter(None, map(get_optional_sharder, model.modules())), None)
     if sharder is not None:
         raise ValueError(
-            f"{type(model).__name__} was wrapped by {sharder.name} before. A model is parallelised once; pass one that"
-            " is not wrapped."
+            f"{type(model).__name__} is already wrapped by {sharder.name}. A model can be parallelised only once; pass"
+            " a model that is not wrapped."
         )
     sharded = [name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if sharded:
         raise ValueError(
-            f"{type(model).__name__} holds modules that `fully_shard` was applied to before: {', '.join(sharded[:5])}."
-            " A model is parallelised once; pass one that is not sharded."
+            f"{type(model).__name__} has modules that `fully_shard` was already applied to: {', '.join(sharded[:5])}."
+            " A model can be parallelised only once; pass a model that is not sharded."
         )

@@ -1,8 +1,9 @@
-"""Parts of a model, found by its structure: under any attribute, wrapper, subclass or prefix.
+"""Search for the parts of a model, such as its layers, embedding and head.
 
-A recipe finds them once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change
-parameters, methods and classes, but leave the modules where they are. So the recipe keeps the structure on the module,
-for what comes later (:func:`get_structure`).
+The parts are found by their structure, so the names of attributes, wrappers and subclasses do not matter. A recipe
+searches once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change parameters,
+methods and classes, but leave the modules where they are. The recipe therefore keeps the structure on the module, where
+later code finds it with :func:`get_structure`.
 """
 
 import re
@@ -24,7 +25,7 @@ _ATTRIBUTE = "_lightning_fsdp2_structure"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelParts:
-    """A Hugging Face model, or another module that a tensor parallel plan is for, and its parts."""
+    """Parts of a Hugging Face model, or of another module that has a tensor parallel plan."""
 
     module: nn.Module
 
@@ -35,17 +36,17 @@ class ModelParts:
     """The output head that a Hugging Face model declares."""
 
     final_norm: nn.Module | None
-    """The norm beside the last list of blocks."""
+    """The final norm, which is a sibling of the last list of blocks."""
 
     layer_lists: list[list[nn.Module]]
     """See :func:`get_layer_lists`."""
 
     hf_models: list[nn.Module]
-    """The model itself and the models in it, such as its base model and its towers, in registration order."""
+    """The model itself and all Hugging Face models inside it, such as its base model and its towers."""
 
     @cached_property
     def towers(self) -> frozenset[nn.Module]:
-        """Modules of inner models (vision, audio) of another type than the model and its text config.
+        """Modules of the inner models whose type differs from the model and its text config, such as vision models.
 
         Raises:
             ValueError: If the config has several text configs, as transformers' music models have.
@@ -55,7 +56,7 @@ class ModelParts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelStructure:
-    """A module, and the parts that passes look for in it."""
+    """Parts of a root module that the passes work on."""
 
     root: nn.Module
 
@@ -63,20 +64,20 @@ class ModelStructure:
     """The outermost Hugging Face models; see :func:`get_hf_models`."""
 
     hf_models: list[nn.Module]
-    """All Hugging Face models, including those inside of others."""
+    """All Hugging Face models, including the ones inside others."""
 
     layer_lists: list[list[nn.Module]]
-    """See :func:`get_layer_lists`; includes layers that are in no Hugging Face model."""
+    """See :func:`get_layer_lists`. Layers outside any Hugging Face model are included."""
 
     layers: list[nn.Module]
     """All layers of all lists."""
 
     modules: list[nn.Module]
-    """All modules except metrics and what they hold; see :func:`get_modules`."""
+    """All modules except metrics and their submodules; see :func:`get_modules`."""
 
 
 def find_structure(root: nn.Module) -> ModelStructure:
-    """Find the parts of ``root``; nothing is changed."""
+    """Find the parts of ``root`` without changing it."""
     layer_lists = get_layer_lists(root)
     return ModelStructure(
         root=root,
@@ -119,10 +120,10 @@ def is_hf_model(module: nn.Module) -> bool:
 
 
 def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Find the buffers that the authors of a Hugging Face model keep in float32 when its weights have ``dtype``.
+    """Find the buffers of a Hugging Face model that its class keeps in float32 when the weights have ``dtype``.
 
     Yields:
-        The module that holds the buffer, the buffer's name there, and the buffer.
+        The module that holds the buffer, the buffer's name in this module, and the buffer.
     """
     patterns = [pattern.replace("*", ".*") for pattern in get_dtype_exceptions(model, dtype)]
     for path, buffer in model.named_buffers():
@@ -144,30 +145,30 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def find_metrics(root: nn.Module) -> list[Any]:
-    """Return every torchmetrics ``Metric`` in ``root``, itself included, without importing torchmetrics."""
+    """Return every torchmetrics ``Metric`` in ``root`` (or ``root`` itself), without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics.metric")
     return [] if torchmetrics is None else [m for m in root.modules() if isinstance(m, torchmetrics.Metric)]
 
 
 def find_peft_models(root: nn.Module) -> list[Any]:
-    """Return every ``PeftModel`` of peft in ``root``, itself included, without importing peft."""
+    """Return every peft ``PeftModel`` in ``root`` (or ``root`` itself), without importing peft."""
     peft = sys.modules.get("peft.peft_model")
     return [] if peft is None else [module for module in root.modules() if isinstance(module, peft.PeftModel)]
 
 
 def get_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's original class, even after ``fully_shard`` has replaced it."""
+    """Return the class that a module had before ``fully_shard`` replaced it."""
     bases = type(module).__bases__
     return bases[1] if bases[0] is FSDPModule else type(module)
 
 
 def get_class_name(module: nn.Module) -> str:
-    """Return the name of a module's original class."""
+    """Return the name of the class that a module had before ``fully_shard`` replaced it."""
     return get_class(module).__name__
 
 
 def get_entrances(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the methods in which a module computes with the parameters that it holds itself."""
+    """Return the names of the methods through which a module's own parameters are used: ``forward`` or the steps."""
     if not is_lightning_module(module):
         return ("forward",)
     names = ("training_step", "validation_step", "test_step", "predict_step", "forward")
@@ -175,7 +176,7 @@ def get_entrances(module: nn.Module) -> tuple[str, ...]:
 
 
 def get_modules(root: nn.Module) -> list[nn.Module]:
-    """Return ``root`` and all modules in it, except metrics and what they hold, in registration order.
+    """Return ``root`` and all modules in it, except metrics and their submodules, in registration order.
 
     A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
     FSDP2 looks up a module's state by the module's hash, and a metric's hash changes whenever the metric is updated.
@@ -193,7 +194,10 @@ def get_modules(root: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_metrics(root: nn.Module) -> Iterator[None]:
-    """Remove the metrics from ``root`` inside the block, so that it does not shard them; see :func:`get_modules`."""
+    """Remove the metrics from ``root`` for the duration of the block, so that they are not sharded.
+
+    :func:`get_modules` explains why.
+    """
     children = {module: dict(module._modules) for module in get_modules(root)}
     for module, held in children.items():
         for name, child in held.items():
@@ -219,7 +223,7 @@ def get_hf_models(root: nn.Module) -> list[nn.Module]:
 
 
 def find_hf_models(root: nn.Module) -> list[nn.Module]:
-    """Return all Hugging Face models in ``root``, including those inside of others, in registration order."""
+    """Return all Hugging Face models in ``root``, including the ones inside others, in registration order."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return []
@@ -229,11 +233,13 @@ def find_hf_models(root: nn.Module) -> list[nn.Module]:
 def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     """Return the lists of blocks in ``root`` that are sharded, compiled and checkpointed layer by layer.
 
-    A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters. It may be at any depth, but not inside a
-    block of another list: the experts of a mixture are part of their block. A container inside a container is a
-    separate list. A Hugging Face model inside a ``ModuleList`` is not a block but has its own lists. The same holds for
-    a module without a forward, which only holds other modules. A ``Sequential`` of composite modules of one class
-    counts as a list too. A block that is registered twice is returned once.
+    A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters, or a ``Sequential`` of composite modules of
+    one class. A list may be at any depth, but not inside a block of another list. MoE experts, for example, belong to
+    their block.
+
+    A container inside a container is a separate list. A Hugging Face model inside a ``ModuleList`` is not a block but
+    has its own lists. The same is true of a module without a forward. A block that is registered twice is returned
+    once.
     """
     with_models = _find_ancestors(root, find_hf_models(root))
     passed = set(get_modules(root))
@@ -249,7 +255,7 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def get_called_children(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that the forward of ``module`` calls: its children, and the items of containers among them."""
+    """Return the modules that the forward of ``module`` calls: its children, or the items of those that are lists."""
     children: list[nn.Module] = []
     for child in module.children():
         children += get_called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
@@ -257,7 +263,7 @@ def get_called_children(module: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` can be called, so that its weights can be gathered for the call."""
+    """Return whether ``module`` has a forward, during which its weights can be gathered."""
     if isinstance(module, torch.jit.ScriptModule):
         return hasattr(module, "forward")  # the forward is in C++; the class has a descriptor that cannot be read
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -282,7 +288,7 @@ def get_optional_head(model: Any) -> nn.Module | None:
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map every parameter to the modules that hold it directly, with its name there: two or more if tied."""
+    """Map every parameter to the modules that hold it directly and its name in each; a tied parameter has several."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -337,12 +343,12 @@ def _find_ancestors(root: nn.Module, modules: list[nn.Module]) -> set[nn.Module]
 def _iterate_layer_lists(
     module: nn.Module, modules: set[nn.Module], with_models: set[nn.Module]
 ) -> Iterator[list[nn.Module]]:
-    """Yield the lists below ``module``.
+    """Yield the lists of blocks below ``module``.
 
     Args:
         module: Module whose children are searched.
-        modules: All modules except metrics.
-        with_models: Modules that are or hold Hugging Face models.
+        modules: All modules of the root except metrics.
+        with_models: Hugging Face models, and modules that contain one.
     """
     for child in module.children():
         if not any(child.children()):
@@ -367,9 +373,9 @@ def _iterate_container(
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Return whether peft has put ``module`` in place of another module.
+    """Return whether ``module`` is one of peft's layers, which replaces an original module and contains it.
 
-    ``module`` then holds the other module, and holds its adapters in dicts by name.
+    Such a layer also holds its adapters, in dicts by adapter name.
     """
     return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 

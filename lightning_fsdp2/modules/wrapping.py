@@ -1,4 +1,4 @@
-"""Methods of a module replaced in place, so that checkpoints, hooks and recomputation still see one module."""
+"""Replacement of a module's methods in place, so that checkpoints, hooks and recomputation still see one module."""
 
 import functools
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from torch import nn
 
 
 def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:
-    """Replace ``module.forward`` (or the method ``name``) of this instance with ``wrapper(method, ...)``.
+    """Replace the method ``name`` of this instance with ``wrapper(method, ...)``.
 
-    As ``fully_shard`` does, this gives the module its own class: the layers of transformers put activation
-    checkpointing around the ``forward`` of any subclass, and recomputation must include the wrapper. Hooks would not
-    do: they are not called after an exception, and recomputation ends with one on purpose.
+    As ``fully_shard`` does, this gives the module a class of its own. The layers of transformers put activation
+    checkpointing around the ``forward`` of any subclass, so recomputation includes the wrapper. Hooks would not work:
+    they are not called after an exception, and recomputation deliberately ends with an exception.
     """
-    if name in module.__dict__:  # replaced for this instance before
+    if name in module.__dict__:  # already replaced for this instance
         method = getattr(module, name)
         setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
         return
@@ -26,7 +26,7 @@ def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "for
 
 @functools.cache
 def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
-    """Make one class for all modules of a class, so that code compiled for one of them serves the others."""
+    """Make one wrapping class for all modules of class ``base``, so that they share compiled code."""
     method = getattr(base, name)
 
     @functools.wraps(method)

@@ -1,1 +1,1 @@
-"""Work that ranks do together: collectives, errors raised everywhere, random states, whole tensors out of shards."""
+"""Work that ranks do together: collectives, shared errors, random states, and gathering shards to whole tensors."""

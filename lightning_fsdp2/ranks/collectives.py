@@ -1,9 +1,9 @@
-"""The collectives of tensor and sequence parallelism as differentiable functions of plain local tensors.
+"""The collectives of tensor and sequence parallelism, as differentiable functions of plain local tensors.
 
-Each is the backward of a counterpart. Which function to use depends on what the ranks hold:
+Which function to use depends on the values that the ranks hold:
 
 ===================  ====================================  ==================  =====================
-function             what goes in, what comes out          forward             backward
+function             input -> output                       forward             backward
 ===================  ====================================  ==================  =====================
 copy_to_ranks        equal -> equal, used differently      nothing             all-reduce
 reduce_from_ranks    summands -> equal                     all-reduce          nothing
@@ -16,12 +16,16 @@ sum_over_ranks       summands -> equal, used differently   all-reduce          a
 
 :data:`KINDS` is the same table for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
 
-*Equal* values are the same on every rank and so are their gradients, each of them complete. "Used differently" means
-that each rank computes a different part of the result, so its gradient is a summand. The first two functions are *f*
-and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and ``reduce_scatter`` are those of
-Megatron-LM's sequence parallelism (https://arxiv.org/abs/2205.05198). ``torch.compile`` can trace all functions.
+"Equal" values are the same on every rank. "Used equally" means that every rank computes the same with them, so that
+every rank has the complete gradient. "Used differently" means that each rank computes another part of the result, so
+that each rank's gradient is only a summand.
 
-Shards are those of :func:`torch.chunk`: if the size is not divisible, the last ranks hold less, or nothing.
+The first two functions are *f* and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and
+``reduce_scatter`` come from Megatron-LM's sequence parallelism (https://arxiv.org/abs/2205.05198). ``torch.compile``
+can trace all functions.
+
+Tensors are cut into shards as :func:`torch.chunk` cuts them. If the size is not divisible by the number of ranks, the
+last ranks hold a shorter shard or an empty one.
 """
 
 from enum import Enum
@@ -36,27 +40,27 @@ from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, r
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor``. In backward, its gradient is summed over the ranks."""
+    """Return ``tensor`` unchanged, and sum its gradient over the ranks in backward."""
     return _Copy.apply(group, tensor)[0]
 
 
 def copy_last_to_ranks(tensor: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-    """Apply :func:`copy_to_ranks` to the last ``features`` of the last dim alone."""
+    """Apply :func:`copy_to_ranks` to only the last ``features`` elements of the last dim."""
     return _CopyLast.apply(tensor, features, group)
 
 
 def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Apply :func:`copy_to_ranks` to several small tensors, with one all-reduce in float32 for all of them."""
+    """Apply :func:`copy_to_ranks` to several small tensors, with a single all-reduce in float32."""
     return list(_Copy.apply(group, *tensors))
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks."""
+    """Return the sum of ``tensor`` over the ranks, with which every rank then computes the same."""
     return _Reduce.apply(tensor, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks, which each rank then uses differently."""
+    """Return the sum of ``tensor`` over the ranks, with which each rank then computes something different."""
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
@@ -66,12 +70,15 @@ def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup)
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate shards of equal size along ``dim``, for each rank to compute a different part of what follows."""
+    """Concatenate equally sized shards along ``dim``; each rank then computes something different with the result."""
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 
 def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, by one all-gather, in one memory."""
+    """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, with one all-gather for both.
+
+    Both results share their memory.
+    """
     size = tensor.size(dim) * group.size()
     complete = gather_shards(tensor, dim, size, group)
     return complete, _Twin.apply(tensor, complete, dim % tensor.ndim, group)
@@ -83,12 +90,15 @@ def split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard, along ``dim``, of the sum over the ranks; the size of ``dim`` must be divisible."""
+    """Return this rank's shard of the sum of ``tensor`` over the ranks.
+
+    The size of ``dim``, along which the sum is cut, must be divisible by the number of ranks.
+    """
     return _ReduceScatter.apply(tensor, dim % tensor.ndim, group)
 
 
 def get_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and length of the shard of ``rank`` along a dim of ``size``, as :func:`torch.chunk` cuts it."""
+    """Return the start and the length of a rank's shard along a dim of ``size``, as :func:`torch.chunk` cuts it."""
     chunk = -(-size // ranks)
     start = min(rank * chunk, size)
     return start, min(chunk, size - start)
@@ -187,11 +197,11 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class Kind(Enum):
-    """Kind of value that the ranks hold, in the words of the table above."""
+    """Kind of values that the ranks hold; the table at the top of this file uses the same words."""
 
     EQUAL = "equal"
-    OWN = "shards or summands, or what a rank computed with them"
-    EITHER = "both in one tensor, or a DTensor, which knows for itself"
+    OWN = "shards or summands, or values that a rank computed from them"
+    EITHER = "both kinds in one tensor, or a DTensor, which records its own kind"
 
 
 KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
@@ -202,23 +212,23 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _GatherForRanks: (Kind.OWN, Kind.OWN),
     _Split: (Kind.EQUAL, Kind.OWN),
     _ReduceScatter: (Kind.OWN, Kind.OWN),
-    _Twin: (Kind.EITHER, Kind.OWN),  # it reads the gathered tensor too
+    _Twin: (Kind.EITHER, Kind.OWN),  # its inputs are a shard and the gathered tensor
 }
 """Kinds of the input and of the output of each autograd function."""
 
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     start, length = get_shard_range(tensor.size(dim), group.rank(), group.size())
-    # always a copy: torch 2.11 gives an input a gradient of zero if a compiled function returns a part of it
+    # always a copy: with torch 2.11, an input gets a zero gradient if a compiled function returns a view of the input
     return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards that may be of unequal size. Only the last ones are short, so the padding comes last."""
+    """All-gather shards that may be of unequal size. Only the last shards are short, so all padding is at the end."""
     chunk = -(-size // group.size())
     missing = chunk - tensor.size(dim)
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    # detached, since FSDP2 warns of units that return a view; nothing else refers to the padding
+    # detached, since FSDP2 warns about modules that return a view; the padding is not needed any more
     return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

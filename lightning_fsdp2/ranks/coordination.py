@@ -1,4 +1,4 @@
-"""Coordination of ranks around files: they meet, one or all of them act, and every rank learns of a failure."""
+"""Coordination of ranks that read and write files: waiting for each other, acting on one rank, and sharing errors."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,16 +17,18 @@ _groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
-    """Return this process's rank; 0 without a process group."""
+    """Return this process's rank, or 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Return the process's CPU group of all ranks for one purpose; all Trainers of the process share it.
+    """Return the CPU process group of all ranks for one purpose, creating it on first use.
+
+    All Trainers of the process share the group.
 
     Args:
-        purpose: Name of the purpose. Communication for one purpose cannot be mixed up with that for another.
-        timeout: Timeout of the group's collectives, and of the ranks' meeting to create it.
+        purpose: Name of the purpose. Each purpose has its own group, so that messages cannot be mixed up.
+        timeout: Timeout of the group's collectives, and of creating the group.
     """
     key = (dist.group.WORLD, purpose)
     if key not in _groups:
@@ -36,25 +38,25 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
-    """Wait until every rank has reached the same place, or explain which ranks did not.
+    """Wait until every rank has reached the same point of the program, or report the ranks that have not.
 
-    ``monitored_barrier`` would not do: it observes its timeout on rank 0 only, and does not notice if ranks are at
-    different places.
+    ``monitored_barrier`` is no alternative. It observes its timeout on rank 0 only, and does not notice that ranks have
+    reached different points.
 
     Args:
         purpose: What this rank is about to do, as in "rank 0 wants to ...".
         timeout: Longest time to wait.
-        remedy: What to do instead, for the error message.
+        remedy: Advice for the error message.
 
     Raises:
-        RuntimeError: If a rank did not come, or came to do something else.
+        RuntimeError: If a rank is missing when the time is up, or has reached another point.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
-    # a collective that times out does not tell which ranks are missing
+    # each rank sets a key, because a collective that times out does not tell which ranks are missing
     store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
     store.set(keys[dist.get_rank()], "")
     try:
@@ -66,18 +68,20 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])
-    # this may be the last call of a script, and the store ends with the process of rank 0
+    # this may be the last call of a script, and the store disappears when the process of rank 0 ends
     dist.barrier(group)
     if codes.tolist() != [code, -code]:
-        raise RuntimeError(f"Rank {dist.get_rank()} wants to {purpose}, but another rank something else. {remedy}")
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} wants to {purpose}, but another rank wants to do something else. {remedy}"
+        )
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on rank 0 while the others wait, and return its result, or raise its error, on every rank.
+    """Run ``action`` on rank 0 while the other ranks wait; return its result or raise its error on every rank.
 
     Args:
         action: Function to run; its result is pickled.
-        group: Process group of all ranks; a CPU group spares the accelerator.
+        group: Process group of all ranks. With a CPU group, the accelerator is not needed.
     """
     result: Any = None
     failure: Exception | None = None
@@ -93,7 +97,7 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on every rank and return its result; if it fails on any, raise an error on all.
+    """Run ``action`` on every rank and return its result; if it fails on any rank, raise an error on all ranks.
 
     Args:
         action: Function to run. It must not communicate, since it may fail on some ranks only.
@@ -105,7 +109,7 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's ``value``."""
+    """Return rank 0's ``value`` on every rank."""
     if not dist.is_initialized():
         return value
     message = [value]
@@ -114,7 +118,7 @@ def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, in rank order."""
+    """Return the values of all ranks in rank order, on every rank."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Errors that are raised on every rank. Otherwise the other ranks would wait for the failed one in a collective."""
+"""Errors raised on every rank. If only one rank failed, the others would wait for it in a collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -12,14 +12,13 @@ _LISTED = 16
 
 @contextmanager
 def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
-    """Raise the error of one rank on all of them, at the end of the block; every rank must enter it.
+    """Raise the error of any rank on all ranks, at the end of the block. Every rank must enter the block.
 
     Args:
-        groups: Process groups that pass an error on, one after the other, until all ranks have it. Empty for one
-            process.
+        groups: Process groups that pass an error on, in this order, until all ranks have it. Empty for one process.
 
     Raises:
-        Exception: The error of this rank's block, or else of the first other rank that has one.
+        Exception: This rank's own error, or else the error of the first rank that has one.
     """
     failure: Exception | None = None
     try:
@@ -35,7 +34,7 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
 
 
 def list_names(names: Collection[str], most: int = 20) -> str:
-    """Return names for an error message, sorted; names beyond ``most`` are only counted, as there may be thousands."""
+    """Return up to ``most`` names for an error message, sorted and joined by commas; the rest is only counted."""
     more = len(names) - most
     return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
@@ -45,11 +44,11 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
     Args:
         ranks: Ranks in ascending order.
-        hosts: Host of each rank, for as many ranks as are known; "" for an unknown host.
+        hosts: Host of each rank, beginning with rank 0. It may cover only the first ranks; "" is an unknown host.
     """
     parts = []
     for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):
-        # within a run of consecutive numbers, the distance between number and index stays the same
+        # within a run of consecutive numbers, number minus index is constant
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(of_host), key=lambda pair: pair[1] - pair[0])]
         numbers = _list([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], "")
         parts.append(f"{numbers} ({host})" if host else numbers)
@@ -57,7 +56,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
 
 def make_portable(error: Exception | None) -> Exception | None:
-    """Return an exception that can be sent. Some exceptions cannot be pickled, and others cannot be unpickled."""
+    """Return ``error``, or a RuntimeError with the same text if ``error`` cannot be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

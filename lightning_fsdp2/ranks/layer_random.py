@@ -1,7 +1,8 @@
-"""Random numbers under tensor parallelism: the same where ranks compute the same, different where they do not.
+"""Random numbers under tensor parallelism: equal where ranks compute the same, different where they do not.
 
-Dropout of what all ranks hold (a residual) must drop the same elements everywhere. Dropout of what each rank holds for
-itself (its heads, its part of the sequence) must not repeat one rank's mask on another.
+Some tensors, such as a residual, are the same on all ranks. Dropout must drop the same elements of them everywhere.
+Other tensors, such as attention heads or a part of the sequence, differ between ranks. Dropout must use a different
+mask for them on each rank.
 """
 
 from typing import Any
@@ -14,10 +15,10 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 
 
 class LayerRandom:
-    """Random state of a layer's forward: the state common to all ranks, or this rank's own.
+    """Random state in a layer's forward, which changes between the state common to all ranks and this rank's own.
 
-    A rank's own state begins with a seed drawn from the common state. So nothing has to be remembered between forwards,
-    and activation checkpointing, which restores the common state, gets the same numbers again.
+    A rank's own state begins with a seed that is drawn from the common state. So no state is kept between forwards.
+    Activation checkpointing restores the common state, and thereby gets the same numbers in the recomputation.
     """
 
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class LayerRandom:
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Return whether ``module`` or a module in it is set up to drop or jitter anything in training."""
+    """Return whether ``module`` or one of its submodules uses dropout or random jitter in training."""
     return any(
         isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(inner, nn.Dropout))
         for inner in module.modules()

@@ -1,4 +1,4 @@
-"""Sum over the tensor parallel ranks that is computed only when it is known how it will be used."""
+"""Sum over the tensor parallel ranks that is computed late, when it is known whether a part of it is enough."""
 
 from typing import Any
 
@@ -20,19 +20,19 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 registers a hook for its backward, and reads `_base` first
+    Tensor.register_hook,  # FSDP2 registers a backward hook, and reads `_base` before that
     torch.is_floating_point,
 }
-"""Functions that do not read the values of the tensor that they are given."""
+"""Functions of a tensor that do not read its values."""
 
 
 class Summands:
-    """The ranks' summands of an embedding, until they are added up or the forward is over.
+    """Output of an input embedding whose weights are sharded: each rank has a summand, and the sum is still to come.
 
     Args:
         tensor: Summand of this rank.
         group: Process group of the tensor parallel ranks.
-        is_watched: Whether a user's hook may read the sum on this rank alone.
+        is_watched: Whether a user's hook may read the sum, perhaps on this rank only.
     """
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> None:
@@ -44,17 +44,17 @@ class Summands:
 
     @property
     def is_added(self) -> bool:
-        """Whether something has read the sum, and may have changed it."""
+        """Whether the whole sum was computed. Its reader may have changed it in place."""
         return self._sum is not None
 
     def add(self) -> Tensor:
-        """Return the whole sum, without gradients. It is computed once; in-place changes to it stay."""
+        """Return the whole sum, without gradients. It is computed once, so in-place changes to it persist."""
         if self._sum is None:
             if self.is_watched:
                 raise RuntimeError(
-                    "sequence_parallel=True: the output of the input embedding, which has a forward hook that it did"
-                    " not have in the first forward, is read, on this rank or on all. Register the hook before the"
-                    " first forward, or use sequence_parallel=False."
+                    "sequence_parallel=True: the output of the input embedding was read, and the embedding has a"
+                    " forward hook that was registered after the first forward. Register the hook before the first"
+                    " forward, or use sequence_parallel=False."
                 )
             self._sum = all_reduce_tensor(self._get_tensor(), self.group)
             self._tensor = None
@@ -63,35 +63,35 @@ class Summands:
     def scatter(self, dim: int) -> Tensor:
         """Return this rank's part of the sum along ``dim``, without gradients. It is computed once.
 
-        Activation checkpointing around the first layer's call asks for it again in backward.
+        With activation checkpointing, the first layer needs this part again in backward.
         """
         if dim not in self._parts:
             self._parts[dim] = reduce_scatter_tensor(self._get_tensor(), dim, self.group)
         return self._parts[dim].detach()
 
     def end(self) -> None:
-        """Drop the summands: from here on, ranks may do different things, and a collective would wait forever."""
+        """Drop the summands at the end of the forward. Later, ranks may run different code, and a collective hangs."""
         self._tensor = None
 
     def _get_tensor(self) -> Tensor:
         if self._tensor is None:
             raise RuntimeError(
-                "sequence_parallel=True: the output of the input embedding was kept, and read after the forward of its"
-                " model, when the ranks no longer add it up. Read it in the forward or in a forward hook of the"
+                "sequence_parallel=True: the output of the input embedding was read after the forward of its model,"
+                " when the ranks can no longer add it up. Read it in the forward or in a forward hook of the"
                 " embedding, or use sequence_parallel=False."
             )
         return self._tensor
 
 
 class PendingSum(Tensor):
-    """The sum of :class:`Summands`, as the input embedding of a sequence parallel model returns it.
+    """Tensor that stands for the sum of :class:`Summands`: the output of the input embedding with sequence parallelism.
 
-    Between the embedding and the first layer, most models ask such a tensor only for its shape, dtype and device. The
-    layer then takes this rank's part of the sequence: :meth:`get_part` is one reduce-scatter. Anything else that reads
-    the tensor (learned positions that are added, a scale, the embeddings of an image) gets the whole sum, by one
-    all-reduce.
+    Between the embedding and the first layer, most models read only the shape, dtype and device of this tensor. The
+    first layer then takes this rank's part of the sequence with :meth:`get_part`, which needs one reduce-scatter. Some
+    models read the values before that, for example to add learned positions, to scale them, or to insert the
+    embeddings of an image. They get the whole sum, which needs one all-reduce.
 
-    Autograd sees it as a tensor of the whole shape, whose gradient is equal on all ranks.
+    For autograd, this is a tensor of the whole shape, and its gradient is equal on all ranks.
     """
 
     summands: Summands
@@ -102,7 +102,7 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor; with that annotation, jsonargparse would list every tensor class within each tensor class
+    # `like` is a Tensor, but if it were annotated so, jsonargparse would list every tensor class in the help of each
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = make_wrapper_subclass(cls, like)
@@ -113,7 +113,7 @@ class PendingSum(Tensor):
     def get_whole(self) -> Tensor:
         """Return the sum as a plain tensor. It is computed once."""
         if self._whole is None:
-            # the first reader may need no gradients, but a later one may
+            # even if the first reader needs no gradients: a later one may need them
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
@@ -135,7 +135,7 @@ class PendingSum(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # autograd saves the input of a checkpoint
             return PendingSum(args[0].summands, args[0])
-        # calls that bypass __torch_function__ get their gradients from autograd, which is the layer above
+        # for calls that bypass __torch_function__; autograd has already recorded them
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The random state of one process, in types that ``torch.load(weights_only=True)`` accepts."""
+"""Random state of one process, in types that ``torch.load(weights_only=True)`` accepts."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def get_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch (host and ``device``), numpy and Python."""
+    """Return the random states of torch (for the CPU and ``device``), numpy and Python."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     return {
@@ -20,7 +20,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states that :func:`get_random_state` returned; the state of another device type is ignored."""
+    """Restore the random states that :func:`get_random_state` returned. States of other device types are ignored."""
     set_torch_random_state(state, device)
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, _unpack(keys), position, has_gauss, cached))
@@ -29,7 +29,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def get_torch_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch alone."""
+    """Return only torch's random states, for the CPU and ``device``."""
     state = {"torch": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -37,14 +37,14 @@ def get_torch_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states of torch; the state of another device type is ignored."""
+    """Restore only torch's random states. States of other device types are ignored."""
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of ``group`` the random state of its first rank; processes start with different states."""
+    """Set the random state of all ranks of ``group`` to that of its first rank."""
     if group.size() > 1:
         states = [get_random_state(device)]
         dist.broadcast_object_list(states, group=group, group_src=0)
@@ -52,10 +52,10 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _pack(words: Any) -> torch.Tensor:
-    # one object per state, since checkpoints hold the states of all ranks; int32, since torch cannot pickle its uint32
+    # one tensor, not many integers, since checkpoints hold the states of all ranks; torch cannot pickle uint32
     return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
 
 
 def _unpack(words: Any) -> Any:
-    # checkpoints of earlier versions have int64 tensors and tuples
+    # checkpoints of earlier versions hold int64 tensors or tuples
     return np.asarray(words).astype(np.uint32)

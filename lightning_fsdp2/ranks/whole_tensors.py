@@ -1,9 +1,11 @@
-"""DTensors whose shards are whole rows, but not the number of rows on each rank that torch would choose.
+"""DTensors of Megatron-FSDP, whose shards have other numbers of rows than torch expects.
 
-Megatron-FSDP cuts a buffer of many parameters into equal parts. A small parameter may lie on one rank as a whole, and a
-larger one is cut at some row. Their DTensors still say ``Shard(0)``, so ``full_tensor``, ``redistribute`` and
-checkpoints would mix up rows. These DTensors are recognised by the special name of their mesh axis. So all ranks agree,
-and states and gradients made from a parameter are recognised too.
+Megatron-FSDP puts many parameters into one buffer and cuts the buffer into equal parts. A small parameter may be whole
+on one rank, and a larger one is cut at an arbitrary row. Yet their DTensors have the placement ``Shard(0)``, so
+``full_tensor``, ``redistribute`` and checkpoints would mix up rows.
+
+The mesh axis of these DTensors has a special name, by which they are recognised. All ranks therefore agree, and
+optimizer states and gradients made from such a parameter are recognised too.
 """
 
 from typing import Any, TypeGuard
@@ -17,20 +19,20 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_fsdp2.compat.torch import split_evenly
 
 UNEVEN_SHARD = "uneven_shard"
-"""Name of the mesh axis of uneven shards."""
+"""Name of the mesh axis over which tensors are sharded unevenly."""
 
 _EVEN_SHARD = "even_shard"
 
 
 def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` may have uneven shards, or is whole on a mesh for these. All ranks agree."""
+    """Return whether ``tensor`` is a DTensor on a mesh for uneven shards. The answer is the same on all ranks."""
     return isinstance(tensor, DTensor) and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, with even shards or not; return a plain tensor as it is.
+    """Return the whole tensor of a DTensor, whether its shards are even or not; return a plain tensor as it is.
 
-    Every rank of the mesh must call it.
+    Every rank of the mesh must call this function.
     """
     if is_uneven(tensor):
         return _gather(tensor)
@@ -38,11 +40,11 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def to_even(tensor: DTensor) -> DTensor:
-    """Return the same tensor with the shards that torch would make. Every rank must call it."""
+    """Return the same tensor with shards as torch cuts them. Every rank must call this function."""
     mesh = get_even_mesh(tensor)
     shards = split_evenly(_gather(tensor), mesh.size())
     return DTensor.from_local(
-        shards[mesh.get_local_rank()].clone(),  # in its own memory, which torch can copy in the background
+        shards[mesh.get_local_rank()].clone(),  # memory of its own, which torch can copy in the background
         mesh,
         [Shard(0)],
         run_check=False,
@@ -52,14 +54,24 @@ def to_even(tensor: DTensor) -> DTensor:
 
 
 def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
-    """Return ``tensor``, whole or in even shards, in uneven shards like those of ``like``. Every rank must call it."""
+    """Return ``tensor`` sharded exactly as ``like``, which has uneven shards. Every rank must call this function.
+
+    Args:
+        tensor: Tensor that is whole or has even shards.
+        like: DTensor with uneven shards and the same shape.
+    """
     sharded: DTensor = torch.empty_like(like)  # type: ignore[assignment]
     copy_rows_(sharded, tensor)
     return sharded
 
 
 def copy_rows_(target: Tensor, tensor: Tensor) -> None:
-    """Copy this rank's rows of ``tensor``, whole or in shards of any kind, to ``target``. Every rank must call it."""
+    """Copy this rank's rows of ``tensor`` to ``target``. Every rank must call this function.
+
+    Args:
+        target: Plain tensor, or DTensor with shards of any kind.
+        tensor: Tensor that is whole or has shards of any kind.
+    """
     rows = gather(tensor)
     if is_uneven(target) and _is_sharded(target):
         counts = _get_counts(target)
@@ -68,7 +80,7 @@ def copy_rows_(target: Tensor, tensor: Tensor) -> None:
 
 
 def get_even_mesh(tensor: DTensor) -> DeviceMesh:
-    """Return a mesh of the ranks that hold the shards of an uneven tensor."""
+    """Return a one-dimensional mesh of the ranks that hold the shards of an unevenly sharded tensor."""
     return DeviceMesh.from_group(_get_group(tensor), tensor.device_mesh.device_type, mesh_dim_names=(_EVEN_SHARD,))
 
 
@@ -88,7 +100,7 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def _get_counts(tensor: DTensor) -> list[int]:
-    """Return the number of rows on each rank."""
+    """Return the number of rows that each rank holds."""
     group = _get_group(tensor)
     own = torch.tensor([tensor.to_local().size(0)], device=tensor.device)
     counts = own.new_empty(group.size())

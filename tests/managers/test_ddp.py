@@ -83,7 +83,7 @@ def test_what_is_sharded_is_refused() -> None:
         config = FSDP2Config()
         mesh = create_device_mesh(config, device_type="cpu")
         model = FSDP2Manager(config, mesh).parallelize(PlainTransformer())
-        with pytest.raises(ValueError, match="modules that `fully_shard` was applied to before"):
+        with pytest.raises(ValueError, match="modules that `fully_shard` was already applied to"):
             DDPManager(DDPConfig(), mesh).parallelize(model)
         with pytest.raises(ValueError, match=r"has 2 ranks, but only 1 of them are data parallel.*FSDP2Manager"):
             DDPManager(DDPConfig(), create_device_mesh(tp_size=2, device_type="cpu"))

@@ -236,7 +236,7 @@ def test_what_is_sharded_is_refused() -> None:
         config = FSDP2Config()
         mesh = create_device_mesh(config, device_type="cpu")
         model = FSDP2Manager(config, mesh).parallelize(PlainTransformer())
-        with pytest.raises(ValueError, match="modules that `fully_shard` was applied to before"):
+        with pytest.raises(ValueError, match="modules that `fully_shard` was already applied to"):
             MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(model)
         with pytest.raises(ValueError, match=r"tp_size=2 is not supported .*issues/5786"):
             parallelize(PlainTransformer(), sizes={"tp_size": 2})

@@ -668,7 +668,7 @@ def test_a_save_meets_a_call_of_the_model(tmp_path: Path) -> None:
             else:
                 trainer.lightning_module.net(INPUTS[:2])
 
-        with pytest.raises(RuntimeError, match="but another rank something else"):
+        with pytest.raises(RuntimeError, match="but another rank wants to do something else"):
             fit(make_trainer(callbacks=[AtSteps({1: save_or_call})]))
 
     run_ranks(run, WORLD)
