@@ -1,1 +1,1 @@
-"""All code that relies on names which torch, Lightning or transformers do not promise to keep."""
+"""All code that uses private names of torch, Lightning, transformers and other libraries."""

@@ -1,8 +1,8 @@
-"""Fused attention kernels of each device that also return the logarithm of the softmax's denominator.
+"""Fused attention kernels that also return the logarithm of the softmax's denominator.
 
-Results over parts of the keys cannot be merged without that logarithm.
-``torch.nn.functional.scaled_dot_product_attention`` calls the same kernels but does not return it (torch 2.11 to 2.15).
-The kernels are private; torch's own ring attention calls them too.
+If attention is computed over parts of the keys, the results can only be merged with this logarithm. In torch 2.11 to
+2.15, ``torch.nn.functional.scaled_dot_product_attention`` calls the same kernels but does not return the logarithm. The
+kernels are private; torch's own ring attention calls them too.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 _aten: Any = torch.ops.aten
 
 _ALIGNMENT = 8
-"""Alignment, in elements, that CUDA kernels need for head dims and for the rows of masks."""
+"""Alignment of CUDA kernels: head dims and rows of masks must have a multiple of this number of elements."""
 
 _LARGEST_FLASH_HEAD = 256
 
 _NORMALIZER_ALIGNMENT = 32
-"""Alignment that CUDA's memory-efficient kernel needs for the number of queries in the normalizer."""
+"""Alignment of CUDA's memory-efficient kernel: the normalizer must have a multiple of this number of queries."""
 
 
 def attend(
@@ -32,8 +32,8 @@ def attend(
         key: [batch, heads, keys, dim].
         value: [batch, heads, keys, value dim].
         is_causal: Whether the n-th query sees only the first n keys. There must be as many queries as keys.
-        mask: [1 or batch, 1, queries, keys], bool, with at least one key for every query. None for all keys.
-        scale: Factor of the scores.
+        mask: [1 or batch, 1, queries, keys], bool. Every query must see at least one key. None if it sees all keys.
+        scale: Factor by which the scores are multiplied.
 
     Returns:
         The attention, [batch, heads, queries, value dim], and the normalizer, [batch, heads, queries], float32.
@@ -68,9 +68,10 @@ def attend_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values for the ``gradient`` of the output.
+    """Return the gradients of queries, keys and values, given the ``gradient`` of the output.
 
-    Output and normalizer may come from a softmax over more keys. The gradients are then the shares of these keys.
+    The output and the normalizer may come from a softmax over more keys. The gradients are then the contributions of
+    the given keys.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -81,14 +82,14 @@ def attend_backward(
             *inputs, output, normalizer, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif bias is None and has_flash(query):
-        # without dropout there is no random state; the lengths are only for packed batches
+        # without dropout, there is no random state; without packed batches, there are no lengths
         no_random = torch.empty(0, dtype=torch.uint64, device=query.device)
         counts = (None, None, query.size(2), key.size(2))
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             *inputs, output, normalizer.contiguous(), *counts, 0.0, is_causal, no_random, no_random, scale=scale
         )
     else:
-        # this kernel ignores the strides of the output and reads it position by position
+        # this kernel ignores strides, and expects the memory of the output in the order [batch, queries, heads, dim]
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
         padded = F.pad(normalizer, (0, -normalizer.size(-1) % _NORMALIZER_ALIGNMENT)).contiguous()
         no_random = torch.zeros((), dtype=torch.int64)
@@ -108,17 +109,18 @@ def attend_segments_by_flash(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention within segments and its normalizer, by FlashAttention's kernel for sequences of various lengths.
+    """Return the attention within segments and its normalizer, with FlashAttention's kernel for packed sequences.
 
     Args:
-        query: [queries, heads, dim]. :func:`has_flash` must hold for it.
+        query: [queries, heads, dim]. :func:`has_flash` must be true for it.
         key: [keys, key-value heads, dim].
         value: [keys, key-value heads, value dim].
-        ends: Ends of each segment in the queries and in the keys, after a zero. [segments + 1], int32, each.
-        most: Largest number of queries and of keys of a segment.
-        window: Largest number of keys that a query sees, including its own. None for all keys up to its own. The last
-            query's own key is the last key of the segment.
-        scale: Factor of the scores.
+        ends: Where each segment ends in the queries, and where it ends in the keys. Both are [segments + 1], int32, and
+            begin with a zero.
+        most: Number of queries in the longest segment, and the same for keys.
+        window: Number of keys that a query sees at most, including its own. None for all keys up to its own. In a
+            segment, the last key is the last query's own key.
+        scale: Factor by which the scores are multiplied.
 
     Returns:
         The attention, [queries, heads, value dim], and the normalizer, [heads, queries], float32.
@@ -145,9 +147,9 @@ def attend_segments_by_flash_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values.
+    """Return the gradients of queries, keys and values for :func:`attend_segments_by_flash`.
 
-    See :func:`attend_segments_by_flash`. Output and normalizer may come from a softmax over more keys.
+    The output and the normalizer may come from a softmax over more keys.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -162,7 +164,7 @@ def attend_segments_by_flash_backward(
 
 
 def _get_window_options(window: int | None) -> dict[str, int]:
-    """Return the kernel's options for a window; none without a window, where the kernel's own causal mask will do.
+    """Return FlashAttention's options for a window. Without a window, use the kernel's causal mask instead.
 
     Both masks are aligned with the last key.
     """
@@ -170,7 +172,7 @@ def _get_window_options(window: int | None) -> dict[str, int]:
 
 
 def has_flash(query: Tensor) -> bool:
-    """Return whether the device computes attention of these queries by FlashAttention, if there is no mask."""
+    """Return whether FlashAttention can compute the attention of these queries, if there is no mask."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -180,9 +182,9 @@ def has_flash(query: Tensor) -> bool:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Pad all tensors with zeros to the largest head dim: this changes no score, and only adds columns to the values.
+    """Pad the head dims of all tensors with zeros to the same size; the scores do not change.
 
-    On accelerators the dim is also rounded up to the alignment of the kernels.
+    On accelerators, the size is also rounded up to the alignment of the kernels.
     """
     alignment = 1 if tensors[0].device.type == "cpu" else _ALIGNMENT
     size = max(tensor.size(-1) for tensor in tensors)
@@ -191,11 +193,11 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
 
 
 def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the bias that the kernels add to the scores for ``mask``, in the dtype of the queries."""
+    """Convert ``mask`` to a bias that the kernels add to the scores, in the dtype of the queries."""
     if mask is None:
         return None
     shape = (query.size(0), query.size(1), query.size(2), key.size(2))
-    # for the kernels, every row of the bias must begin at a multiple of the alignment
+    # the kernels require that every row of the bias begins at a multiple of the alignment
     memory = query.new_zeros(*mask.shape[:-1], shape[-1] + -shape[-1] % _ALIGNMENT)
     bias = memory[..., : shape[-1]].masked_fill_(~mask, -torch.inf)
     return bias if query.device.type == "cpu" else bias.expand(shape)

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2: the state that it keeps on its modules. Tried with torch 2.11 to 2.15."""
+"""Use of private names of torch's FSDP2, for the state that it keeps on its modules. Tested with torch 2.11 to 2.15."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,22 +11,24 @@ from torch.distributed.tensor import DTensor
 
 
 def initialize_root(module: FSDPModule) -> None:
-    """Make ``module`` the root of its FSDP2 units now, as its first forward would.
+    """Make ``module`` the FSDP2 root of all units inside it, as its first forward would.
 
-    Whichever unit runs first becomes the root, and a second root is an error; torch has no public way to choose.
+    Without this call, the unit that runs first becomes the root, and a second root is an error. torch has no public way
+    to choose the root.
     """
     module._get_fsdp_state()._lazy_init()
 
 
 def end_forward(module: FSDPModule) -> None:
-    """Finish what a forward of a part of the model has left open in ``module``, so that ``reshard`` shards it again.
+    """Clean up the state of ``module`` after a part of the model was called alone, so that ``reshard`` works.
 
-    A call of one block gathers the next block ahead of time. A call of one module of a list unit (``lm_head`` without
-    the norm) leaves the unit waiting for its other modules. Either would keep weights from before the next optimizer
-    step. ``FSDPModule.reset_iter_state`` (torch 2.13) would help too, but drops accumulated gradients.
+    A call of one block prefetches the next block, which then is not used. If one module of a unit is called
+    (``lm_head`` without the norm), the unit keeps waiting for its other modules. In both cases, gathered weights would
+    stay and be outdated after the next optimizer step. ``FSDPModule.reset_iter_state`` (torch 2.13) would also help,
+    but it drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # torch's own prefetch follows this order, also into an earlier forward; before the first forward there is no order
+    # torch prefetches along this order, even from an earlier forward; the order does not exist before the first forward
     getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
@@ -41,11 +43,11 @@ def end_forward(module: FSDPModule) -> None:
 
 
 def ensure_gathered_once(module: FSDPModule) -> None:
-    """Gather the weights of ``module`` once if they were never gathered; every rank must call it.
+    """Gather the weights of ``module`` if they were never gathered before. Every rank must call this function.
 
-    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter,
-    even in a unit that took no part in forward (an unused head, a dropped layer). The backward fails if there never was
-    a copy.
+    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter. It
+    does so even for a unit that was not used in the forward (an unused head, a dropped layer), and fails if there never
+    was such a copy.
     """
     if any(
         not hasattr(parameter, "_unsharded_param")
@@ -58,9 +60,9 @@ def ensure_gathered_once(module: FSDPModule) -> None:
 
 @contextmanager
 def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Let forwards leave weights gathered inside the block; the settings of the modules are restored at the end.
+    """Keep weights gathered after each forward inside the block, and restore the modules' settings at its end.
 
-    ``FSDPModule.set_reshard_after_forward`` changes the settings, but there is no public way to read them.
+    ``FSDPModule.set_reshard_after_forward`` changes these settings, but there is no public way to read them.
     """
     groups = [group for module in modules for group in _get_param_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
@@ -74,28 +76,28 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
-    """Drop the gradients of ``parameters`` that backwards without synchronisation have left in a unit.
+    """Drop the gradients of ``parameters`` in a unit that were accumulated without gradient synchronisation.
 
-    There is no public way to do so.
+    torch has no public way to do this.
     """
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # it was gathered at least once
+            if hasattr(parameter, "_unsharded_param"):  # true once it was gathered
                 parameter._unsharded_param.grad = None
-            if parameter.unsharded_accumulated_grad is not None:  # before torch 2.15 kept separately from `grad`
+            if parameter.unsharded_accumulated_grad is not None:  # before torch 2.15, separate from `grad`
                 parameter.unsharded_accumulated_grad = None
         if len(chosen) == len(group.fsdp_params):
-            group._partial_reduce_output = None  # gradients of the whole unit, under HSDP
+            group._partial_reduce_output = None  # holds the gradients of the whole unit under HSDP
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
 
 
 def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Give its own memory to each gradient that backwards without synchronisation have left in units.
+    """Copy gradients that share memory, if they were accumulated without gradient synchronisation.
 
-    Autograd may pass one tensor on as the gradient of several parameters (of a sum, or a concatenation), and copies it
-    for all but the last holder. In DTensors each parameter looks like the only holder, so nothing is copied, and the
-    next backward would add to the memory that all of them share.
+    If several parameters are added or concatenated, autograd may give all of them the same tensor as gradient. It
+    copies the tensor for each parameter except the last. With DTensors, autograd does not notice the sharing and copies
+    nothing, so the next backward would add to the gradients of several parameters at once.
     """
     seen: set[int] = set()
     for group in (group for module in modules for group in _get_param_groups(module)):
@@ -109,7 +111,7 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
 
 
 def _get_param_groups(module: FSDPModule) -> list[Any]:
-    """Return the parameter groups of a unit: one or none in torch 2.11 (``_fsdp_param_group``), a list since then."""
+    """Return the parameter groups of a unit. torch 2.11 has at most one, and later versions have a list."""
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]

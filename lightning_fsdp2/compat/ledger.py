@@ -1,7 +1,7 @@
-"""The ledger of what a run replaces on Lightning's live objects: where, and why. Tried with lightning 2.6.6.
+"""Ledger of the methods that a run replaces on Lightning's live objects, with reasons. Tested with lightning 2.6.6.
 
-Lightning has no hook at these places. So an attribute of the object itself hides the method, and the class does not
-change. :meth:`Ledger.put_back` removes the attribute again, unless other code has replaced it in the meantime.
+Methods are replaced where Lightning has no hook. The object gets an attribute that hides the method of its class, and
+the class does not change. :meth:`Ledger.put_back` removes the attribute, unless other code has replaced it since.
 """
 
 import itertools
@@ -12,24 +12,24 @@ from typing import Any
 _LEDGER_ATTRIBUTE = "_lightning_fsdp2_ledger"
 
 _REPLACED_ATTRIBUTE = "_lightning_fsdp2_replaced"
-"""Name of an object's list of :class:`_Replaced`. The list is copied with the object, unlike a Trainer's ledger."""
+"""Name of the attribute with an object's list of :class:`_Replaced`. A copy of the object has this list too."""
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """An attribute of a live object whose value is replaced temporarily."""
+    """Attribute of a live object that is temporarily replaced."""
 
     owner: Any
     name: str
     reason: str
-    """Reason why Lightning's own value will not do; a fragment for "because ..."."""
+    """Reason for the replacement, in words that fit after "because"."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Replaced:
-    """The temporary value of an attribute, and the value that the object itself had before, if any."""
+    """Temporary value of an attribute, with the object's previous value if it had its own."""
 
     name: str
     value: Any
@@ -48,15 +48,15 @@ class Ledger:
     def replace(self, owner: Any, name: str, value: Any, *, reason: str) -> None:
         """Replace the attribute ``name`` of ``owner`` with ``value``.
 
-        If a run that could not end has left a value of another ledger there, that is put back first.
+        An earlier run that was aborted may have left the value of another ledger. The original is then put back first.
 
         Raises:
-            RuntimeError: If ``owner`` has no attribute of this name, as in another version of Lightning.
+            RuntimeError: If ``owner`` has no attribute ``name``, because the version of Lightning is another one.
         """
         if not hasattr(owner, name):
             raise RuntimeError(
-                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which is replaced because"
-                f" {reason}; install lightning 2.6.6."
+                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which has to be replaced"
+                f" because {reason}; install lightning 2.6.6."
             )
         _put_back(owner, [old for old in _get_replaced(owner) if old.name == name and old.ledger != self._number])
         own = vars(owner)
@@ -66,7 +66,7 @@ class Ledger:
         self.entries.append(Replacement(owner, name, reason))
 
     def put_back(self, owner: Any, *names: str) -> None:
-        """Put back the attributes ``names`` of ``owner``, or all of them; attributes that were not replaced stay."""
+        """Restore the replaced attributes ``names`` of ``owner``, or all of them if no names are given."""
         replaced = [old for old in _get_replaced(owner) if old.ledger == self._number]
         _put_back(owner, [old for old in replaced if not names or old.name in names])
         self.entries = [
@@ -74,19 +74,19 @@ class Ledger:
         ]
 
     def put_back_all(self) -> None:
-        """Put back the replaced attributes of all objects."""
+        """Restore the replaced attributes of all objects."""
         for owner in {id(entry.owner): entry.owner for entry in self.entries}.values():
             self.put_back(owner)
 
 
 def get_ledger(trainer: Any) -> Ledger:
-    """Return the ledger of a Trainer; all its stages share one."""
+    """Return the ledger of a Trainer, which is the same for fit, validate, test and predict."""
     ledger: Ledger = vars(trainer).setdefault(_LEDGER_ATTRIBUTE, Ledger())
     return ledger
 
 
 def has_own(owner: Any, name: str) -> bool:
-    """Return whether ``owner`` itself has an attribute ``name`` that no ledger has put there."""
+    """Return whether ``owner`` has an attribute ``name`` on the instance that does not come from a ledger."""
     own = vars(owner)
     return name in own and not any(old.name == name and old.value is own[name] for old in _get_replaced(owner))
 

@@ -1,4 +1,4 @@
-"""Every private name of Lightning that this package uses, with the reason. Tested with lightning 2.6.6."""
+"""Use of private names of Lightning, with the reasons. Tested with lightning 2.6.6."""
 
 import os
 import signal
@@ -25,24 +25,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp2.compat.ledger import get_ledger
 
 DDPForwardRedirection = _DDPForwardRedirection
-"""Redirection of a module's step through the forward of its DDP wrapper."""
+"""Redirection that runs a module's step inside the forward of its DDP wrapper."""
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 """Lightning's launcher for ``python script.py``."""
 
 
 load_from_state = _load_state
-"""The function that builds a module or data module from a checkpoint, with its hyperparameters."""
+"""Function that builds a module or data module from a checkpoint and its hyperparameters."""
 
 migrate_checkpoint = _pl_migrate_checkpoint
-"""The function that brings a checkpoint of an earlier Lightning up to date."""
+"""Function that converts a checkpoint of an earlier version of Lightning to the current format."""
 
 call_module_hook = call._call_lightning_module_hook
-"""The function by which the Trainer calls a hook of its module."""
+"""Function with which the Trainer calls a hook of its module."""
 
 
 def logs_graph(logger: Logger) -> bool:
-    """Return whether ``logger`` traces the module's forward, which it does on rank 0 only."""
+    """Return whether ``logger`` traces the module's forward for a graph. It does so on rank 0 only."""
     return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
@@ -52,22 +52,24 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """Set ``module.device``. Lightning sets it when it moves a module, but a sharded module is not moved."""
+    """Set ``module.device``. Lightning only sets it when it moves a module, and sharded modules are not moved."""
     module._device = device
 
 
 def has_trainer(module: LightningModule | None) -> bool:
-    """Return whether ``module`` has a Trainer; it has none if Lightning refuses the arguments of a stage."""
+    """Return whether ``module`` has a Trainer. It has none if Lightning refuses the arguments of ``fit``."""
     return module is not None and module._trainer is not None
 
 
 def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], bool]) -> None:
-    """Let all ranks validate together if ``val_check_interval`` is a time, which each rank measures by its own clock.
+    """Let all ranks decide together about each validation, if ``val_check_interval`` is a time.
+
+    Each rank measures this time with its own clock.
 
     Args:
-        trainer: Trainer of a fit.
-        decide: Function that decides for all ranks, given whether a validation is due on this rank. All ranks call it
-            after each batch.
+        trainer: Trainer that runs ``fit``.
+        decide: Function that decides for all ranks. Its argument is whether a validation is due on this rank. All ranks
+            call it after each batch.
     """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     is_due = type(loop)._should_check_val_fx
@@ -77,28 +79,28 @@ def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], boo
 
 
 def set_available_flops(monitor: ThroughputMonitor, flops: int | None) -> None:
-    """Tell Lightning's monitor the peak FLOP/s of a device."""
+    """Set the peak FLOP/s of a device in Lightning's throughput monitor."""
     monitor.available_flops = flops
     for throughput in monitor._throughputs.values():
         throughput.available_flops = flops
 
 
 def get_loaders(trainer: Trainer) -> list[Any]:
-    """Return the data loaders of a fit."""
+    """Return the training data loaders of ``fit``."""
     loader = cast(Any, trainer).fit_loop._combined_loader
     return [] if loader is None else loader.flattened
 
 
 def get_loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of the data loaders of a fit, as checkpoints hold them."""
+    """Return the states of the training data loaders, as checkpoints hold them."""
     loader = cast(Any, trainer).fit_loop._combined_loader
     return [] if loader is None else loader._state_dicts()
 
 
 def restore_loader_states(trainer: Trainer) -> None:
-    """Load the states of data loaders that Lightning has not loaded.
+    """Load the states of the data loaders if Lightning has failed to do so.
 
-    This happens when ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, which makes the loaders
+    Lightning fails if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``. This makes the loaders
     before their states are restored (https://github.com/Lightning-AI/pytorch-lightning/issues/20550).
     """
     fit_loop = cast(Any, trainer).fit_loop
@@ -108,34 +110,37 @@ def restore_loader_states(trainer: Trainer) -> None:
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether no optimizer step follows the current micro-batch; the Trainer has no public method for it."""
+    """Return whether gradients are accumulated further, so that no optimizer step follows the current micro-batch."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def logs_current_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the current step, by ``log_every_n_steps`` or because the run should stop."""
+    """Return whether the Trainer logs the current step, because of ``log_every_n_steps`` or because it will stop."""
     return bool(cast(Any, trainer)._logger_connector.should_update_logs)
 
 
 def get_logged_step(trainer: Trainer) -> int:
-    """Return the step number that ``self.log`` writes now. ``global_step`` counts every optimizer and is one ahead."""
+    """Return the step number that loggers get at present.
+
+    ``global_step`` differs: it counts the steps of every optimizer, and is one ahead.
+    """
     return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
 
 
 def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
-    """Return how many batches of its first epoch a resumed run counts as done.
+    """Return how many batches of the current epoch were done before the run resumed.
 
-    The number is known only in the first iteration of that epoch; the result is 0 at other times.
+    The number is known only in the first iteration after resuming; at other times the result is 0.
     """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     return int(loop.batch_progress.current.ready) if loop.restarting else 0
 
 
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before`` and ``after`` around each ``next(dataloader)`` of training.
+    """Call ``before`` and ``after`` around each ``next(dataloader)`` in training.
 
-    The Trainer marks the same places for its profiler. The whole time between two batches would also include waiting
-    for the device (the broadcast of SIGTERM), logging and checkpoints.
+    Lightning's profiler is called at the same places. The whole time between two batches would be a wrong measure,
+    because it includes logging, checkpoints, and waiting for the device when SIGTERM is broadcast.
     """
     loop, ledger = cast(Any, trainer).fit_loop.epoch_loop, get_ledger(trainer)
     reason = "no hook of callbacks is called around the fetch of a batch"
@@ -151,71 +156,73 @@ def ignore_fetches(trainer: Trainer) -> None:
 
 
 def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
-    """Let ``note`` handle SIGTERM and SLURM's signal in place of Lightning's handlers, which are registered later.
+    """Let ``note`` handle SIGTERM and SLURM's signal instead of Lightning's handlers.
 
-    Lightning's handlers communicate wherever the rank happens to be. Without them, the broadcast of SIGTERM in every
-    micro-batch has nothing to report. It is left out, because it makes the host wait for the device.
+    Lightning registers its handlers later. They communicate in whatever code the rank is running. Without them, the
+    broadcast of SIGTERM in every micro-batch is useless. It is removed too, because it makes the CPU wait for the
+    device.
 
     Raises:
-        RuntimeError: When this version of Lightning lacks one of these methods.
+        RuntimeError: If this version of Lightning lacks one of the replaced methods.
     """
     connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
-    ledger, reason = get_ledger(trainer), "Lightning's signal handlers communicate at whatever place the rank is"
+    ledger, reason = get_ledger(trainer), "Lightning's signal handlers communicate in whatever code the rank is running"
     ledger.replace(connector, "_sigterm_notifier_fn", note, reason=reason)
     ledger.replace(connector, "_slurm_sigusr_handler_fn", note, reason=reason)
-    ledger.replace(loop, "_broadcast_sigterm_tensor", lambda: None, reason="the host waits for it in each micro-batch")
+    ledger.replace(loop, "_broadcast_sigterm_tensor", lambda: None, reason="the CPU waits for it in each micro-batch")
 
 
 def end_by_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM end an evaluation as it ends any process, unless the program handles it. Ignore SLURM's signal.
+    """Let SIGTERM end the process during an evaluation, unless the program handles it, and ignore SLURM's signal.
 
-    Lightning's handlers communicate wherever the rank happens to be, and nothing reads what they leave.
+    Lightning's handlers communicate in whatever code the rank is running, and an evaluation does not use their result.
     """
-    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # called after Lightning's
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # Lightning calls that handler too
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
-        if isinstance(launcher, SubprocessScriptLauncher):  # nothing else signals the ranks it started
+        if isinstance(launcher, SubprocessScriptLauncher):  # no other code sends the signal to the ranks it started
             launcher.kill(signal.Signals(number))
         if not is_handled:
             die_of(number)
 
     connector, ledger = cast(Any, trainer)._signal_connector, get_ledger(trainer)
-    reason = "Lightning's signal handlers communicate, and nothing reads what they leave"
+    reason = "Lightning's signal handlers communicate, and an evaluation does not use their result"
     ledger.replace(connector, "_sigterm_notifier_fn", end, reason=reason)
     ledger.replace(connector, "_slurm_sigusr_handler_fn", lambda *args: None, reason=reason)
 
 
 def die_of(number: int) -> None:
-    """Let a signal do to this process what it does without a handler."""
+    """End this process by a signal, with the signal's default handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def give_signals_back(trainer: Trainer) -> None:
-    """Undo :func:`take_signals` or :func:`end_by_sigterm`."""
+    """Undo :func:`take_signals` or :func:`end_by_sigterm`, so that Lightning handles signals again."""
     connector, loop = cast(Any, trainer)._signal_connector, cast(Any, trainer).fit_loop.epoch_loop
     get_ledger(trainer).put_back(connector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
     get_ledger(trainer).put_back(loop, "_broadcast_sigterm_tensor")
 
 
 def end_signal_handling(trainer: Trainer) -> None:
-    """Give the program its own signal handlers back now, not only once the Trainer has torn everything down."""
+    """Restore the program's own signal handlers now; the Trainer would restore them only at the end of its teardown."""
     cast(Any, trainer)._signal_connector.teardown()
 
 
 class StepBoundary:
-    """The moment between two batches at which a fit can be left and resumed.
+    """Boundary between two batches, where training can stop and resume without skipping any work.
 
-    At that moment, the hooks and metrics of the batch are done. What follows is not: maybe a validation, an update of
-    ``ReduceLROnPlateau``, or the end of the epoch. With Lightning alone, a run that resumes from a checkpoint of that
-    moment leaves these out. If the checkpoint was saved while ``is_left`` was True, the run continues with them. Also,
-    all checkpoints of the fit contain the metrics that callbacks and schedulers monitor. Lightning's own checkpoints do
-    not.
+    At the boundary, the hooks and metrics of the last batch are done. A validation, an update of ``ReduceLROnPlateau``
+    or the end of the epoch may still be due. If Lightning alone resumes from a checkpoint of this moment, it skips this
+    work. If the checkpoint was saved while ``is_left`` was True, the resumed run does the work first.
+
+    This class also adds to all checkpoints of the run the metrics that callbacks and schedulers monitor. Lightning does
+    not save them.
 
     Args:
-        trainer: Trainer of a fit that has not loaded a checkpoint yet.
-        behind_batch: Function that is called at that moment after each batch.
+        trainer: Trainer whose ``fit`` has not loaded a checkpoint yet.
+        behind_batch: Function that is called at each boundary.
     """
 
     _REPLACED = ("on_save_checkpoint", "on_load_checkpoint", "advance", "on_advance_end")
@@ -227,23 +234,23 @@ class StepBoundary:
         self._behind_batch = behind_batch
         self._has_metrics = False
         self._is_entered = False
-        reason = "a fit that is left between two batches would leave out what follows the first"
+        reason = "a run that resumes between two batches would skip the work that follows the first one"
         for name in self._REPLACED:
             get_ledger(trainer).replace(self._loop, name, getattr(self, f"_{name}"), reason=reason)
 
     def remove(self) -> None:
-        """Give Lightning's own methods back to the loop."""
+        """Restore Lightning's own methods of the training loop."""
         get_ledger(self._trainer).put_back(self._loop, *self._REPLACED)
 
     def is_end_of_fit(self) -> bool:
-        """Return whether no step follows. A run that resumes from here would then leave out the end of the fit."""
+        """Return whether no step follows. A run that resumed from here would skip the end of ``fit``."""
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
 
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
-            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # the epoch's: all its batches are done
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # all batches of the epoch are done
         state = type(self._loop).on_save_checkpoint(self._loop)
         # users may put values there that are not metrics
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
@@ -259,12 +266,12 @@ class StepBoundary:
     def _advance(self, fetcher: Any) -> None:
         if self._is_entered:
             self._is_entered = False
-            self._loop.val_loop.restarting = False  # so that a validation begins with its first batch
+            self._loop.val_loop.restarting = False  # lets a validation begin with its first batch
         elif not self._has_no_batch_left(fetcher):
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Return whether a resumed epoch only has to end, without a validation; Lightning would run another batch."""
+        """Return whether a resumed epoch only has to end, without a validation. Lightning would run one more batch."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
@@ -280,18 +287,21 @@ def _is_scalar(value: Any) -> bool:
 
 
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
-    """Return the callback whose last checkpoint a run resumes from: the first with ``save_last``, or else the first."""
-    if cast(Any, trainer).fast_dev_run:  # saves nothing
+    """Return the callback that saves the checkpoints from which a run resumes, or None if there is none.
+
+    It is the first ``ModelCheckpoint`` with ``save_last``, or else the first one.
+    """
+    if cast(Any, trainer).fast_dev_run:  # no checkpoints are saved
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    callbacks.sort(key=lambda callback: callback.save_weights_only)  # no run resumes from weights only, so they go last
+    callbacks.sort(key=lambda callback: callback.save_weights_only)  # last, since no run can resume from only weights
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
 def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only: bool = False) -> str:
-    """Save a checkpoint under the name that ``callback`` gives its last one, and return the path."""
+    """Save a checkpoint under the name that ``callback`` uses for its last checkpoint, and return the path."""
     choices = callback.save_last, callback.save_weights_only
-    # with "link" the callback would make a link, but there is nothing to link to yet
+    # with save_last="link", the callback would make a link, but there may be no checkpoint to link to yet
     callback.save_last, callback.save_weights_only = True, save_weights_only
     try:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
@@ -301,22 +311,22 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only:
 
 
 def get_slurm_checkpoint_path(trainer: Trainer) -> str:
-    """Return the path at which Lightning looks for a checkpoint on SLURM if no ``ckpt_path`` is given."""
+    """Return the path where Lightning on SLURM looks for a checkpoint if no ``ckpt_path`` is given."""
     connector = cast(Any, trainer)._checkpoint_connector
     return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Return whether the fit ends with the epoch that is ending now, complete or cut short.
+    """Return whether ``fit`` ends with the epoch that is ending now, which may be complete or cut short.
 
-    ``fit_loop.done`` knows that too, but prints a message each time it is read.
+    ``fit_loop.done`` gives the same answer, but prints a message each time it is read.
     """
     loop = cast(Any, trainer.fit_loop)
     return _is_told_to_end(trainer) or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
 
 
 def is_epoch_cut_short(trainer: Trainer) -> bool:
-    """Return whether ``max_steps`` or a request to stop has ended the fit before its epoch was complete."""
+    """Return whether ``max_steps`` or a request to stop has ended ``fit`` in the middle of an epoch."""
     loop = cast(Any, trainer.fit_loop)
     epoch, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     return epoch.started == epoch.processed > 0 and not batches.is_last_batch and _is_told_to_end(trainer)
@@ -328,9 +338,9 @@ def _is_told_to_end(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let a run that resumes from this state continue the epoch that the state counts as processed.
+    """Change the state of a fit loop so that a resumed run continues the last epoch, which the state counts as done.
 
-    Otherwise the run would leave out the rest of an epoch that was cut short; see :func:`is_epoch_cut_short`.
+    Otherwise the run would skip the rest of an epoch that was cut short; see :func:`is_epoch_cut_short`.
     """
     for count in ("current", "total"):
         progress = fit_loop["epoch_progress"][count]
@@ -338,10 +348,10 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
-    """Correct the epoch counts in the state of a fit that resumes, and return the number of its current epoch.
+    """Correct the epoch counts in the state of a run that resumes, and return the number of its current epoch.
 
-    If the checkpoint was saved while an epoch ended, a fit with ``max_steps`` ends that epoch again and would count it
-    twice. Samplers that shuffle by epoch would then be one epoch ahead.
+    If the checkpoint was saved at the end of an epoch, a run with ``max_steps`` ends that epoch again and would count
+    it twice. Samplers that shuffle by epoch would then be one epoch ahead.
     """
     _end_last_batch(fit_loop)
     progress = fit_loop["epoch_progress"]["current"]
@@ -353,10 +363,10 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
 
 
 def _end_last_batch(fit_loop: dict[str, Any]) -> None:
-    """Count the last batch of an epoch as completed if the state was saved in the hooks of that batch.
+    """Count the last batch of an epoch as completed if the state was saved in a hook of that batch.
 
-    Lightning would treat the epoch as ended. But its data loaders are exhausted, so the next epoch would have no batch.
-    With the corrected count, the epoch is ended first.
+    Without this, Lightning would go on to the next epoch with exhausted data loaders, and that epoch would have no
+    batch. With the corrected count, Lightning ends the current epoch first.
     """
     epoch, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     batch = batches["current"]
@@ -367,23 +377,26 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Set the epoch of the samplers of ``dataloader``; in a resumed run Lightning makes iterators first."""
+    """Set the epoch of a data loader's samplers. In a resumed run, Lightning makes the iterator before it does so."""
     _set_sampler_epoch(dataloader, epoch)
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:
-    """Let a fit that resumes after a complete epoch begin the next epoch with its first batch.
+    """Make a run that resumes after a complete epoch begin the next epoch with its first batch.
 
-    With ``max_steps`` Lightning would begin it at the batch number at which the complete epoch ended.
+    With ``max_steps``, Lightning would begin the next epoch at the batch number at which the last epoch ended.
     """
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        cast(Any, _Loop).restarting.fset(loop, False)  # the setter of the loop's own class sets it again
+        cast(Any, _Loop).restarting.fset(loop, False)  # the base class's setter, as the loop's own sets True again
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
-    """Return path and step of the checkpoint saved last; ``last_model_path`` and ``best_model_path`` may differ."""
+    """Return the path and step of the checkpoint that was saved last.
+
+    This may be another checkpoint than ``last_model_path`` or ``best_model_path``.
+    """
     return callback._last_checkpoint_saved, callback._last_global_step_saved
 
 
@@ -403,21 +416,21 @@ def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callabl
 
 
 def let_steps_run_alone(trainer: Trainer, batches: int) -> None:
-    """Prepare the loop of a fit whose steps are called one by one, without data loaders.
+    """Prepare the fit loop so that training steps can be called one by one, without data loaders.
 
     Args:
-        trainer: Trainer of a fit.
+        trainer: Trainer that runs ``fit``.
         batches: Number of batches in an epoch.
     """
     loop = cast(Any, trainer).fit_loop
-    # schedulers ask for `trainer.estimated_stepping_batches`, which reads the loader
+    # schedulers read `trainer.estimated_stepping_batches`, which needs a loader
     loop._combined_loader = SimpleNamespace(iterables=())
     loop.max_batches = batches
     loop.max_epochs = 1
 
 
 def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
-    """Do what the training loop does before a step, and return the arguments of the step."""
+    """Begin a batch as the training loop does, and return the arguments of its step."""
     loop = cast(Any, trainer).fit_loop.epoch_loop
     loop.batch_progress.increment_ready()
     cast(Any, trainer)._logger_connector.on_batch_start(batch)
@@ -426,5 +439,5 @@ def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
 
 
 def log_batch(trainer: Trainer) -> None:
-    """Collect the values that were logged in a batch that is over."""
+    """Collect the values that were logged during the last batch."""
     cast(Any, trainer)._logger_connector.on_batch_end()

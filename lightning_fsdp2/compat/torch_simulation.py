@@ -1,4 +1,4 @@
-"""Private torch names that simulate ranks and values which do not exist."""
+"""Use of private names of torch, to simulate many ranks in one process and tensors without values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,31 +12,31 @@ from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
-"""The mode that makes fake tensors: shapes and dtypes without values. torch documents it, but under a private name."""
+"""Mode in which tensors are fake: they have shapes and dtypes but no values. torch documents this private name."""
 
 FakeTensor: type[Tensor] = fake_tensor.FakeTensor
-"""The class of fake tensors."""
+"""Class of fake tensors."""
 
 DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-"""Errors of operations on fake tensors if the result, or its shape, depends on values."""
+"""Errors that operations on fake tensors raise if the result, or its shape, depends on values."""
 
 with_values: Any = fake_tensor.unset_fake_temporarily
-"""Context that suspends a mode of fake tensors, to compute real values that do not depend on the run."""
+"""Context that suspends the mode of fake tensors, to compute with real values."""
 
 
 @contextmanager
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Simulate one of ``world_size`` ranks in the block, to see how tensors would be sharded. Collectives do nothing.
+    """Simulate one of ``world_size`` ranks inside the block, to see how tensors would be sharded.
 
-    Torch's own tests do the same (2.11 to 2.15); there is no public replacement for a process group.
+    Collectives do nothing. Torch's own tests (2.11 to 2.15) use the same fake process group; there is no public one.
 
     Raises:
-        RuntimeError: When this process belongs to a process group.
+        RuntimeError: If this process already belongs to a process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("This process belongs to a process group already; simulate others in a process of its own.")
+        raise RuntimeError("This process already belongs to a process group; run the simulation in a separate process.")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     def new_group(ranks: Sequence[int], **options: Any) -> Any:
@@ -45,16 +45,16 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # nothing is sent, so this would read arbitrary memory; this rank's objects stand in for those of the others
+        # without communication, a broadcast would read arbitrary memory; now this rank keeps its own objects
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 all shards: with thousands of ranks, that is most of the time
+        # torch makes the groups of all ranks, and FSDP2 makes all shards; with thousands of ranks, this takes too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
 
 
 class _Chunks:
-    """The chunks of ``torch.chunk``, each made when it is read. Chunks beyond those that torch makes are empty."""
+    """Sequence of the chunks of ``torch.chunk``, made when they are read. Chunks that torch leaves out are empty."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -68,10 +68,10 @@ class _Chunks:
 
 @contextmanager
 def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
-    """Call ``observe`` after each resize of a storage in the block.
+    """Call ``observe`` after each resize of a storage inside the block.
 
-    FSDP2 frees and allocates gathered weights by such resizes. They dispatch no operation, and torch's own memory
-    trackers (2.11 to 2.15) replace the method too.
+    FSDP2 allocates and frees gathered weights by resizing their storages. A dispatch mode does not see this. torch's
+    own memory trackers (2.11 to 2.15) replace the method too.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -94,7 +94,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the process group among the arguments of a collective; the dispatcher passes it boxed or by name."""
+    """Return the process group of a collective from its arguments, which hold it as a boxed object or by name."""
     names = [argument for argument in arguments if isinstance(argument, str)]
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):

@@ -1,7 +1,7 @@
-"""peft's adapters around a sharded model: temporarily removed, named as in files, and initialised.
+"""Work with the adapters that peft adds to a model: remove them for a while, find their names, and initialise them.
 
-peft puts each of its layers in the place of a module, which the layer keeps as ``base_layer`` or ``original_module``.
-Only functions for models with adapters import peft.
+Each layer of peft replaces a module of the model, and keeps this module as ``base_layer`` or ``original_module``. peft
+is imported only when a model has adapters.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
 
 
 def check_peft(root: nn.Module) -> None:
-    """Refuse a version of peft that calls the inner model's ``forward`` directly, and so skips its hooks.
+    """Refuse a version of peft that calls the inner model's ``forward`` directly, which skips the model's hooks.
 
-    These hooks gather the model and divide its inputs: without them, the model would train on wrong numbers.
+    These hooks gather the weights and split the inputs. Without them, the results would be wrong.
 
     Raises:
-        ImportError: When ``root`` holds a ``PeftModel`` of peft before 0.21.
+        ImportError: If ``root`` contains a ``PeftModel`` and peft is older than 0.21.
     """
     if find_peft_models(root) and tuple(map(int, version("peft").split(".")[:2])) < (0, 21):
-        raise ImportError(f"peft {version('peft')} is too old for models that are sharded; {INSTALL}.")
+        raise ImportError(f"peft {version('peft')} is too old for sharded models; {INSTALL}.")
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Run the block with ``model`` as it was before peft changed it, with its own modules and names."""
+    """Run the block with peft's layers removed from ``model``, so that its modules have their original names."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
@@ -53,17 +53,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def get_plain_names(model: nn.Module) -> dict[str, str]:
-    """Return the names that parameters of ``model`` had before peft changed it, by their current names."""
+    """Map the current names of a model's parameters and buffers to the names that they had without peft."""
     with without_adapters(model):
         plain = _get_slots(model)
     return {name: plain[slot] for slot, name in _get_slots(model).items() if slot in plain}
 
 
 def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
-    """Return the names of an adapter's tensors in the files that peft saves, by their names in a ``PeftModel``."""
+    """Map the names of an adapter's tensors in a ``PeftModel`` to their names in the files that peft saves."""
     from peft import get_peft_model_state_dict
 
-    # one tensor per name, even if some are tied
+    # a separate tensor for every name, although some weights may be tied
     tensors = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
@@ -71,30 +71,32 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
 
 
 def check_can_initialize(root: nn.Module) -> None:
-    """Refuse adapters without weights if their initial values depend on the base's weights, or are not known.
+    """Refuse adapters on the meta device that :func:`initialize_adapters` cannot initialise.
+
+    Some kinds of adapters get initial values that depend on the base weights; others are unknown here.
 
     Raises:
-        ValueError: When :func:`initialize_adapters` cannot initialise an adapter.
+        ValueError: If an adapter cannot be initialised.
     """
     for model in find_peft_models(root):
         for config in model.peft_config.values() if _has_meta_adapters(model) else ():
             init, has_variant = getattr(config, "init_lora_weights", None), getattr(config, "use_dora", False)
             if not hasattr(config, "init_lora_weights") or init not in (True, False, "gaussian") or has_variant:
                 raise ValueError(
-                    f"Adapters with {type(config).__name__}(init_lora_weights={init!r}, use_dora={has_variant}) around"
-                    " a model on the meta device have no weights to start from; use LoraConfig with"
-                    " init_lora_weights=True, False or 'gaussian', without DoRA, or put them around a model that has"
-                    " its weights (`from_pretrained(..., on_meta=False)`)."
+                    f"Adapters with {type(config).__name__}(init_lora_weights={init!r}, use_dora={has_variant}) cannot"
+                    " be initialised for a model on the meta device, which has no weights yet. Use LoraConfig with"
+                    " init_lora_weights=True, False or 'gaussian' and without DoRA, or add the adapters to a model that"
+                    " has its weights (`from_pretrained(..., on_meta=False)`)."
                 )
 
 
 @torch.no_grad()
 def initialize_adapters(root: nn.Module, is_new: Callable[[Tensor], bool]) -> None:
-    """Initialise new adapters as peft does, and new trainable copies of modules with the originals' values.
+    """Initialise new adapters as peft does, and copy weights into new ``modules_to_save`` from their originals.
 
     Args:
-        root: Module whose base weights are loaded or initialised already.
-        is_new: Function that returns whether a tensor has no values yet.
+        root: Module whose base weights are already loaded or initialised.
+        is_new: Function that returns whether a tensor still lacks its values.
     """
     for model in find_peft_models(root):
         for layer in model.modules():
@@ -111,7 +113,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # as the constructors do; `init_lora_weights=False` keeps these values
+    # as constructors of layers do; `init_lora_weights=False` keeps these values
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:
@@ -127,7 +129,7 @@ def _copy_new(copy: nn.Module, original: nn.Module, is_new: Callable[[Tensor], b
 
 
 def _get_slots(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Return the names of parameters and buffers by module and key; a tied tensor has several."""
+    """Map the module and key of every parameter and buffer to its full name; a tied tensor has several names."""
     return {
         (module, name): f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""Descriptions of a checkpoint's Hugging Face models, so that they can be exported without the code around them.
+"""Descriptions of the Hugging Face models in a checkpoint. Models can be exported from them without the user's code.
 
-A description is made of plain JSON types::
+A description consists of plain JSON types::
 
     {"path": "model", "class": "LlamaForCausalLM", "config": {...}, "generation_config": {...} or None,
      "tokenizer": "meta-llama/...", "tied": ["lm_head.weight"], "weight_conversions": [["", "..."], ...] or None,
@@ -36,18 +36,19 @@ Description = dict[str, Any]
 
 
 def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Description]:
-    """Describe every Hugging Face model in ``module``, itself included, in plain JSON types.
+    """Describe every Hugging Face model in ``module`` (or ``module`` itself), in plain JSON types.
 
     Args:
         module: Module, sharded or not.
-        tokenizer: Tokenizer of the training data, whose ``name_or_path`` is kept. None keeps the model's own.
+        tokenizer: Tokenizer of the training data. Its ``name_or_path`` goes into the descriptions; None stands for the
+            name of the model.
 
     Returns:
         One description per model, in registration order.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # prompts and prefixes are trained beside the model, which then looks like a model without adapters
+    # with prompt or prefix tuning, the model itself has no layers of peft, so its wrapper is looked up
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -59,7 +60,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
     """Build the described model on the meta device.
 
     Raises:
-        ValueError: When its class is not one of transformers.
+        ValueError: If the model's class is not a class of transformers.
     """
     import transformers
 
@@ -67,10 +68,11 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise ValueError(
-            f"The checkpoint holds a {name}, which the installed transformers {transformers.__version__} does not have."
-            " Where it can be imported, build your module, load the checkpoint, and export the module."
+            f"The checkpoint holds a {name}, and the installed transformers {transformers.__version__} has no such"
+            " class. In an environment that can import this class, build your module, load the checkpoint into it, and"
+            " export the module."
         )
-    # a class may serve several kinds of configs
+    # a model class may accept several config classes
     kind = description["config"].get("model_type")
     has_class = kind in transformers.CONFIG_MAPPING
     config_class = transformers.CONFIG_MAPPING[kind] if has_class else model_class.config_class
@@ -78,7 +80,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build the described model as :func:`build_hf_skeleton` does, from classes of transformers or of the user."""
+    """Build the described model on the meta device, from given classes of transformers or of the user."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:
@@ -86,7 +88,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # without the fields that building the model has added
+    skeleton.config = build_config()  # a new one, because building the model adds fields to its config
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
@@ -96,27 +98,27 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
 
 def add_described_adapters(skeleton: "PreTrainedModel", description: Mapping[str, Any]) -> "PeftModel | None":
-    """Put the described adapters, without weights, around the modules of ``skeleton``.
+    """Add the described adapter, without weights, to ``skeleton``.
 
     Returns:
-        peft's model around ``skeleton``; None unless exactly one adapter is described.
+        The ``PeftModel`` that wraps ``skeleton``; None unless exactly one adapter is described.
 
     Raises:
-        ImportError: When peft is not installed.
+        ImportError: If peft is not installed.
     """
     if len(description.get("adapters", ())) != 1:
         return None
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError(f"The {type(skeleton).__name__} has adapters of peft; {INSTALL}.") from error
+        raise ImportError(f"The {type(skeleton).__name__} has adapters, which need peft; {INSTALL}.") from error
     ((name, fields),) = description["adapters"].items()
     config = LoraConfig(**{key: value for key, value in fields.items() if key != "peft_type"})
     return get_peft_model(skeleton, config, name, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
 
 
 def restore_generation_configs(module: nn.Module, descriptions: Sequence[Description]) -> None:
-    """Give the Hugging Face models in ``module`` the generation configs they were saved with."""
+    """Restore the generation configs with which the Hugging Face models in ``module`` were saved."""
     models = {name: model for name, model in module.named_modules() if is_hf_model(model)}
     for description in descriptions:
         model: Any = models.get(description["path"])
@@ -125,7 +127,10 @@ def restore_generation_configs(module: nn.Module, descriptions: Sequence[Descrip
 
 
 def get_model_class(model: nn.Module) -> Any:
-    """Return a model's original class: ``fully_shard`` and tensor parallelism derive others of the same name."""
+    """Return the original class of a model.
+
+    ``fully_shard`` and tensor parallelism replace a model's class with subclasses of the same name.
+    """
     name = get_class_name(model)
     return [base for base in type(model).__mro__ if base.__name__ == name][-1]
 
@@ -153,7 +158,7 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
 
 
 def _describe_adapters(wrapper: Any) -> Description:
-    """Describe the adapters: LoRA by its configs, others only by ``has_adapters``."""
+    """Describe the adapters: the whole configs for LoRA, and only ``has_adapters`` for other kinds."""
     configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
     has_lora = all(config.peft_type == "LORA" for config in configs.values())
     described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}
@@ -165,7 +170,10 @@ def _to_plain(value: Any) -> Any:
 
 
 def _list_tied(model: Any) -> list[str]:
-    """Return the names of tensors that are stored under another name: tied at first, and not untied since."""
+    """Return the names of tied tensors that checkpoints store under another name.
+
+    A weight that the config ties may have been untied since; its name is not returned.
+    """
     with without_adapters(model):
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         tensors = dict(named)
@@ -174,10 +182,10 @@ def _list_tied(model: Any) -> list[str]:
 
 
 def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
-    # a checkpoint must not fail because of a field that nobody will read
+    # values that JSON does not know become text, because they must not prevent the saving of a checkpoint
     return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=default)))
 
 
 def _identify(transform: Any) -> list[str]:
-    """Return values that identify a ``WeightTransform`` in a model; its lists do not, since saving changes them."""
+    """Return two values that identify a ``WeightTransform`` of a model and, unlike its lists, survive saving."""
     return [transform.scope_prefix or "", transform.compiled_sources.pattern]

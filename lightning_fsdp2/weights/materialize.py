@@ -1,7 +1,7 @@
-"""Give weights to a sharded model on the meta device, without the full model on any rank.
+"""Initialise a sharded model that was built on the meta device, without the full model on any rank.
 
-The weights are the same as in one process: every rank draws the same random numbers for a whole parameter and keeps its
-shard, so that a seed gives the same model on any mesh. One module is held in full at a time.
+The weights are the same as in one process. Every rank draws the random numbers of a whole parameter and keeps its
+shard, so a seed gives the same model on any mesh. Only one module is whole at a time.
 """
 
 import zlib
@@ -40,21 +40,22 @@ def is_meta(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Allocate the tensors that are on the meta device, and initialise them as the model's authors do.
+    """Allocate the tensors that are on the meta device, and initialise them with the model's own methods.
 
-    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``. LoRA in them
-    is initialised as peft does. Any other module that holds tensors is initialised by its ``reset_parameters`` (or
-    ``_reset_parameters``). Non-persistent buffers are rebuilt by the same functions. Tied parameters stay tied. Tensors
-    that are not on the meta device are left alone. Every rank uses the random state of the mesh's first rank; the
-    caller's random state is restored afterwards.
+    Hugging Face models are initialised by their ``_init_weights``, in the order of ``initialize_weights``. LoRA layers
+    are initialised by peft's method. Any other module with tensors of its own is initialised by its
+    ``reset_parameters`` or ``_reset_parameters``. These methods also rebuild non-persistent buffers.
+
+    Tied parameters stay tied. Tensors that are not on the meta device stay as they are. Every rank uses the random
+    state of the mesh's first rank. At the end, each rank gets its own random state back.
 
     Args:
         model: Any module; parameters may be DTensors of any placement.
         device: Device to allocate the tensors on.
-        device_mesh: Mesh whose first rank's random state is used; None for one process.
+        device_mesh: Mesh that provides the random state, by its first rank; None for one process.
 
     Raises:
-        ValueError: When a module has tensors on the meta device and no way to initialise them.
+        ValueError: If a module has tensors on the meta device but no method to initialise them.
     """
     if not is_meta(model):
         return
@@ -67,15 +68,17 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
 
 
 def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
-    """Give all ranks the parameters and buffers of the mesh's first rank, as DDP does: seeds may differ by rank.
+    """Broadcast the parameters and buffers of the mesh's first rank to all ranks, as DDP does.
+
+    Ranks that have different seeds build different weights.
 
     Args:
-        model: Model that is not sharded yet; tensors on the meta device are skipped.
+        model: Model that is not sharded yet. Its tensors on the meta device are skipped.
         device: Device on which the mesh's groups can communicate.
         device_mesh: Mesh to broadcast over, along all of its axes.
 
     Raises:
-        ValueError: On every rank, when ranks have different tensors.
+        ValueError: On every rank, if names, shapes or dtypes of the tensors differ between ranks.
     """
     if device_mesh.size() == 1:
         return
@@ -91,17 +94,17 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
 
 @contextmanager
 def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
-    """Fill DTensors inside the block with the random numbers that one process would draw for whole tensors.
+    """Run the block so that filling a DTensor with random numbers gives the same values as in one process.
 
-    The random state of the mesh's first rank is used; the caller's is restored afterwards. Every rank must enter the
-    block, and draw the same numbers in the same order.
+    The block starts with the random state of the mesh's first rank. At its end, each rank gets its own random state
+    back. Every rank must enter the block and draw the same numbers in the same order.
     """
     with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
         yield
 
 
 class _Fresh:
-    """Tensors that were allocated here, with a record of those that have no values yet."""
+    """Record of the tensors that :func:`allocate` made, and of the ones among them that still lack values."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._all = set(tensors)
@@ -124,7 +127,7 @@ class _Fresh:
 
 
 def allocate(model: nn.Module, device: torch.device) -> _Fresh:
-    """Replace every meta tensor with an uninitialised one; a tensor that several modules share stays shared."""
+    """Replace every meta tensor with an uninitialised tensor on ``device``. Shared tensors stay shared."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -143,7 +146,14 @@ def allocate(model: nn.Module, device: torch.device) -> _Fresh:
 def _initialize(
     module: nn.Module, fresh: _Fresh, hf_models: set[nn.Module], init: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Initialise ``module``, children first; ``init`` comes from the Hugging Face model around it, if there is one."""
+    """Initialise the children of ``module`` and then ``module`` itself.
+
+    Args:
+        module: Module to initialise.
+        fresh: Tensors that may need values.
+        hf_models: All Hugging Face models.
+        init: Initialiser of the Hugging Face model that contains ``module``; None outside such models.
+    """
     guard: AbstractContextManager[Any] = nullcontext()
     if module in hf_models:
         from transformers.initialization import guard_torch_init_functions
@@ -162,9 +172,9 @@ def _initialize(
 
 @contextmanager
 def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
-    """Run the block with unsharded parameters in place of ``module``'s DTensors, and keep their shards at the end.
+    """Run the block with whole parameters instead of the module's own DTensors, and copy their shards at the end.
 
-    A parameter that already has values, from before or through a module it is tied to, keeps them.
+    A parameter that already has its values keeps them, also if it got them through a module with which it is tied.
     """
     sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
@@ -184,17 +194,17 @@ def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
 
 
 def copy_shard_(target: DTensor, whole: Tensor) -> None:
-    """Copy this rank's part of ``whole``, which is the same on every rank, into ``target``, without communication."""
+    """Copy this rank's part of ``whole`` into ``target`` without communication; ``whole`` is equal on every rank."""
     mesh, placements = target.device_mesh, target.placements
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.to_local().copy_(replicated.redistribute(mesh, placements).to_local())
 
 
 class _WholeRandomNumbers(TorchDispatchMode):
-    """Dispatch mode that fills a DTensor with its rank's part of the whole tensor's random numbers.
+    """Dispatch mode in which a random fill gives a DTensor this rank's part of a whole tensor's random numbers.
 
-    It is for initialisers that reach below the module they are called on. DTensor's own random state differs between
-    CPU and CUDA and would depend on the mesh.
+    Initialisers need this mode if they also fill parameters of submodules, since only a module's own parameters are
+    whole. DTensor's own random state would give results that depend on the mesh and the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,14 +230,14 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
 
 
 def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the groups over which successive broadcasts from the mesh's first rank reach the whole mesh."""
+    """Return one group per mesh axis; broadcasts over one after the other reach the whole mesh from its first rank."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
 
 
 def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
-    """Refuse a module that differs between ranks, before mismatched collectives run."""
+    """Refuse a module whose tensors differ between ranks, because collectives of different sizes would hang or fail."""
     if any(dist.get_backend(group) == "fake" for group in groups):
         return
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -241,14 +251,14 @@ def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> No
     pairs = zip_longest(first, known[others[0]], fillvalue="nothing")
     here, there = next((here, there) for here, there in pairs if here != there)
     raise ValueError(
-        "The module is not the same on all ranks: its parameters and buffers are others on the ranks"
-        f" {describe_ranks(others)} than on rank {min(known)}, first {there} in place of {here} (name, shape, dtype,"
-        " whether it is trained). Build it alike everywhere, whatever the rank, its data and its files."
+        "The module is not the same on all ranks: its parameters and buffers on the ranks"
+        f" {describe_ranks(others)} differ from rank {min(known)}. The first difference is {there} instead of {here}"
+        " (name, shape, dtype, requires_grad). Build the same module on every rank, whatever data and files it has."
     )
 
 
 def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int, Any]:
-    """Return the values of all ranks of a mesh, by rank."""
+    """Return the values of all ranks of a mesh, as a dict by rank."""
     for group in groups:
         parts: list[dict[int, Any]] = [{}] * group.size()
         dist.all_gather_object(parts, values, group=group)
@@ -267,8 +277,8 @@ def _check_can_initialize(model: nn.Module) -> None:
     ]
     if stuck:
         raise ValueError(
-            f"These modules were built on the meta device and cannot be initialised: {', '.join(stuck)}. Give each a"
-            " `reset_parameters()` method that fills its own parameters and buffers, or build it outside of"
+            f"These modules were built on the meta device and cannot be initialised: {', '.join(stuck)}. Give each of"
+            " them a `reset_parameters()` method that fills its own parameters and buffers, or build them outside"
             ' `torch.device("meta")`.'
         )
 

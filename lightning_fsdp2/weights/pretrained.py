@@ -1,4 +1,4 @@
-"""Stream Hugging Face weights from safetensors files into a sharded model: each rank reads its own slices only."""
+"""Load Hugging Face weights from safetensors files into a sharded model. Each rank reads only its own slices."""
 
 import copy
 import hashlib
@@ -30,7 +30,7 @@ from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_sh
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
 
 _FINGERPRINT_BYTES = 64
-"""Number of bytes of each tensor to compare. A few suffice: training changes nearly all values of a tensor."""
+"""Number of bytes of each tensor that a fingerprint covers. A few suffice: training changes nearly all values."""
 
 _LOADED_ATTRIBUTE = "_lightning_fsdp2_loaded"
 
@@ -40,13 +40,13 @@ class _Source:
     folder: Path
 
     conversions: list[Any]
-    """transformers' ``WeightTransform``s from names and shapes in the files to those of the model."""
+    """transformers' ``WeightTransform``s, which convert names and shapes in the files to those of the model."""
 
     allow_missing: Sequence[str]
 
 
 class PretrainedFiles:
-    """The files that a model was read from.
+    """Files from which a model's weights were read.
 
     Args:
         folder: Directory of the pretrained model.
@@ -57,9 +57,9 @@ class PretrainedFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Result of :func:`get_folder_fingerprint`.
+        """Digest of the files' tensors; see :func:`get_folder_fingerprint`.
 
-        It is computed on first use, since that reads a little of every tensor. The files may be unreadable then.
+        It is computed on first use, because it reads a little of every tensor. The files must still exist then.
         """
         return get_folder_fingerprint(self.folder)
 
@@ -69,38 +69,38 @@ class _Loaded:
     files: PretrainedFiles
 
     slots: frozenset[Slot]
-    """Modules and keys of the weights that were read; names change when a model is wrapped."""
+    """Module and parameter name of each weight that was read. Full names would change when a model is wrapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """Weights that are not trained and can be read from files again."""
+    """Frozen weights of one model, which can be read again from its pretrained files."""
 
     files: PretrainedFiles
 
     names: list[str]
-    """Names of the weights in the state dict of the module that contains the model."""
+    """Names of the weights in the state dict of the root module."""
 
 
 def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
-    """Make ``model``, built on the meta device, read its weights from ``folder`` once it is sharded.
+    """Tell ``model``, which is on the meta device, to load its weights from ``folder`` after sharding.
 
     Args:
         model: A Hugging Face model, not sharded yet.
         folder: A local directory with ``*.safetensors`` files.
-        allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack; they are
+        allow_missing: Weights that the files may lack: names, or patterns such as ``"score.*"``. Missing weights are
             initialised as transformers does.
 
     Raises:
-        FileNotFoundError: When there are no such files.
-        ValueError: When ``folder`` is a file, or a checkpoint of a training run.
+        FileNotFoundError: If the directory has no ``*.safetensors`` files.
+        ValueError: If ``folder`` is a file, or a checkpoint of a training run.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     get_weight_files(folder)
     source = _Source(
         folder=Path(folder),
-        # looked up now, by class names: `fully_shard` changes these
+        # looked up now, because the lookup uses class names and `fully_shard` changes them
         conversions=get_model_conversion_mapping(cast(Any, model)),
         allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
     )
@@ -108,31 +108,31 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 
 
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
-    """Load the weights of every model in ``model`` that has none yet and for which :func:`set_pretrained` was called.
+    """Load the weights of every Hugging Face model in ``model`` for which :func:`set_pretrained` was called.
 
-    A model with peft's adapters is read as if it had none. Then its adapters are read, if
-    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called for them. Weights that the files
-    may lack are initialised as transformers does, to the same values on any mesh. Tied weights and non-persistent
-    buffers are rebuilt. Tensors that the files pack differently from the model, such as MoE experts, are converted on
-    the fly.
+    A model that already has its weights is skipped. Base weights are read first, then peft's adapters if
+    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called. Weights that the files may lack
+    are initialised as transformers does, to the same values on any mesh. Tied weights and non-persistent buffers are
+    rebuilt. If the files pack tensors differently from the model, for example MoE experts, they are converted while
+    they are read.
 
     Args:
-        model: Module that is sharded, or whole on one rank; on the meta device.
+        model: Module on the meta device that is sharded, or whole on one rank.
         device: Device of the weights.
-        device_mesh: Mesh whose first rank's random state is used; None for one process.
+        device_mesh: Mesh that provides the random state, by its first rank; None for one process.
 
     Raises:
-        FileNotFoundError: When a file is missing.
-        ValueError: When a file is damaged, or the files are not those of the model: tensors are missing, of another
-            shape, left over although the model has their module, or differ although they are tied. The error is raised
-            on every rank of the mesh.
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged or does not fit the model. Tensors may be missing or of another shape. They may
+            be left over although the model has their module, or differ although they are tied. The error is raised on
+            every rank of the mesh.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
         with without_adapters(module):
-            # weights that the model already has are from elsewhere, such as a checkpoint
+            # a model that already has its weights got them from elsewhere, such as a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
     if find_peft_models(model):
@@ -141,7 +141,7 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
 
 
 def list_frozen(root: nn.Module) -> list[Frozen]:
-    """Return the frozen parameters in ``root`` that :func:`load_pretrained` has read, model by model."""
+    """Return, for each pretrained model in ``root``, the frozen parameters that were read from its files."""
     models: list[_Loaded] = [m.__dict__[_LOADED_ATTRIBUTE] for m in root.modules() if _LOADED_ATTRIBUTE in m.__dict__]
     found = []
     for loaded in models:
@@ -160,15 +160,15 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     """Read some of a model's tensors from ``folder``, whole and in host memory.
 
     Args:
-        model: A transformers model on the meta device. Do not use it for anything else: the tensors are loaded into it
-            and remain there.
+        model: A transformers model on the meta device. Do not use it for anything else, because the tensors are loaded
+            into it.
         folder: See :func:`set_pretrained`.
         names: Names of the tensors in the model.
         dtype: Dtype of the floating-point tensors.
 
     Raises:
-        FileNotFoundError: When a file is missing.
-        ValueError: When a file is damaged or lacks a tensor.
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, or no file holds a wanted tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -189,15 +189,19 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     own = dict(model.named_parameters(remove_duplicate=False))
     found = {name: _find_read(own, _get_tied_names(model, name)) for name in names}
     if missing := [name for name, tensor in found.items() if tensor is None]:
-        raise ValueError(f"pretrained={str(folder)!r} lacks {list_names(missing)}; give the directory of that model.")
+        raise ValueError(
+            f"pretrained={str(folder)!r} lacks {list_names(missing)}; give the directory of a model that has them."
+        )
     return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
 
 def get_folder_fingerprint(folder: str | Path) -> str:
-    """Return a digest of names, shapes, dtypes and first bytes of a model's tensors, however they are split into files.
+    """Return a digest of the names, shapes, dtypes and first bytes of the tensors in a model directory.
+
+    The digest does not depend on how the tensors are distributed over files.
 
     Raises:
-        FileNotFoundError: When ``folder`` holds no safetensors files.
+        FileNotFoundError: If ``folder`` holds no safetensors files.
     """
     tensors = {}
     for name in get_weight_files(folder):
@@ -216,8 +220,8 @@ def get_weight_files(folder: str | Path) -> list[str]:
     """Return the safetensors files of a model directory that transformers would read, in order.
 
     Raises:
-        FileNotFoundError: When the directory holds none.
-        ValueError: When ``folder`` is a file, or a checkpoint of a training run, or its index is damaged.
+        FileNotFoundError: If the directory has no such files.
+        ValueError: If ``folder`` is a file or a checkpoint of a training run, or if the directory's index is damaged.
     """
     folder = Path(folder)
     _check_model_folder(folder)
@@ -238,8 +242,8 @@ def _read_index(index: Path) -> list[str]:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{index} is damaged or no index of safetensors files ({type(error).__name__}: {error}); copy or download"
-            " it again."
+            f"{index} is damaged, or is not an index of safetensors files ({type(error).__name__}: {error}); copy or"
+            " download it again."
         ) from error
 
 
@@ -250,14 +254,14 @@ def _check_model_folder(folder: Path) -> None:
         )
     if (folder / ".metadata").exists():
         raise ValueError(
-            f"pretrained={str(folder)!r} is a checkpoint of a training run. To go on with that run, pass it as"
+            f"pretrained={str(folder)!r} is a checkpoint of a training run. To resume that run, pass the checkpoint as"
             " `ckpt_path`; to start from its weights, export it first with `lightning_fsdp2.export_hf`."
         )
 
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    # transformers' own shard-on-read loader, private but the same from 5.17 to 5.23; public functions either read the
-    # whole model on one rank or get packed experts wrong
+    # transformers' own loader reads shards; it is private, but the same from 5.17 to 5.23. The public functions either
+    # read the whole model on one rank or get packed experts wrong
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(
@@ -265,7 +269,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, source.conversions),
-        ignore_mismatched_sizes=True,  # the check below names them
+        ignore_mismatched_sizes=True,  # _check_loaded reports them, with their names
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
@@ -280,7 +284,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """A tensor in a file, with the methods of safetensors' slices that transformers uses: indexing reads a part."""
+    """Tensor in a file. Like a slice of safetensors, it reads only the part that is selected by indexing."""
 
     def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
         self._reader, self._file, self._name, self._shape = reader, file, name, shape
@@ -293,11 +297,11 @@ class _StoredTensor:
 
 
 class _Reader:
-    """Reader that memory-maps one file at a time, and maps it again after reading ``_MOST_BYTES``.
+    """Reader of safetensors files that memory-maps one file at a time, and maps it again after ``_MOST_BYTES``.
 
-    Otherwise the pages of a whole model would add up. Opening a file for every MoE expert, however, can take a hundred
-    times longer than reading the expert. Several threads may read: if they replace each other's file, it is opened
-    again.
+    Without the second mapping, the pages of a whole model would stay in memory. Mapping a file for every tensor would
+    be slow: for an MoE expert, this can take a hundred times longer than reading the expert. Several threads may read
+    at once. If one thread replaces the file of another, that file is simply mapped again.
     """
 
     _MOST_BYTES = 64 * 1024**2
@@ -310,7 +314,7 @@ class _Reader:
         if mapped != file:
             handle, count = safe_open(file, framework="pt", device="cpu"), 0
         stored = handle.get_slice(name)
-        # copied: a memory-mapped weight would change if the file did
+        # a copy, because a memory-mapped weight would change with the file
         part: Tensor = stored[index].clone()
         count += math.prod(stored.get_shape()) * part.element_size()
         self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
@@ -326,12 +330,12 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
                 shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{name} is missing, although the index of pretrained={str(folder)!r} names it; copy or download the"
+                f"{name} is missing, although the index of pretrained={str(folder)!r} lists it; copy or download the"
                 " model again."
             ) from error
         except SafetensorError as error:
             raise ValueError(
-                f"{name} of pretrained={str(folder)!r} is damaged or was copied only in part ({error}); copy or"
+                f"{name} of pretrained={str(folder)!r} is damaged or was copied only partly ({error}); copy or"
                 " download it again."
             ) from error
         tensors.update({key: _StoredTensor(reader, name, key, shape) for key, shape in shapes.items()})
@@ -339,7 +343,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
 
 
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:
-    """Refuse what transformers only warns of: a model that would train from weights other than those in the files."""
+    """Refuse files that do not fit the model. transformers only warns, and other weights would be trained."""
     info = copy.copy(info)
     drop_harmless_keys(model, info)
     missing = {
@@ -358,24 +362,24 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
     ]
     if problems:
         raise ValueError(
-            f"The tensors in pretrained={str(source.folder)!r} are not those of this {get_class_name(model)}:"
+            f"The tensors in pretrained={str(source.folder)!r} do not fit this {get_class_name(model)}:"
             f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
-            " architecture. A new part of the model, such as a head, is named in `allow_missing`; tensors that the"
-            " model is to compute without are removed from the files."
+            " architecture. If a part of the model is new, such as a head, name it in `allow_missing`. If the model"
+            " should not use some tensors, remove them from the files."
         )
 
 
 def _check_ties(model: Any, info: Any, source: _Source) -> None:
-    """Refuse files whose tensors differ where the config ties them: they would be two parameters, sharded as one."""
+    """Refuse files with different values for two weights that the config ties: they are sharded as one parameter."""
     for name, other in model.all_tied_weights_keys.items():
         if {name, other} & info.missing_keys:
             continue
         first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
         if not torch.equal(first, second):
             raise ValueError(
-                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both and"
-                ' they differ. To train them both, set `"tie_word_embeddings": false` in its config.json, or give'
-                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; else remove one from the files.'
+                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both with"
+                ' different values. To train both, set `"tie_word_embeddings": false` in its config.json, or pass'
+                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; otherwise remove one from the files.'
             )
 
 
@@ -394,7 +398,10 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
 
 
 def _forget(root: nn.Module, slots: set[Slot]) -> None:
-    """Stop counting weights as read from the pretrained files: an adapter's file has replaced them."""
+    """Remove weights from the record of weights that the pretrained files can restore.
+
+    The file of an adapter has replaced them.
+    """
     for module in root.modules():
         if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
             setattr(module, _LOADED_ATTRIBUTE, replace(loaded, slots=loaded.slots - slots))
@@ -410,17 +417,17 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def _get_tied_names(model: Any, name: str) -> set[str]:
-    """Return ``name`` and the names that are tied to it; the files need only one of them."""
+    """Return ``name`` and all names of weights that are tied to it. The files need to hold only one of them."""
     ties: dict[str, str] = model.all_tied_weights_keys
     source = ties.get(name, name)
     return {name, source, *(target for target, other in ties.items() if other == source)}
 
 
 def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Return whether the model has a stored tensor's module, with other weights, and would run without the tensor.
+    """Return whether a tensor in the files belongs to a module that the model has, although it lacks this tensor.
 
-    Leaving out a bias or the scales of a quantised weight changes the results; leaving out a layer or head that the
-    model lacks does not.
+    If such a tensor is ignored, for example a bias or the scales of a quantised weight, the results change. A layer or
+    head that the model does not have can be ignored.
     """
     try:
         module = model.get_submodule(name.rpartition(".")[0])
@@ -438,13 +445,13 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
 
 
 def _shorten(error: str) -> str:
-    """Return the last lines of transformers' text for a failed conversion: the message and the failed operation."""
+    """Return the end of transformers' text about a failed conversion: the message and the failed operation."""
     return " ".join(error.strip().splitlines()[-2:])
 
 
 @contextmanager
 def _only_first_rank_reports() -> Iterator[None]:
-    """Run the block with progress bars and warnings of transformers on rank 0 only, though every rank reads shards."""
+    """Silence the progress bars and warnings of transformers inside the block, except on rank 0."""
     from transformers.utils import logging
 
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Adapters that peft has saved: read into shards, or refused if they are for another base."""
+"""Load adapters from peft's files into a sharded model, and refuse adapters that were trained on another model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ class _Source:
     file: Path
 
     keys: Mapping[str, str]
-    """Names of the tensors in the file, by their names in the model."""
+    """Names of the tensors in the file, keyed by their names in the model."""
 
 
 def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> None:
-    """Make a ``PeftModel`` read the weights of ``adapter`` from peft's file in ``folder`` once it is sharded.
+    """Tell a ``PeftModel`` to load the weights of ``adapter`` from peft's file in ``folder`` after sharding.
 
     Raises:
-        ValueError: When the tensors in the file are not those of the adapter.
+        ValueError: If the file holds other tensors than the adapter.
     """
     file, keys = folder / WEIGHTS_FILE, get_adapter_names(model, adapter)
     with safe_open(file, framework="pt") as opened:
         stored = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 - not a dict
-    # peft also saves the weights of an embedding or head that has an adapter
+    # if an embedding or head has an adapter, peft saves its base weights too
     keys |= {name: name for name in stored.keys() & model.state_dict().keys()}
     own = {key: list(model.get_parameter(name).shape) for name, key in keys.items()}
     _check_same_tensors(file, stored, own, model.peft_config[adapter].base_model_name_or_path)
@@ -49,16 +49,16 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 
 @torch.no_grad()
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
-    """Load into shards the adapters for which :func:`set_adapter_weights` was called.
+    """Load the adapters that :func:`set_adapter_weights` chose into their shards.
 
     Each rank reads one tensor at a time and keeps its part.
 
     Args:
-        root: Module that is sharded, or whole on one rank; on the meta device or not.
+        root: Module that is sharded, or whole on one rank. It may be on the meta device.
         device: Device for weights that are on the meta device.
 
     Returns:
-        Modules and keys of the weights that have been loaded.
+        The module and the parameter name of each loaded weight.
     """
     loaded = set()
     for model in find_peft_models(root):
@@ -91,13 +91,14 @@ def _check_same_tensors(
     problems = [
         *(f"{key} is {stored[key]}, here {own[key]}" for key in sorted(own) if stored.get(key, own[key]) != own[key]),
         *(f"it lacks {key}" for key in sorted(own.keys() - stored.keys())),
-        *(f"{key} is nothing of this model's" for key in sorted(stored.keys() - own.keys())),
+        *(f"this model has no {key}" for key in sorted(stored.keys() - own.keys())),
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
-            f"{file} is an adapter for another base, {base or 'whose name it does not say'}: {problems[0]}{more}. Give"
-            " the model that it was trained on as `pretrained`, or the fields of a new adapter as `lora`."
+            f"{file} is an adapter for another base model ({base or 'whose name it does not say'}): {problems[0]}"
+            f"{more}. Set `pretrained` to the model that the adapter was trained on, or set `lora` to the fields of a"
+            " new adapter."
         )
 
 

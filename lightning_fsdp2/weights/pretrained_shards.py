@@ -1,10 +1,11 @@
-"""Read shards of weights that must be converted before they are cut: transformers' loader cuts first.
+"""Load shards of weights that must be converted before they are sharded.
 
-From every stored tensor, the loader reads the part that this rank's shard of the *converted* tensor covers, and then
-converts that part. This is correct for experts that are stacked. It is wrong for tensors that are split, interleaved,
-or concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. The shape is
-right, so there is no error. (transformers 5.17 to 5.23; ``core_model_loading.Split`` says of itself that it is "not
-TP-safe".)
+transformers' loader does it the other way round. It reads this rank's part of every stored tensor, and then converts
+that part. This is correct for experts that are stacked. It is wrong for tensors that are split, interleaved or
+concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. The shape is right,
+so there is no error.
+
+This is true for transformers 5.17 to 5.23, where ``core_model_loading.Split`` calls itself "not TP-safe".
 """
 
 import os
@@ -26,17 +27,17 @@ Slot = tuple[nn.Module, str]
 
 
 def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
-    """Fill ``model`` with transformers' loader; weights that must not be cut before their conversion are cut after it.
+    """Load weights into ``model`` with transformers' loader; shard some of them only after their conversion.
 
-    Each rank keeps its shards only. Parameters that must not be cut are read one after the other on every rank, whole
-    along the dims that the conversion mixes. A rank does not read parameters that it has no part of: the loader cannot
-    stack or concatenate zero tensors.
+    Each rank keeps only its shards. Weights whose shards cannot be converted correctly are read one after the other on
+    every rank. They are whole along the dims that the conversion mixes. A rank does not read a parameter if its shard
+    is empty, because the loader cannot stack or concatenate zero tensors.
 
     Args:
-        model: Model of transformers on the meta device; its DTensors have their final placements.
+        model: Model of transformers on the meta device. Its DTensors have their final placements.
         stored: The tensors in the files, by name.
         config: transformers' ``LoadStateDictConfig``.
-        device: Device to keep the shards on. It may be the host even for a mesh of GPUs, unlike with the loader alone.
+        device: Device for the shards. It may be the CPU even for a mesh of GPUs, which the loader alone does not allow.
 
     Returns:
         transformers' ``LoadStateDictInfo``.
@@ -49,7 +50,8 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         module, key = _get_slot(model, name)
         module._parameters[key] = _make_empty(module._parameters[key], device)
     config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
-    hook = register_module_parameter_registration_hook(cast(Any, keeper))  # it may return a parameter
+    # the annotation of torch does not allow a hook to return a parameter, although torch does
+    hook = register_module_parameter_registration_hook(cast(Any, keeper))
     try:
         with _reading_one_after_the_other() if keeper.originals else nullcontext():
             info = load_tensors(model, to_read, config)
@@ -63,7 +65,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Return the stored tensors that this rank reads, parameters it has no part of, and conversions by parameter."""
+    """Return the stored tensors to read, the parameters whose shard is empty here, and the conversions by parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -79,7 +81,7 @@ def _sort(
 
 @contextmanager
 def _reading_one_after_the_other() -> Iterator[None]:
-    """Run the block without threads that read ahead: they would hold many whole tensors at a time."""
+    """Make transformers read one tensor at a time inside the block: its threads would hold many whole tensors."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -93,17 +95,17 @@ def _reading_one_after_the_other() -> Iterator[None]:
 
 
 class _ShardKeeper:
-    """Hook of ``nn.Module`` that is called with every loaded parameter and keeps this rank's shard of it."""
+    """Hook that ``nn.Module`` calls with every loaded parameter, and that keeps only this rank's shard."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals: dict[Slot, Any] = {}
-        """Parameters that are replaced, until they are loaded, with others that are whole along some dims."""
+        """Original parameters that are replaced, while loading, by parameters that are whole along some dims."""
         self.on_host: set[str] = set()
-        """Names of these parameters. They are converted on the host: an accelerator may have no room for it."""
+        """Names of the replaced parameters. They are converted on the CPU, as an accelerator may be too small."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter with one that is whole along the sharded dims that ``converter`` mixes."""
+        """Replace a parameter by one that is whole along the sharded dims that ``converter`` mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -113,7 +115,7 @@ class _ShardKeeper:
             module._parameters[key] = _make_meta_parameter(original, placements)
 
     def restore(self) -> None:
-        """Put back the parameters that the files lack."""
+        """Put back the replaced parameters that were not loaded because the files lack them."""
         for (module, name), original in self.originals.items():
             module._parameters[name] = original
 
@@ -127,7 +129,7 @@ class _ShardKeeper:
             loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
             # each rank takes its part of the whole tensor, without communication
             part = loaded.redistribute(placements=original.placements).to_local()
-            # a copy: the part itself would keep the whole tensor in memory
+            # a copy, because a view would keep the whole tensor in memory
             kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
         result = nn.Parameter(kept.to(self.device), parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
@@ -140,14 +142,14 @@ def _get_slot(model: nn.Module, name: str) -> Slot:
 
 
 def get_targets(model: Any, stored: Collection[str], conversions: Sequence[Any]) -> dict[str, list[str]]:
-    """Return the names of the model's tensors that each stored tensor is for."""
+    """Map each stored tensor to the names of the model's tensors that are made from it."""
     return {name: targets for name, (targets, _) in _sort_targets(model, stored, conversions).items()}
 
 
 def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
-    """Return, by stored tensor, the model's tensors that it is for, and the conversion to them if there is one."""
+    """Map each stored tensor to the model's tensors that are made from it, and to their conversion if there is one."""
     # private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -171,7 +173,10 @@ def _sort_targets(
 
 
 def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
-    """Return ``parameter``'s placements, but whole along dims for which cutting and converting do not commute."""
+    """Return the placements with which to read a parameter, so that it can be converted correctly.
+
+    The parameter is whole along dims for which the result depends on whether it is sharded or converted first.
+    """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [type(operation) for operation in converter.operations]
@@ -184,7 +189,7 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # a rank has a part of each of this many pieces; the loader cuts each piece too when it stacks experts
+        # a rank has a part of each of these pieces; when the loader stacks experts, it cuts each piece too
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -193,12 +198,12 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
 
 
 def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """Return a meta parameter with ``placements``: each dim is whole, or sharded as in ``original``."""
+    """Return a meta parameter with ``placements``, in which each dim is whole or sharded as in ``original``."""
     sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # no DTensor if it is whole: the loader would move its local tensor to the device of the mesh
+    # a whole parameter is no DTensor, because the loader would move its local tensor to the device of the mesh
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
@@ -218,7 +223,7 @@ def _replicate(whole: Tensor, like: Any) -> Any:
 
 
 def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
-    """Return a parameter like ``original``, which this rank has no part of, on ``device``."""
+    """Return a parameter like ``original`` on ``device``, for a parameter whose shard is empty on this rank."""
     parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
     parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
     return cast(nn.Parameter, parameter)

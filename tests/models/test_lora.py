@@ -425,9 +425,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other-shapes": (
         narrow,
         ValueError,
-        r"safetensors is an adapter for another base, .*: base_model\S+ is \[\d+, 3\], here \[\d+, \d+\]",
+        r"safetensors is an adapter for another base model .*: base_model\S+ is \[\d+, 3\], here \[\d+, \d+\]",
     ),
-    "other-tensors": (drop_one, ValueError, r"is an adapter for another base, .*: it lacks base_model\S+\. Give"),
+    "other-tensors": (drop_one, ValueError, r"is an adapter for another base model .*: it lacks base_model\S+\. Set"),
     "other-task": (
         lambda folder: change_config(folder, task_type="SEQ_CLS"),
         ValueError,

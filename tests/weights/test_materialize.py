@@ -125,16 +125,19 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("difference", "says"),
     [
-        ("shape", r"first \('first.weight', \[3, 2\], torch.float32, True\) in place of \('first.weight', \[2, 2\]"),
-        ("frozen", r"torch.float32, False\) in place of"),
-        ("one more", r"first \('second.weight', .*\) in place of nothing"),
+        (
+            "shape",
+            r"difference is \('first.weight', \[3, 2\], torch.float32, True\) instead of \('first.weight', \[2, 2\]",
+        ),
+        ("frozen", r"torch.float32, False\) instead of"),
+        ("one more", r"is \('second.weight', .*\) instead of nothing"),
     ],
 )
 def test_a_module_that_depends_on_the_rank_is_refused_on_every_rank(difference: str, says: str, manager: Any) -> None:
     def run() -> None:
         config = FSDP2Config() if manager is FSDP2Manager else DDPConfig()
         mesh = create_device_mesh(config, dp_replicate_size=2 if manager is FSDP2Manager else 1, device_type="cpu")
-        with pytest.raises(ValueError, match=rf"not the same on all ranks: .* ranks 3 than on rank 0, .*{says}"):
+        with pytest.raises(ValueError, match=rf"not the same on all ranks: .* ranks 3 differ from rank 0\. .*{says}"):
             manager(config, mesh).parallelize(Own(difference))
 
     run_ranks(run, 4)
