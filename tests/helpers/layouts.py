@@ -219,7 +219,7 @@ def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = No
     module = LAYOUTS[name].make_module(seed, optimize_unused=optimize_unused)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
-        warnings.filterwarnings("ignore", r"unused\.bias, unused\.weight: not used by the loss")
+        warnings.filterwarnings("ignore", r"The loss does not use .*unused\.bias, unused\.weight")
         trainer = make_trainer(LAYOUTS[name].make_strategy(), max_steps=STEPS, callbacks=[Observer(run, save)])
         trainer.fit(module, ckpt_path=resume)
     return run

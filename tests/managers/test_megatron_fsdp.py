@@ -210,7 +210,9 @@ def test_an_option_that_the_installed_version_lacks_is_named() -> None:
         older = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "nccl_ub"])
         with patch("inspect.signature", lambda function: older), patch.object(megatron_fsdp, "_is_installed", bool):
             assert parallelize(PlainTransformer(), zero_dp_strategy=2)
-            with pytest.raises(ValueError, match=r"nccl_ub=True: megatron-fsdp .* has no such option; leave it out"):
+            with pytest.raises(
+                ValueError, match=r"nccl_ub=True: megatron-fsdp .* has no such option; leave the option out"
+            ):
                 parallelize(PlainTransformer(), nccl_ub=True)
 
     run_on_ranks(run, 1)
@@ -222,10 +224,10 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
         stepped = make_optimizer(model)
         plain_loss(model, make_token_batches(1, ragged=False)[0])[0].backward()
         stepped.step()
-        with pytest.raises(ValueError, match=r"AdamW has stepped before .*make a new one"):
+        with pytest.raises(ValueError, match=r"AdamW already made a step before .*make a new"):
             parallelize(model, stepped)
         other = make_optimizer(PlainTransformer())
-        with pytest.raises(ValueError, match=r"AdamW holds parameters that are not of the model"):
+        with pytest.raises(ValueError, match=r"AdamW holds parameters that do not belong to the model"):
             parallelize(PlainTransformer(), other)
 
     run_on_ranks(run, 1)

@@ -1,1 +1,1 @@
-"""Context parallelism; ``apply.py`` is the entry point."""
+"""Context parallelism, which splits each sequence over ranks; ``apply.py`` is the entry point."""

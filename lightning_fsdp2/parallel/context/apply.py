@@ -1,11 +1,12 @@
 """Context parallelism: each rank computes a part of every sequence (https://arxiv.org/abs/2411.01783).
 
 A Hugging Face model is still called with whole sequences. Its forward selects this rank's positions from every argument
-that has a value per position, and runs on them as on a shorter sequence with explicit position ids. Only attention sees
-the whole sequence, see :mod:`~lightning_fsdp2.parallel.context.attention`. Labels are shifted before they are split,
-and the model returns the loss over all positions. Other results, such as ``logits``, cover this rank's positions only.
-:func:`shard_sequence` selects the same positions from any other tensor, and :func:`gather_sequence` puts the ranks'
-results together.
+that has a value per position. It runs on them as on a shorter sequence with explicit position ids. Only attention sees
+the whole sequence; see :mod:`~lightning_fsdp2.parallel.context.attention`.
+
+Labels are shifted before they are split, and the model returns the loss over all positions. Other results, such as
+``logits``, cover only this rank's positions. :func:`shard_sequence` selects the same positions from any other tensor,
+and :func:`gather_sequence` joins the results of all ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ _PER_POSITION: dict[str, int | None] = {
     "labels": 1,
     "shift_labels": 1,
 }
-"""Arguments of models that have a value per position, with the dim of the positions."""
+"""Model arguments that have a value per position, with the dim of the positions in each."""
 
 
 def apply_context_parallel(
@@ -50,11 +51,11 @@ def apply_context_parallel(
         group: Process group of the context parallel ranks.
         method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which chooses ``"ulysses"`` if it moves less data and the
             heads can be divided over the ranks.
-        inputs: Further tensor arguments of the models' forwards, with the dim in which each has a value per position;
-            None for a tensor that stays whole.
+        inputs: Further tensor arguments of the models' forwards, with the dim of the positions in each. None for a
+            tensor that stays whole.
         tp_size: Number of tensor parallel ranks. The heads are already divided over them.
         sequence_parallel: Whether the tensor parallel ranks split this rank's part of the sequence further.
-        assumes_unpacked: Whether position ids are known never to restart. They are then not checked.
+        assumes_unpacked: Whether position ids are known never to restart. They are not searched for documents then.
 
     Raises:
         ValueError: If there is no Hugging Face model, if a model's layers mix positions by means other than
@@ -62,8 +63,8 @@ def apply_context_parallel(
     """
     if not structure.models:
         raise ValueError(
-            f"cp_size={group.size()} splits the sequences that a Hugging Face model is given, but there is none in"
-            f" {get_class_name(structure.root)}. Use cp_size=1."
+            f"cp_size={group.size()} splits the input sequences of Hugging Face models, but"
+            f" {get_class_name(structure.root)} contains no such model. Use cp_size=1."
         )
     for parts in structure.models:
         hf_model = parts.module
@@ -88,24 +89,24 @@ def apply_context_parallel(
 
 
 def activate_context_parallel(model: nn.Module) -> None:
-    """Undo :func:`deactivate_context_parallel`."""
+    """Split the sequences of the models again, after :func:`deactivate_context_parallel`."""
     for sharding in _get_shardings(model):
         sharding.activate()
 
 
 def deactivate_context_parallel(model: nn.Module) -> None:
-    """Make models compute whole sequences on every rank, with their original attention."""
+    """Make the models compute whole sequences on every rank, with their original attention."""
     for sharding in _get_shardings(model):
         sharding.deactivate()
 
 
 def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return the positions of ``tensor`` that this rank computes in the forward of ``model``.
+    """Return the part of ``tensor`` at the positions that this rank computes in the forward of ``model``.
 
-    Without context parallelism, these are all positions.
+    Without context parallelism, this is the whole tensor.
 
     Args:
-        model: A Hugging Face model, or a module around one.
+        model: A Hugging Face model, or a module that contains one.
         tensor: Tensor with a value per position of the whole sequence along ``dim``.
         dim: Dim of the sequence.
     """
@@ -116,23 +117,23 @@ def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
 def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
     """Gather the results of all ranks into one tensor for the whole sequence.
 
-    This is differentiable. :func:`shard_sequence` undoes it by slicing only.
+    The operation is differentiable. :func:`shard_sequence` is its inverse.
 
     Args:
-        model: A Hugging Face model, or a module around one.
+        model: A Hugging Face model, or a module that contains one.
         tensor: Result of the model, such as logits, with a value for each of this rank's positions along ``dim``.
         dim: Dim of the sequence.
 
     Returns:
-        The result for the whole sequence, in the sequence's order. In backward the gradients of all ranks are summed,
-        so that the mean of the ranks' losses has the right gradient.
+        The result for the whole sequence, in the order of its positions. In backward, the gradients of all ranks are
+        summed, so that the mean of the ranks' losses has the right gradient.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.gather(tensor, dim)
 
 
 def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Sum ``tensor`` over the ranks that compute parts of the same sequences. The sum has no gradient."""
+    """Return the sum of ``tensor`` over the ranks that share the model's sequences. The sum has no gradient."""
     sharding = get_optional_sharding(model)
     if sharding is None:
         return tensor
@@ -142,7 +143,7 @@ def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def get_optional_sharding(model: nn.Module) -> "SequenceSharding | None":
-    """Return the sharding of the first model in ``model`` whose sequences are split; None if there is none."""
+    """Return the sharding of the first model inside ``model`` that splits its sequences, or None."""
     return next((sharding for sharding in _get_shardings(model) if sharding.is_active), None)
 
 

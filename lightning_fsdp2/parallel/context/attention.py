@@ -1,16 +1,15 @@
-"""The attention of context parallel models: a function that transformers calls in place of its own attention.
+"""Attention of context parallel models, which transformers calls instead of its own attention functions.
 
 Sequences are split over the ranks of a group. There are two methods of attending to whole sequences:
 
-- ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of the other
-  ranks. Only key-value heads are communicated. The traffic does not fall as the number of ranks grows.
-- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk. An all-to-all exchanges the chunk for the
-  whole sequence of a share of the heads, and another all-to-all exchanges the result back.
+- ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of all ranks.
+  Only key-value heads are communicated. The traffic does not decrease when the number of ranks increases.
+- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk with all heads. An all-to-all exchanges this
+  chunk for the whole sequence with some of the heads. A second all-to-all reverses the exchange for the result.
 
-A model makes its mask once per forward and passes it to each of its layers. Their attention passes the mask on to the
-function here. A :class:`SequenceMask` takes the place of the mask tensor. It says which keys a query sees, by
-position in the whole sequence, and which process group holds the sequence. Activation checkpointing keeps the mask for
-the layers that are recomputed.
+A model makes its mask once per forward and passes it to each layer, and the layer passes it to the attention function.
+Here a :class:`SequenceMask` replaces the mask tensor. It says which keys each query sees, in positions of the whole
+sequence, and which process group holds the sequence. Activation checkpointing keeps the mask for the recomputation.
 """
 
 import sys
@@ -47,15 +46,15 @@ Method = Literal["allgather", "ulysses"]
 _PREFIX = "context_parallel_"
 
 _uses: Counter[int] = Counter()
-"""Number of models that have installed attention in a config, by the config's id."""
+"""Number of models that have installed context parallel attention in a config, by the ``id()`` of the config."""
 
 _configs: Counter[str] = Counter()
-"""Number of configs that use each registered name."""
+"""Number of configs that use each registered attention name."""
 
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """The keys that queries see, and how the sequence is split. Layers get this as their ``attention_mask``."""
+    """Attention mask of a split sequence: the keys that each query sees, and how the sequence is split."""
 
     blocks: tuple[Block, ...]
     """Blocks of the queries whose attention this rank computes."""
@@ -68,10 +67,10 @@ class SequenceMask:
     group: dist.ProcessGroup
 
     def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
-        """Return the whole mask. Gemma 4 asks for the last ``logits_to_keep`` queries, where 0 means all.
+        """Return the whole mask. Gemma 4 selects the last ``logits_to_keep`` queries of its mask, where 0 means all.
 
         Raises:
-            TypeError: If only a part is requested.
+            TypeError: If the index selects only a part.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{type(self).__name__} has no part {index}")
@@ -80,7 +79,7 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A running forward of a model, with the whole sequences that this rank computes a part of."""
+    """State of a model's forward, including the position ids and documents of the whole sequences."""
 
     model: str
     length: int
@@ -107,20 +106,21 @@ def run_sharded(
     method: Method,
     group: dist.ProcessGroup,
 ) -> Iterator[set[nn.Module]]:
-    """Make masks that are built inside the block cover whole sequences.
+    """Make the masks that models build inside the block cover whole sequences.
 
     Yields:
-        The set of modules that call attention over the whole sequence in the block, except those in compiled code.
+        The set of modules that have called attention over the whole sequence inside the block. Compiled code is not
+        observed.
 
     Args:
         model: Name of the model, for messages.
         positions: [..., length], position ids of the whole sequences.
         batch_size: Number of sequences.
-        documents: Documents of the sequences; positions of different documents do not see each other. None for one
-            document.
+        documents: Documents of the sequences. Positions of different documents do not see each other. None if each
+            sequence is one document.
         padding: [batch, length], bool: True for positions that see nothing. None without padding.
-        method: Method by which the sequences are split.
-        group: Process group of the ranks that the sequences are split over.
+        method: Method of attending to whole sequences.
+        group: Process group of the ranks over which the sequences are split.
     """
     running = _Forward(model, positions.size(-1), batch_size, positions, documents, padding, method, group)
     token = _running.set(running)
@@ -136,19 +136,22 @@ def is_running_sharded() -> bool:
 
 
 def get_optional_whole_positions() -> Tensor | None:
-    """Return the position ids that :func:`run_sharded` was given; None outside of it."""
+    """Return the position ids of the whole sequences inside :func:`run_sharded`; None outside it."""
     running = _running.get()
     return running.positions if running is not None else None
 
 
 def install_attention(config: Any) -> None:
-    """Make modules with this ``config`` call context parallel attention inside :func:`run_sharded`, else their own."""
+    """Make modules with this config call context parallel attention inside :func:`run_sharded`.
+
+    Outside it, they still call their original attention.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] += 1
     original = get_attention(config)
     if isinstance(original, _AttentionName):
-        return  # several models share one config object
+        return  # it is already installed, as several models share one config object
     name = _AttentionName(original)
     AttentionInterface.register(name, _Attention(original))
     AttentionMaskInterface.register(name, _Mask(original))
@@ -157,7 +160,7 @@ def install_attention(config: Any) -> None:
 
 
 def uninstall_attention(config: Any) -> None:
-    """Undo one :func:`install_attention`. The last undo leaves transformers as it was."""
+    """Undo one call of :func:`install_attention`; the last undo restores transformers completely."""
     _uses[id(config)] -= 1
     if _uses[id(config)]:
         return
@@ -171,16 +174,16 @@ def uninstall_attention(config: Any) -> None:
 
 
 class _AttentionName(str):
-    """The name under which attention is registered. Copied or pickled, it becomes the name of the original attention.
+    """Name under which attention is registered. A copied or pickled name becomes the name of the original attention.
 
-    Configs contain the name, and saved hyper-parameters contain configs. A process that loads them has no attention
-    registered under this name.
+    Saved hyperparameters contain configs, and configs contain this name. A process that loads them may not have
+    registered it.
     """
 
     original: str
 
     def __new__(cls, original: str) -> "_AttentionName":
-        # with "flash" in the name, models would prepare arguments that only flash attention takes
+        # if the name contained "flash", models would prepare arguments that only flash attention takes
         name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
         name.original = original
         return name
@@ -190,7 +193,7 @@ class _AttentionName(str):
 
 
 class _Mask:
-    """A mask function that makes a :class:`SequenceMask` where transformers would make a tensor."""
+    """Mask function that makes a :class:`SequenceMask` instead of a mask tensor."""
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -204,8 +207,8 @@ class _Mask:
             return original(*args, mask_function=mask_function, **kwargs)
         if kwargs.get("use_vmap"):
             raise ValueError(
-                f"cp_size={running.group.size()}: {running.model} changes the causal mask by a function of its own,"
-                " which may read tensors that are split over the ranks. Use cp_size=1 for it."
+                f"cp_size={running.group.size()}: {running.model} changes the causal mask with a function of its own,"
+                " which may read tensors that are split over the ranks. Use cp_size=1 for this model."
             )
         with with_values():
             window = _get_window(mask_function, running)
@@ -233,19 +236,19 @@ def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | N
         window = _find_window_once(_MaskFunction(key, mask_function), running.length)
     if window is None:
         raise ValueError(
-            f"cp_size={running.group.size()}: {running.model} has an attention mask that is neither causal nor a"
-            " causal sliding window, such as chunked or bidirectional attention. Use cp_size=1 for it."
+            f"cp_size={running.group.size()}: the attention mask of {running.model} is neither causal nor a causal"
+            " sliding window. It may be chunked or bidirectional. Use cp_size=1 for this model."
         )
     return window if window < running.length else None
 
 
 def _describe(value: Any) -> Hashable:
-    """Return everything that the results of a mask function depend on: its code and the constants in its closure.
+    """Describe a mask function by its code and the constants in its closure, so that equal functions compare equal.
 
     Models make a new function for each forward, so the functions themselves cannot be compared.
 
     Raises:
-        TypeError: If the function depends on anything else, such as a tensor, or is not one of transformers' own.
+        TypeError: If the function depends on anything else, such as a tensor, or does not belong to transformers.
     """
     from transformers import masking_utils
 
@@ -255,12 +258,12 @@ def _describe(value: Any) -> Hashable:
         return tuple(map(_describe, value))
     if isinstance(value, FunctionType) and value.__globals__ is vars(masking_utils) and not value.__defaults__:
         return (value.__code__, *(_describe(cell.cell_contents) for cell in value.__closure__ or ()))
-    raise TypeError(f"{value!r} is no constant and no function of transformers")
+    raise TypeError(f"{value!r} is neither a constant nor a function of transformers")
 
 
 @dataclass(frozen=True)
 class _MaskFunction:
-    """A mask function that equals every other one with the same description."""
+    """Mask function that is equal to any other mask function with the same description, for caching."""
 
     description: Hashable
     compute: Callable[..., Any] = field(compare=False)
@@ -272,7 +275,7 @@ def _find_window_once(function: _MaskFunction, length: int) -> int | None:
 
 
 def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
-    """Find the causal window of a mask by checking which keys a few queries see.
+    """Find the sliding window of a causal mask, by checking which keys a few queries see.
 
     Return ``length`` for a causal mask without a window, and None for a mask of any other kind.
     """
@@ -285,13 +288,13 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # the mask reads tensors that are split, or on the device
+    except (IndexError, RuntimeError):  # the mask function reads tensors that are split, or that are on the device
         return None
     return window if is_window else None
 
 
 class _Attention:
-    """Attention over the whole sequence, for the layers that were given a :class:`SequenceMask`."""
+    """Attention function that covers the whole sequence if its mask is a :class:`SequenceMask`."""
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -341,7 +344,7 @@ def _attend_exchanged(
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all that splits tensors over the ranks in one dim, and joins the ranks' parts in another dim."""
+    """All-to-all that splits tensors over the ranks along one dim, and joins the parts of all ranks along another."""
 
     @staticmethod
     def forward(
@@ -359,7 +362,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     split_dim: int, join_dim: int, group: dist.ProcessGroup, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Exchange all tensors in one all-to-all."""
+    """Exchange the parts of several tensors between the ranks in one all-to-all."""
     shards = [torch.stack(tensor.chunk(group.size(), split_dim)) for tensor in tensors]
     received = all_to_all_tensor(torch.cat([shard.flatten(1) for shard in shards], 1), group)
     parts = received.split([shard[0].numel() for shard in shards], 1)
@@ -377,8 +380,8 @@ def _check_not_sharded(module: nn.Module) -> None:
     running = _running.get()
     if running is not None:
         raise ValueError(
-            f"cp_size={running.group.size()}: {get_class_name(module)} of {running.model} was given a mask that the"
-            " model does not make by transformers' mask functions, or none. Use cp_size=1 for it."
+            f"cp_size={running.group.size()}: {get_class_name(module)} of {running.model} got no mask, or a mask that"
+            " was not made by transformers' mask functions. Use cp_size=1 for this model."
         )
 
 
@@ -386,8 +389,9 @@ def _check_positions(module: nn.Module, query: Tensor, key: Tensor, mask: Sequen
     ranks = mask.group.size()
     if not query.size(2) == key.size(2) == mask.length // ranks:
         raise ValueError(
-            f"cp_size={ranks}: {get_class_name(module)} attends from {query.size(2)} to {key.size(2)} positions, where"
-            f" this rank holds {mask.length // ranks}: it adds or leaves out some (a prefix, registers). Use cp_size=1."
+            f"cp_size={ranks}: {get_class_name(module)} attends from {query.size(2)} to {key.size(2)} positions, but"
+            f" this rank holds {mask.length // ranks}. The model adds positions (a prefix, registers) or leaves some"
+            " out. Use cp_size=1."
         )
 
 
@@ -400,15 +404,15 @@ def _check_arguments(module: nn.Module, ranks: int, arguments: dict[str, Any]) -
     if given or arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         what = f"{', '.join(given)}={arguments[given[0]]!r}" if given else "is_causal=False"
         raise ValueError(
-            f"cp_size={ranks}: {get_class_name(module)} asks its attention for {what}, which context parallel attention"
-            " does not have. Set it to zero or None in the model's config, or use cp_size=1."
+            f"cp_size={ranks}: {get_class_name(module)} calls its attention with {what}, which context parallel"
+            " attention does not support. Set it to zero or None in the model's config, or use cp_size=1."
         )
 
 
 def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the function that transformers calls for an attention implementation.
+    """Return the function that ``module`` calls for an attention implementation of transformers.
 
-    Each model file of transformers has its own ``eager_attention_forward``.
+    Each model file of transformers has its own function for ``"eager"``.
     """
     from transformers import AttentionInterface
 

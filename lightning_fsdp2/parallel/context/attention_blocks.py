@@ -1,9 +1,11 @@
-"""The keys that one part of a sequence attends to, cut into blocks that fused attention computes.
+"""Blocks of queries and keys, into which attention is cut so that fused kernels can compute it.
 
-A block has some queries and some keys. In a *dense* block all queries see all keys, or the n-th query sees the first n
-keys, or a mask says which keys each query sees. A block of *segments* has many runs of queries, each with its own keys,
-in the form that variable-length kernels take. It serves packed documents, windows, or both. One kernel call computes
-exactly the pairs that attention needs, no matter how many documents there are or how small the window is.
+In a *dense* block, all queries see all keys, or the n-th query sees the first n keys, or a mask says which keys each
+query sees.
+
+A block of *segments* is for packed documents and sliding windows. Each of its segments is a run of queries with keys of
+its own, in the form that variable-length kernels take. One kernel call computes only the pairs of queries and keys that
+attention needs, for any number of documents and any window.
 """
 
 from bisect import bisect_right
@@ -15,22 +17,27 @@ import torch
 from torch import Tensor
 
 _MASKED_ROWS = 512
-"""Largest number of queries of a block with a mask. A mask has a byte for each pair of a query and a key."""
+"""Largest number of queries in a block with a mask. A mask takes one byte for each pair of a query and a key."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of sequences. Only positions of the same document see each other."""
+    """Documents in the sequences of a batch. Only positions of the same document see each other."""
 
     starts: tuple[tuple[int, ...], ...] | None
-    """Positions where each sequence's documents begin, the first at 0. None if a document is in several pieces."""
+    """Positions where documents begin, for each sequence; the first is 0. None if a document is in several pieces."""
 
     numbers: Tensor | None
-    """[batch, whole sequence]: the number of each position's document. None unless ``starts`` is None."""
+    """[batch, whole sequence]: for each position, the number of its document. None unless ``starts`` is None."""
 
 
 def find_documents(numbers: Tensor, device: torch.device) -> Documents:
-    """Return the documents with these ``numbers``, [batch, sequence] in host memory, for queries on ``device``."""
+    """Find the documents of a batch, given the number of the document at each position.
+
+    Args:
+        numbers: [batch, sequence], in host memory.
+        device: Device of the queries.
+    """
     starts = []
     for row in numbers:
         borders = [0, *(row.diff().nonzero().flatten() + 1).tolist()]
@@ -42,18 +49,18 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that a query sees: those of its document that are neither after the query nor before its window."""
+    """Rule for the keys that a query sees: keys of its own document, inside its window, and not after the query."""
 
     window: int | None = None
-    """Largest number of keys that a query sees, including its own. None for all."""
+    """Largest number of keys that a query sees, including its own. None if there is no limit."""
 
     documents: Documents | None = None
-    """Documents of the sequences. None for one document."""
+    """Documents in the sequences. None if each sequence is one document."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a sequence: positions ``start`` to ``start + length``."""
+    """Part of a sequence: the positions from ``start`` up to but not including ``start + length``."""
 
     start: int
     length: int
@@ -65,14 +72,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of a block's pairs of queries and keys. The mask tensor is built for each use, and not kept."""
+    """Mask of a block. The mask tensor is built whenever it is used, and is not kept in memory."""
 
     first: int
-    """Position of the first query, counted in the same way as those of the keys."""
+    """Position of the first query, counted like the positions of the keys."""
 
     window: int
     numbers: Tensor | None = None
-    """[batch, sequence], the numbers of :class:`Documents`. None for one document."""
+    """[batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document."""
 
     def make(self, rows: int, keys: slice, device: torch.device) -> Tensor:
         """Build the mask of ``rows`` queries: [1 or batch, 1, rows, keys], bool, True where a query sees a key."""
@@ -87,7 +94,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """A dense block: every pair of its queries and keys is computed, or every pair of a triangle."""
+    """Block in which all pairs of a query and a key are computed, or all pairs in a triangle."""
 
     rows: slice
     """Queries of the block, among those of the rank."""
@@ -103,44 +110,45 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class SegmentBlock:
-    """Segments of sequences, one after the other in memory. The queries of a segment see only keys of that segment.
+    """Block of segments that follow each other in memory. The queries of a segment only see keys of this segment.
 
-    The last query of a segment sees all keys of the segment, the query before it sees all except the last key, and so
-    on. No query sees more keys than the window. Everything that changes from batch to batch is held in tensors, or in
-    numbers that compiled code need not know.
+    The last query of a segment sees all its keys, the query before it sees all except the last key, and so on. A window
+    may limit the number further. Values that change with each batch are in tensors, so that compiled code does not
+    depend on them.
     """
 
     rows: slice
     """Queries of the block, among those of the rank."""
 
     key_end: int
-    """End of the keys that the block may need, the same in every sequence."""
+    """End of the keys that the block may need. It is the same in every sequence."""
 
     key_starts: Tensor
-    """[batch], int64, in host memory: the first key that the block needs, for each sequence."""
+    """[batch], int64, in host memory: the first key that the block needs of each sequence."""
 
     query_ends: Tensor
     """[segments + 1], int32: a zero, then the end of each segment's queries."""
 
     key_ends: Tensor
-    """[segments + 1], int32: a zero, then the end of each segment's keys, counted among the needed keys."""
+    """[segments + 1], int32: a zero, then the end of each segment's keys. Only needed keys are counted."""
 
     most_queries: int
     most_keys: int
-    """Largest number of keys of a segment; ``most_queries`` is the largest number of queries."""
+    """Number of keys in the longest segment. ``most_queries`` is the same for queries."""
 
     window: int | None
     pairs: int
-    """Number of query-key pairs that attention covers, per head, in all sequences together."""
+    """Number of pairs of a query and a key that attention computes per head, in all sequences together."""
 
 
 Block = DenseBlock | SegmentBlock
 
 
 def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chunk]:
-    """Return the two of a sequence's ``2 * ranks`` chunks that ``rank`` holds: one from the head, one from the tail.
+    """Return a rank's two chunks of a sequence, one from the head and one from the tail.
 
-    Causal attention, where the n-th query sees n keys, is then the same amount of work for all ranks.
+    The sequence is cut into ``2 * ranks`` chunks of equal size. In causal attention, where the n-th query sees n keys,
+    all ranks then have the same amount of work.
     """
     size = length // (2 * ranks)
     return Chunk(rank * size, size), Chunk((2 * ranks - 1 - rank) * size, size)
@@ -149,11 +157,11 @@ def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chu
 def get_blocks(
     chunks: tuple[Chunk, ...], pattern: Pattern, *, batch_size: int, device: torch.device
 ) -> tuple[Block, ...]:
-    """Return the blocks for the queries in ``chunks``.
+    """Return the blocks that compute attention for all queries in ``chunks``.
 
     Args:
-        chunks: Chunks of the sequence that the queries come from, in the order of the queries.
-        pattern: Keys that the queries see.
+        chunks: Chunks of the sequence with the queries, in the order of the queries.
+        pattern: Rule for the keys that a query sees.
         batch_size: Number of sequences.
         device: Device of the queries.
     """
@@ -183,16 +191,16 @@ def _get_causal_blocks(chunk: Chunk, rows: slice) -> Iterator[DenseBlock]:
 def get_masked_blocks(
     rows: slice, first: int, window: int, *, first_key: int = 0, numbers: Tensor | None = None
 ) -> Iterator[DenseBlock]:
-    """Cut queries into blocks of a few queries, each with the keys that their windows reach.
+    """Cut queries into blocks of a few queries each, with the keys that are inside their windows.
 
     Args:
-        rows: Queries to cut, among those of the rank.
-        first: Position of the first query, counted in the same way as those of the keys.
+        rows: Queries to cut, as indices among the rank's queries.
+        first: Position of the first query, counted like the positions of the keys.
         window: Largest number of keys that a query sees, including its own.
-        first_key: First key that the queries may see; earlier keys belong to other segments.
-        numbers: [batch, sequence], the numbers of :class:`Documents`. None for one document.
+        first_key: First key that the queries may see. Earlier keys belong to other segments.
+        numbers: [batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document.
     """
-    # with few rows little is computed outside the window, with many rows the device stays busy
+    # small blocks avoid work outside the window, and large blocks keep the device busy
     size = min(_MASKED_ROWS, max(window // 4, 64))
     for start in range(rows.start, rows.stop, size):
         end = min(start + size, rows.stop)
@@ -232,7 +240,7 @@ def _get_segment_block(
 
 
 def _count_pairs(begin: int, end: int, window: int | None) -> int:
-    """Return the total number of keys that the queries ``begin`` to ``end`` of a document see."""
+    """Return the number of pairs of a query and a key for the queries ``begin`` to ``end`` of a document."""
     if window is None:
         return (begin + 1 + end) * (end - begin) // 2
     growing = slice(min(begin, window), min(end, window))  # queries that see all keys before them
@@ -242,5 +250,5 @@ def _count_pairs(begin: int, end: int, window: int | None) -> int:
 
 def _send(numbers: list[int], device: torch.device) -> Tensor:
     tensor = torch.tensor(numbers, dtype=torch.int32)
-    # from pinned memory the host need not wait for the copy
+    # with pinned memory, the CPU does not wait for the copy
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,12 +1,12 @@
-"""Attention from some queries of a sequence to all its keys, computed block by block and merged exactly.
+"""Attention from some queries of a sequence to all of its keys, computed block by block.
 
-A rank of a context parallel group holds a few *chunks* of each sequence. The keys that a chunk's queries may see are
-cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). Merged, the results of the blocks equal
-the result of one softmax over all keys (:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query
-may see are left out.
+A rank of a context parallel group holds a few *chunks* of each sequence. The keys that the queries of a chunk may see
+are cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). The results of the blocks are then
+merged, which gives exactly the result of one softmax over all keys
+(:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query may see are skipped.
 
-A learned sink is a score that takes part in every softmax but has no value. It is merged like one more block, which
-costs no work.
+A learned sink is a score that is part of every softmax but has no value. It is merged like a block that needs no
+computation.
 """
 
 from typing import Any
@@ -33,19 +33,19 @@ def block_attention(
     sinks: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the attention of the queries in a rank's chunks.
+    """Return the attention for the queries in a rank's chunks.
 
-    With a ``group``, the gathered keys and values are not kept for backward, which gathers them again.
+    With a ``group``, keys and values are gathered over the ranks. They are not kept for backward, but gathered again.
 
     Args:
         query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
-        key: [batch, key-value heads, positions, dim]: the keys of the chunks with a ``group``, else those of the whole
-            sequence.
+        key: [batch, key-value heads, positions, dim]. With a ``group``, these are the positions of the chunks, and
+            otherwise those of the whole sequence.
         value: [batch, key-value heads, positions, value dim].
         blocks: Blocks of the queries, from :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
         scale: Factor by which scores are multiplied.
         padding: [batch, positions of the chunks], bool: True for queries whose result is zero. None without padding.
-        sinks: [heads], a score per head that takes part in the softmax of every query. None without sinks.
+        sinks: [heads], a score per head that is part of the softmax of every query. None without sinks.
         group: Process group of the ranks that share the sequence, each with its chunks from
             :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`.
 
@@ -69,7 +69,7 @@ class _BlockAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         keys, values = _gather(key, value, group)
-        # laid out position by position, as the model needs it next; otherwise it would keep a copy for backward
+        # in memory, positions come before heads, as the model needs it next; otherwise it would copy the result
         shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
         output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
@@ -105,7 +105,10 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result of one block, [batch, heads, rows, value dim], and its normalizer, [batch, heads, rows]."""
+    """Compute one block, and return the result and its normalizer.
+
+    Their shapes are [batch, heads, rows, value dim] and [batch, heads, rows].
+    """
     if isinstance(block, DenseBlock):
         return attend_dense(query, keys, values, block, scale)
     query = query[:, :, block.rows]
@@ -125,7 +128,7 @@ def _add_segment_gradients(
     block: SegmentBlock,
     scale: float,
 ) -> None:
-    """Add the gradients from one block to ``sums``, as ``add_dense_gradients`` does for dense blocks."""
+    """Add the gradients of a block of segments to ``sums``, as ``add_dense_gradients`` does for dense blocks."""
     rows = block.rows
     own = query[:, :, rows]
     parts = segment_attention_backward(
@@ -157,15 +160,15 @@ def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
-    """Return the positions of ``tensor`` that the block may need.
+    """Return the positions of ``tensor`` that the block may need, as [batch, positions, heads, dim].
 
-    [batch, heads, positions, dim] becomes [batch, positions, heads, dim].
+    The shape of ``tensor`` is [batch, heads, positions, dim].
     """
     return tensor[:, :, : block.key_end].transpose(1, 2)
 
 
 def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Gather the chunks of all ranks, in the order of the sequence."""
+    """Gather the keys and values of all ranks, in the order of the sequence."""
     if group is None:
         return key, value
     gathered = all_gather_tensor(torch.cat([key, value], -1).movedim(2, 0), 0, group)
@@ -175,10 +178,10 @@ def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tupl
 
 
 def _scatter(key: Tensor, value: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of the gathered keys and values over the ranks, and return those of this rank's chunks.
+    """Sum the gradients of keys and values over the ranks, and return the part for this rank's chunks.
 
-    Each rank rounds its summands once, sends them, and adds up the received ones in float32. A reduce-scatter of the
-    same number of bytes would round after every addition, which is noticeable from 16 ranks on.
+    Each rank rounds its summands once, sends them, and adds up the received summands in float32. A reduce-scatter of
+    the same number of bytes would round after every addition, which matters from 16 ranks on.
     """
     if group is None:
         return key.to(dtype), value.to(dtype)

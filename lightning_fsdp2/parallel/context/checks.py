@@ -1,4 +1,4 @@
-"""The requirements of context parallelism for a Hugging Face model, checked before the model is sharded."""
+"""Checks of whether context parallelism is possible for a Hugging Face model, before the model is sharded."""
 
 import inspect
 from typing import Any
@@ -27,13 +27,13 @@ def check_context_parallel(parts: ModelParts, ranks: int) -> None:
 
 
 def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method:
-    """Choose the method by which attention sees the whole sequence.
+    """Choose the method with which attention sees the whole sequence.
 
-    ``"auto"`` chooses the method that moves less data. In forward and backward together, Ulysses moves ``1 / cp_size``
-    of queries, keys, values and results twice; the all-gather moves keys and values three times.
+    ``"auto"`` means the method that moves less data. In forward and backward together, the all-gather moves the keys
+    and values three times. Ulysses moves ``1 / cp_size`` of the queries, keys, values and results twice.
 
     Raises:
-        ValueError: If ``"ulysses"`` is requested, but the heads cannot be divided over the ranks.
+        ValueError: If ``"ulysses"`` is requested but the heads cannot be divided over the ranks.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -42,7 +42,7 @@ def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method
     if method == "ulysses" and not divides:
         raise ValueError(
             f"context_parallel_method='ulysses' with cp_size={cp_size} x tp_size={tp_size} needs numbers of heads that"
-            f" {cp_size * tp_size} divides, but {get_class_name(model)} has num_attention_heads={heads} and"
+            f" are divisible by {cp_size * tp_size}, but {get_class_name(model)} has num_attention_heads={heads} and"
             f" num_key_value_heads={key_heads}; use 'allgather' or 'auto', or other sizes."
         )
     if method == "auto":
@@ -54,23 +54,23 @@ def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method
 def _get_optional_reason(model: Any, head: nn.Module | None) -> str | None:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder and a decoder, whose sequences differ"
+        return "it has an encoder and a decoder, which have different sequences"
     if not uses_attention_functions(model):
-        return "it has attention of its own, not transformers' attention functions (`_supports_attention_backend`)"
+        return "its layers do not call transformers' attention functions (`_supports_attention_backend` is False)"
     if not getattr(config, "is_causal", True):
         return "its attention is not causal (`config.is_causal`)"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
-        return f"it has layers of the type {' and '.join(other)}, which are neither full nor sliding-window attention"
+        return f"it has layers of type {' and '.join(other)}, which are neither full nor sliding-window attention"
     if is_stateful(model) or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
-        return "it has layers with a state that runs through the sequence"
+        return "it has layers that pass a state along the sequence"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no position_ids"
     if head is None and model.base_model is not model:
-        return "it has no head that makes logits of each position, such as a language model's"
+        return "it has no head that returns logits for each position, as language models have"
     for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
         if value := getattr(config, name, None):
-            return f"its config has {name}={value}, which context parallel attention does not have (0 or None would do)"
+            return f"its config has {name}={value}, but context parallel attention supports only 0 or None"
     if getattr(config, "layerdrop", None):
-        return f"its config has layerdrop={config.layerdrop}, and ranks would leave out different layers (0 would do)"
+        return f"its config has layerdrop={config.layerdrop}, so ranks would drop different layers; only 0 is supported"
     return None

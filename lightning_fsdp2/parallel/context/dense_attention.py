@@ -1,8 +1,8 @@
-"""Dense blocks of attention, merged exactly.
+"""Computation of dense blocks of attention, and the exact merging of their results.
 
-Each block is one call of the device's fused attention, which also returns the logarithm of its softmax's denominator.
-With this logarithm, the blocks' results can be merged into the result of one softmax over all keys. In backward, each
-block is given the merged result, and returns its contribution to the gradients (https://arxiv.org/abs/2310.01889,
+Each block is one call of a fused attention kernel, which also returns the logarithm of the softmax's denominator. With
+these logarithms, the results of the blocks are merged into the result of one softmax over all keys. In backward, each
+block gets the merged result and returns its contribution to the gradients (https://arxiv.org/abs/2310.01889,
 https://arxiv.org/abs/2205.14135).
 """
 
@@ -14,14 +14,14 @@ from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock
 
 
 def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_normalizer: Tensor) -> None:
-    """Merge attention to further keys into ``output`` and ``normalizer``, in place.
+    """Merge the attention to further keys into ``output`` and ``normalizer``, in place.
 
     Args:
         output: [batch, heads, queries, value dim], float32: attention to the keys of earlier blocks.
-        normalizer: [batch, heads, queries], float32: logarithm of the denominator of that attention's softmax.
-        rows: The queries that see the further keys.
-        part: [batch, heads, rows, value dim]: attention to the further keys alone.
-        part_normalizer: [batch, heads, rows]: logarithm of the denominator of the softmax of ``part``.
+        normalizer: [batch, heads, queries], float32: logarithm of the softmax's denominator for ``output``.
+        rows: Queries that see the further keys.
+        part: [batch, heads, rows, value dim]: attention to only the further keys.
+        part_normalizer: [batch, heads, rows]: logarithm of the softmax's denominator for ``part``.
     """
     total = torch.logaddexp(normalizer[:, :, rows], part_normalizer)
     output[:, :, rows] *= (normalizer[:, :, rows] - total).exp_().unsqueeze(-1)
@@ -30,7 +30,9 @@ def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_no
 
 
 def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result of one block, [batch, heads, rows, value dim], and its normalizer, [batch, heads, rows].
+    """Compute one dense block, and return the result and its normalizer.
+
+    Their shapes are [batch, heads, rows, value dim] and [batch, heads, rows].
 
     Args:
         query: [batch, heads, queries, dim].
@@ -57,10 +59,10 @@ def add_dense_gradients(
     block: DenseBlock,
     scale: float,
 ) -> None:
-    """Add one block's contribution to the gradients of queries, keys and values to ``sums``, which are float32.
+    """Add one block's contribution to the gradients of queries, keys and values.
 
     Args:
-        sums: Three tensors with the shapes of ``query``, ``keys`` and ``values``, changed in place.
+        sums: Three float32 tensors, changed in place, with the shapes of ``query``, ``keys`` and ``values``.
         gradient: Gradient of ``output``.
         query: See :func:`attend_dense`.
         keys: See :func:`attend_dense`.
@@ -97,10 +99,10 @@ def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:
 
 
 def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, and the block's keys and values, with the same number of heads.
+    """Give the queries and the block's keys and values the same number of heads.
 
-    If all queries see all keys, the query heads that share a key-value head are joined into one head. Otherwise the
-    block is small, and its keys and values are repeated.
+    If all queries see all keys, query heads that share a key-value head are joined into one head. Otherwise the keys
+    and values are repeated, which is cheap because such blocks are small.
     """
     key, value = keys[:, :, block.keys], values[:, :, block.keys]
     heads = keys.size(1)

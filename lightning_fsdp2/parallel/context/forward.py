@@ -1,4 +1,4 @@
-"""The forward of a context parallel model: it takes whole sequences and computes this rank's positions."""
+"""Forward of a context parallel model, which takes whole sequences and computes only this rank's positions."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,27 +27,30 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 
 _REFUSED = {
-    "past_key_values": "keys from before this sequence (a prefix)",
-    "use_cache": "but computes this rank's positions, which are no cache (`generate` works)",
-    "output_attentions": "which are of the whole sequence and never made",
-    "start_positions": "which are places in the whole sequence",
-    "end_positions": "which are places in the whole sequence",
+    "past_key_values": "which hold keys from before this sequence (a prefix)",
+    "use_cache": "but a rank computes only its own positions, which cannot be a cache (`generate` works)",
+    "output_attentions": "but the attention scores of the whole sequence are never computed",
+    "start_positions": "which are positions in the whole sequence",
+    "end_positions": "which are positions in the whole sequence",
 }
-"""Arguments that concern whole sequences, with the reason why each is refused."""
+"""Arguments that only make sense for whole sequences, with the reason why each is refused."""
 
 _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments that tell flash attention about packed documents."""
+"""Arguments that tell flash attention where packed documents begin and end."""
 
 
 _known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", default=None)
-"""Documents of every batch in a plan, where tensors have no values."""
+"""Documents to assume for every batch in a simulation, where tensors have no values."""
 
 
 @contextmanager
 def assume_documents(position_ids: Tensor) -> Iterator[None]:
-    """Treat every batch inside the block as having the documents of ``position_ids``, [batch, sequence], for a plan."""
+    """Assume inside the block that every batch has the documents of ``position_ids``, [batch, sequence].
+
+    Simulations need this, because their tensors have no values.
+    """
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
     try:
@@ -57,14 +60,14 @@ def assume_documents(position_ids: Tensor) -> Iterator[None]:
 
 
 class ShardedForward:
-    """The forward of a model, or of its base model, on this rank's positions."""
+    """Wrapper of the forward of a model or its base model, which runs the forward on this rank's positions."""
 
     def __init__(self, model: nn.Module, sharding: SequenceSharding) -> None:
         self.model = model
         self.sharding = sharding
         self.name = get_class_name(model)
         self._parameters = list(inspect.signature(model.forward).parameters)
-        # OPT's position embedding, for example, counts the tokens in the mask
+        # the position embedding of OPT, for example, counts the tokens in the mask
         self._counts_tokens = any(
             isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             for module in model.modules()
@@ -81,7 +84,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # the base model, called by the model's own forward
+        if is_running_sharded():  # this is the base model, called by the model's own forward
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -93,7 +96,8 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            stack.enter_context(assume_unpacked_sequences())  # the positions of a rank's two chunks are not consecutive
+            # a rank's two chunks are not consecutive, which looks like packing
+            stack.enter_context(assume_unpacked_sequences())
             sequences = run_sharded(
                 self.name,
                 given["position_ids"],
@@ -112,7 +116,7 @@ class ShardedForward:
         return output if loss is None else loss.finish(output)
 
     def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
-        """Run the model's own forward. The first time, check that every layer that runs sees the other ranks' parts."""
+        """Run the model's own forward. The first time, check that every used layer attends to the whole sequence."""
         ran: set[nn.Module] = set()
         lists = [] if self._is_checked else self._get_layer_lists()
         hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
@@ -121,17 +125,19 @@ class ShardedForward:
         except (AttributeError, TypeError) as error:
             if SequenceMask.__name__ not in str(error):
                 raise
-            raise self._make_error(f"works on its attention mask, which is no tensor here ({error})") from error
+            raise self._make_error(
+                f"computes with its attention mask, which is not a tensor in context parallelism ({error})"
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # if layers of another list call attention, a list in which no layer does may be one of projections
+            # a list without any attention may hold projections, if the layers of another list call attention
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
-                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers: it"
-                    " would see this rank's part of the sequence alone"
+                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; it"
+                    " would see only this rank's part of the sequence"
                 )
         self._is_checked = True
         return output
@@ -142,15 +148,15 @@ class ShardedForward:
         return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
-        """Refuse arguments that have no meaning for a part of a sequence, and drop those about packed documents."""
+        """Refuse arguments that make no sense for a part of a sequence, and drop the arguments in ``_PACKED``."""
         for name, reason in _REFUSED.items():
             if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
                 raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
         images = [name for name in given if name.startswith(_NOT_TEXT)]
         if images:
             raise self._make_error(
-                f"was given {images[0]}, which it would merge into a part of the sequence; merge it yourself, outside"
-                " of the model, and give inputs_embeds"
+                f"was given {images[0]}, which it would merge into a part of the sequence; merge it outside the model"
+                " and give inputs_embeds"
             )
         if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep"):
             raise self._make_error(
@@ -159,38 +165,38 @@ class ShardedForward:
         packed = [name for name in _PACKED if name in given]
         if packed and "position_ids" not in given:
             raise self._make_error(
-                f"was given {packed[0]}, but attention here goes by position_ids; give those, restarting at each"
-                " document"
+                f"was given {packed[0]}, but context parallel attention needs position_ids; give position_ids that"
+                " restart at each document"
             )
         for name in packed:
             del given[name]
 
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """Remove the mask from ``given``, and return the documents, which do not see each other, and the padding.
+        """Remove the mask from ``given``, and return the batch's documents and its padding.
 
-        As without context parallelism, documents begin where position ids restart, unless there is a mask. Reading the
-        position ids or the mask costs one synchronisation with the device, as in transformers.
+        As without context parallelism, documents begin where position ids restart, unless there is a mask. As in
+        transformers, the CPU waits once for the position ids or the mask from the device.
         """
         batch, length = inputs.shape[:2]
         mask, positions = given.pop("attention_mask", None), given.get("position_ids")
         if positions is None:
             given["position_ids"] = torch.arange(length, device=inputs.device)[None]
             if self._makes_positions:
-                raise self._make_error("does not count positions from 0 by itself; give position_ids")
+                raise self._make_error("makes position ids that do not count from 0; give position_ids")
         if mask is not None:
             return self._number_padding(given, mask, batch, length, has_positions=positions is not None)
         if positions is None or self.sharding.assumes_unpacked:
             return None, None
         if (known := _known_documents.get()) is not None:
             return known, None
-        if positions.ndim == 3:  # [4, batch, sequence]: the text's position ids, and three for images
+        if positions.ndim == 3:  # [4, batch, sequence]: one row of position ids for the text, and three for images
             positions = positions[0] if positions.size(0) == 4 else None
         if positions is None or not (restarts := F.pad(positions.diff(dim=-1) != 1, (1, 0)).cpu()).any():
             return None, None
         if given["position_ids"].ndim == 2 and self._has_image_positions:
             raise self._make_error(
-                "separates documents by position_ids of shape [4, batch, sequence] only: the text's, and three as they"
-                " are for images"
+                "can only separate documents if position_ids have the shape [4, batch, sequence]: one row for the text"
+                " and three for images"
             )
         return find_documents(restarts.cumsum(-1).expand(batch, length), inputs.device), None
 
@@ -200,7 +206,7 @@ class ShardedForward:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length):
             what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             raise self._make_error(
-                f"was given an attention_mask {what}; context parallel attention takes those of padding, of shape"
+                f"was given an attention_mask {what}; context parallel attention takes padding masks of shape"
                 f" {(batch, length)}, and position_ids that restart for packed documents"
             )
         is_token = mask.bool().cpu()
@@ -208,20 +214,20 @@ class ShardedForward:
             return None, None
         if given.get("output_router_logits", getattr(self.model.config, "output_router_logits", False)):
             raise self._make_error(
-                "was asked for the router's auxiliary loss (output_router_logits=True) of a padded batch, of which it"
-                " cannot leave out the padding; set it to False, or pack the sequences instead"
+                "was asked for the router's auxiliary loss (output_router_logits=True) of a padded batch, but it cannot"
+                " exclude the padding from this loss; set output_router_logits to False, or pack the sequences"
             )
         if (is_token[:, 1:] <= is_token[:, :-1]).all():
-            return None, None  # padding after all tokens, which causal attention hides from them
+            return None, None  # all padding is after the tokens, and causal attention does not see it
         if self._counts_tokens and not has_positions:
             raise self._make_error(
-                "counts positions by its attention_mask, which begins with padding; give position_ids"
+                "derives positions from its attention_mask, which begins with padding; give position_ids"
             )
-        # treat padding as a document that sees itself: a query that sees no key has no softmax
+        # treat padding as a document of its own, because a query that sees no key has no softmax
         return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
-        """Shift and count the labels before they are split. Return None if there are no labels."""
+        """Shift and count the labels before they are split; return None if there are no labels."""
         if "labels" not in given and "shift_labels" not in given:
             return None
         ignore_index = given.get("ignore_index", IGNORE_INDEX)
@@ -235,23 +241,23 @@ class ShardedForward:
             return value
         if name not in self.sharding.inputs:
             raise self._make_error(
-                f"was given {name}, a tensor of shape {tuple(value.shape)}; say in FSDP2Config(context_parallel_inputs="
-                f"{{'{name}': ...}}) in which dim it has a value per position, or None to leave it whole"
+                f"was given {name}, a tensor of shape {tuple(value.shape)}; set FSDP2Config(context_parallel_inputs="
+                f"{{'{name}': ...}}) to the dim in which it has a value per position, or to None to keep it whole"
             )
         dim = self.sharding.inputs[name]
         if dim is None:
             return value
         if not -value.ndim <= dim < value.ndim or value.size(dim) != length:
             raise self._make_error(
-                f"was given {name} of shape {tuple(value.shape)}, which has not the {length} positions of the sequence"
-                f" in dim {dim}"
+                f"was given {name} of shape {tuple(value.shape)}, which does not have the {length} positions of the"
+                f" sequence in dim {dim}"
             )
         return self.sharding.shard(value, dim)
 
     def _gather_router_logits(self, output: Any) -> Any:
-        """Gather the router logits of all ranks, [tokens, experts] each.
+        """Gather the router logits of all ranks, each [tokens, experts].
 
-        The auxiliary loss of a mixture of experts covers all tokens, in any order.
+        The auxiliary loss of an MoE model covers all tokens. Their order does not matter.
         """
         if getattr(output, "router_logits", None) is not None:
             group = self.sharding.group
@@ -260,9 +266,9 @@ class ShardedForward:
 
     @contextmanager
     def _draw_own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Make ranks draw different random numbers inside the block, since they apply dropout to different positions.
+        """Make ranks draw different random numbers inside the block, because their positions need different dropout.
 
-        Outside of the model, all ranks draw the same numbers.
+        Outside the model, all ranks draw the same numbers.
         """
         random = LayerRandom(self.model, self.sharding.group, device)
         if self._draws_random_numbers:
@@ -288,16 +294,16 @@ class ShardedForward:
 
 
 def computes_by_length(module: nn.Module) -> bool:
-    """Return whether ``module`` is a rotary embedding whose frequencies depend on the largest position it is given."""
+    """Return whether ``module`` is a rotary embedding whose frequencies depend on the length of the sequence."""
     rope_type = getattr(module, "rope_type", None)
     names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
 
 
 class WholeRotary:
-    """The forward of a rotary embedding, run on the positions of all ranks.
+    """Wrapper of a rotary embedding's forward, which computes with the positions of all ranks.
 
-    It returns this rank's part of the results, [..., sequence, dim] each.
+    It returns this rank's part of each result. The results have the shape [..., sequence, dim].
     """
 
     def __init__(self, sharding: SequenceSharding) -> None:
@@ -311,7 +317,7 @@ class WholeRotary:
 
 
 class _ShardedLoss:
-    """The loss that a model computes from this rank's labels, turned into the loss over all positions."""
+    """Conversion of the loss that a model computes from this rank's labels to the loss over all positions."""
 
     def __init__(self, forward: ShardedForward) -> None:
         self.forward = forward
@@ -320,7 +326,7 @@ class _ShardedLoss:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record in the block whether the model's loss function is given the labels that are already shifted."""
+        """Record, inside the block, whether the model's loss function gets the labels that are already shifted."""
         own = get_optional_own_loss(self.model)
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters
@@ -343,8 +349,8 @@ class _ShardedLoss:
         """
         if not self._is_shifted:
             raise self.forward._make_error(
-                "computes its loss without shift_labels, from whole sequences of labels; call it without"
-                " labels, and compute the loss from its logits and shard_sequence(model, shifted_labels)"
+                "computes its loss without shift_labels, which needs the labels of whole sequences; call the model"
+                " without labels, and compute the loss from its logits and shard_sequence(model, shifted_labels)"
             )
         loss = output[0]
         mean = _MeanOfValues.apply(loss, self.forward.sharding.group)
@@ -355,7 +361,7 @@ class _ShardedLoss:
 
 
 class _MeanOfValues(torch.autograd.Function):
-    """The mean over the ranks. The rank's own value gets the gradient unchanged, since FSDP averages gradients."""
+    """Mean of a value over the ranks. The gradient passes unchanged to each rank's value, since FSDP averages it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -367,8 +373,8 @@ class _MeanOfValues(torch.autograd.Function):
 
 
 def _is_generating(given: dict[str, Any]) -> bool:
-    """Return whether the model is generating.
+    """Return whether the model is generating text, where all ranks compute the same tokens.
 
-    Tokens that come one by one cannot be split, so all ranks compute the same ones.
+    A sequence to which tokens are added one by one cannot be split.
     """
     return not torch.is_grad_enabled() and "past_key_values" in given

@@ -1,6 +1,6 @@
-"""Attention of many segments in one operation: the device's variable-length kernel if it has one, else a loop.
+"""Attention within many segments in one operation, which uses a variable-length kernel if the device has one.
 
-The operations are custom operators of torch (``torch.library``). FLOP counters and ``torch.compile`` therefore see one
+The operations are custom operators of torch (``torch.library``), so FLOP counters and ``torch.compile`` see one
 operation for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` computes its FLOPs from ``pairs``.
 """
 
@@ -33,12 +33,12 @@ def segment_attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a block of segments, and its normalizer.
+    """Return the attention within each segment, and its normalizer.
 
-    The block is a :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
+    The arguments come from a :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
 
     Args:
-        query: [queries, heads, dim], segment after segment.
+        query: [queries, heads, dim], in the order of the segments.
         key: [batch, positions, key-value heads, dim].
         value: [batch, positions, key-value heads, value dim].
         key_starts: [batch], the block's ``key_starts``.
@@ -49,7 +49,7 @@ def segment_attention(
         window: Largest number of keys that a query sees, including its own. None if a query sees all keys of its
             segment up to its own.
         scale: Factor by which scores are multiplied.
-        pairs: Number of query-key pairs that attention covers, for FLOP counters. The result does not depend on it.
+        pairs: Number of pairs of a query and a key that attention computes. Only FLOP counters use it.
 
     Returns:
         The attention, [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries],
@@ -93,8 +93,8 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, given the gradient of :func:`segment_attention`'s output.
 
-    ``output`` and ``normalizer`` may be those of a softmax over more keys. The results are then what the given keys
-    contribute to the gradients.
+    ``output`` and ``normalizer`` may come from a softmax over more keys. The results are then the contributions of the
+    given keys.
     """
     keys, values = _pack(key, key_starts), _pack(value, key_starts)
     saved = (gradient, query, keys, values, output, normalizer)
@@ -132,9 +132,9 @@ def _compute_gradients(
 
 
 def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
-    """Join the needed positions of all sequences: [batch, positions, heads, dim] to [keys, heads, dim].
+    """Concatenate the needed positions of all sequences: [batch, positions, heads, dim] becomes [keys, heads, dim].
 
-    If these positions start at the same place in all sequences, and the memory layout allows it, nothing is copied.
+    Nothing is copied if these positions start at the same place in all sequences and the memory layout allows a view.
     """
     first, *others = starts.tolist()
     if all(other == first for other in others):
@@ -143,7 +143,7 @@ def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
-    """Undo :func:`_pack`, with zeros at the positions that it left out."""
+    """Undo :func:`_pack`, and fill the positions that it left out with zeros."""
     result = packed.new_zeros(like.shape)
     lengths = [like.size(1) - start for start in starts.tolist()]
     for sequence, start, part in zip(result, starts.tolist(), packed.split(lengths), strict=True):
@@ -152,12 +152,12 @@ def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
 
 
 def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
-    """Return the dense blocks of each segment. This waits for the device that holds the tensors."""
+    """Return the dense blocks of all segments. The CPU waits for the values of the tensors."""
     blocks: list[DenseBlock] = []
     for (first, end), (first_key, last_key) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
-        rows, own = slice(first, end), last_key - (end - first)  # own: the key at the first query's position
+        rows, own = slice(first, end), last_key - (end - first)  # own is the key at the position of the first query
         if window is not None and window < last_key - first_key:
             blocks += get_masked_blocks(rows, own, window, first_key=first_key)
             continue

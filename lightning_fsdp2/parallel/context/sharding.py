@@ -1,4 +1,4 @@
-"""The positions of a model's sequences that this rank of a context parallel group computes."""
+"""Split of a model's sequences over the ranks of a context parallel group."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 
 class SequenceSharding:
-    """The split of one Hugging Face model's sequences over ranks.
+    """Split of the sequences of one Hugging Face model over ranks, which can be switched on and off.
 
     Attributes:
         group: Process group of the context parallel ranks.
@@ -48,7 +48,7 @@ class SequenceSharding:
         self.is_active = True
 
     def deactivate(self) -> None:
-        """Make the model compute whole sequences, and restore transformers."""
+        """Make the model compute whole sequences, and undo the changes in transformers."""
         if self.is_active:
             for config in _get_attention_configs(self.model):
                 uninstall_attention(config)
@@ -74,12 +74,12 @@ class SequenceSharding:
         return (Chunk(self.group.rank() * size, size),)
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's positions from the whole sequences in ``tensor``."""
+        """Return this rank's part of a tensor with whole sequences along ``dim``."""
         chunks = self.get_chunks(tensor.size(dim))
         return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Gather the positions of all ranks, in the order of the whole sequences."""
+        """Gather the parts of all ranks along ``dim``, in the order of the whole sequences."""
         whole = gather_for_ranks(tensor.contiguous(), dim, self.group)
         if self.method == "ulysses":
             return whole

@@ -1,1 +1,1 @@
-"""Passes that are applied layer by layer: checkpointing, compilation, autocast, packed sequences."""
+"""Passes that work layer by layer: activation checkpointing, compilation, autocast, and packed sequences."""

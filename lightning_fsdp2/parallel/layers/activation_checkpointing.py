@@ -1,7 +1,7 @@
-"""Activation checkpointing: layers keep their inputs, and recompute what backward needs.
+"""Activation checkpointing: layers keep their inputs, and recompute in backward the results that it needs.
 
-A method of a layer is wrapped, not the layer, so parameter names and the module tree stay as they are. The method is
-``forward``, since the hooks of FSDP2, which gather the layer's weights for backward, must not run a second time.
+Only a method of each layer is wrapped, so parameter names and the module tree stay the same. The method is ``forward``
+and not ``__call__``, because the hooks of FSDP2, which gather the layer's weights, must not run a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,8 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "audio": {"audio", "speech", "sound"},
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
-"""Words in module names, by the part of a model that they indicate. A module without any of them is language."""
+"""Words in module names that indicate a part of a model. A module without any of these words belongs to the language
+part."""
 
 
 def apply_activation_checkpointing(
@@ -48,27 +49,27 @@ def apply_activation_checkpointing(
 
     Args:
         structure: Structure of the model, which is changed in place.
-        mode: True or ``"full"`` keeps only the inputs of a layer. ``"selective"`` also keeps results that are expensive
-            and read by backward: those of fused attention (any except ``"eager"``), of collectives except all-gathers,
-            and of every second matrix product, in the order in which they are computed. The kept results serve one
-            backward: torch refuses a second backward through the same graph (``retain_graph=True``).
+        mode: True or ``"full"`` keeps only the inputs of a layer. ``"selective"`` also keeps expensive results that
+            backward needs: results of fused attention (any except ``"eager"``), of collectives except all-gathers, and
+            of every second matrix product. The kept results can be used for only one backward. torch refuses a second
+            backward through the same graph (``retain_graph=True``).
         scope: Parts of a multimodal model to checkpoint, identified by the names of its modules.
-        compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and communicate. If torch cannot
-            include the checkpoint in the compiled code, a layer's whole call is recomputed, not only its forward.
+        compiles_collectives: Whether the layers communicate and will be compiled (``layer.compile()``). If torch cannot
+            compile a checkpoint inside such a layer, the whole call of the layer is recomputed instead of its forward.
 
     Raises:
-        ValueError: If there is no layer in the scope, or the model already checkpoints its layers itself.
+        ValueError: If there is no layer in the scope, or if the model already checkpoints its layers itself.
     """
     for hf_model in (parts.module for parts in structure.models):
         if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
             raise ValueError(
-                f"activation_checkpointing={mode!r}: {type(hf_model).__name__} checkpoints its layers itself and would"
-                " compute them three times; leave `gradient_checkpointing_enable()` out."
+                f"activation_checkpointing={mode!r}: {type(hf_model).__name__} already checkpoints its layers itself,"
+                " so they would be computed three times; leave `gradient_checkpointing_enable()` out."
             )
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
-        # torch.compile does not take the default `context_fn` from a variable, so the default is not passed
+        # the default `context_fn` is left out, because torch.compile does not accept it from a variable
         options: dict[str, Any] = {}
         if mode == "selective":
             kind = get_kind(layer)
@@ -81,12 +82,12 @@ def apply_activation_checkpointing(
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
-    """Return whether a tensor parallel ``layer`` has its forward, not its call, checkpointed with its collectives."""
+    """Return whether the checkpoint of a tensor parallel layer is inside its call, so that it would be compiled too."""
     return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
 
 
 def is_checkpointed(layer: nn.Module) -> bool:
-    """Return whether the forward of ``layer`` is recomputed in backward."""
+    """Return whether activation checkpointing was applied to ``layer``."""
     return bool(_get_checkpoints(layer))
 
 
@@ -95,7 +96,7 @@ def _get_checkpoints(layer: nn.Module) -> list["_Checkpoint"]:
 
 
 class _Checkpoint:
-    """The forward of a layer, checkpointed if there will be a backward."""
+    """Wrapper of a layer's forward, which checkpoints it if a backward will follow."""
 
     def __init__(self, layer: nn.Module, options: dict[str, Any], *, is_selective: bool) -> None:
         self.layer, self.options, self.is_selective = layer, options, is_selective
@@ -107,17 +108,17 @@ class _Checkpoint:
             return forward(*args, **kwargs)
         if any(map(is_filled, self.caches.find(args, kwargs))):
             raise ValueError(
-                "activation_checkpointing with keys and values from before (`past_key_values`, prefix tuning): layers"
-                " that are computed again would append to them twice. Use activation_checkpointing=False."
+                "activation_checkpointing with a filled cache (`past_key_values`, prefix tuning): recomputed layers"
+                " would append their keys and values twice. Use activation_checkpointing=False."
             )
         args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill caches a second time
         if self.is_selective:
-            # kept results are found by their order, and recomputation would not add up a PendingSum again: do so first
+            # add up a PendingSum first: kept results are found by their order, and the recomputation would not add it
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
     def _get_options(self) -> dict[str, Any]:
-        # compiled code changes buffers only in its forward
+        # compiled code does not change buffers in its recomputation
         if torch.compiler.is_compiling():
             return self.options
         makers = [self.buffers.make_contexts] if self.buffers.has_any() else []
@@ -128,7 +129,7 @@ class _Checkpoint:
         return {**self.options, "context_fn": lambda: map(_Nested, *(make() for make in makers))}
 
     def _has_backward(self, *inputs: Any) -> bool:
-        """Return whether this layer, or anything before it, is trained: a frozen model has nothing to recompute."""
+        """Return whether a backward will reach this layer, because the layer or code before it is trained."""
         is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
 
@@ -138,7 +139,7 @@ def _make_no_contexts() -> Contexts:
 
 
 class _Nested(AbstractContextManager[None]):
-    """Nested contexts. They are entered again for every backward through the same graph."""
+    """Several nested contexts as one, which can be entered again for every backward through the same graph."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts
@@ -154,7 +155,7 @@ class _Nested(AbstractContextManager[None]):
 
 
 def _make_stances() -> Contexts:
-    """Return contexts in which recomputation compiles only what forward compiled, with the same settings."""
+    """Return contexts for a forward and its recomputation, which runs with the same settings of ``torch.compile``."""
     return nullcontext(), _repeat_compiled(get_stance())
 
 
@@ -166,22 +167,22 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # names start below the model: the attribute that holds it says nothing about its parts
+    # names are relative to the model, because the name of the attribute that holds the model is not one of its parts
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}
     layers = [layer for layer, part in parts.items() if part in wanted or "all" in wanted]
     if not layers:
-        found = f"has layers of {', '.join(sorted(set(parts.values())))} only" if parts else "has no list of layers"
+        found = f"only has layers of {', '.join(sorted(set(parts.values())))}" if parts else "has no list of layers"
         raise ValueError(
-            f"activation_checkpointing={mode!r} with activation_checkpointing_scope={scope!r} applies to nothing:"
+            f"activation_checkpointing={mode!r} with activation_checkpointing_scope={scope!r} applies to no layer:"
             f" {type(structure.root).__name__} {found}. Choose another scope, or activation_checkpointing=False."
         )
     return layers
 
 
 def _get_part(name: str) -> ScopeWord:
-    """Return the part of a model that the module ``name`` belongs to; the innermost word counts."""
+    """Return the part of a model to which the module ``name`` belongs, by the last word of ``_PARTS`` in the name."""
     for component in reversed(name.lower().split(".")):
         for part, words in _PARTS.items():
             if words.intersection(component.split("_")):

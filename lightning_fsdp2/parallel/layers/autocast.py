@@ -1,4 +1,4 @@
-"""Autocast around every forward, with a residual stream that may stay in float32."""
+"""Autocast for every forward of a model, with an option to keep the residual stream in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +20,20 @@ from lightning_fsdp2.modules.wrapping import wrap_method
 def apply_autocast(
     structure: ModelStructure, dtype: torch.dtype, device_type: str, *, residual_dtype: torch.dtype | None = None
 ) -> None:
-    """Make every forward of a module, its children and the Hugging Face models in it run in :class:`torch.autocast`.
+    """Run every forward of a module in :class:`torch.autocast`.
+
+    The same applies to the forwards of the module's children and of the Hugging Face models inside it, and to the steps
+    of a LightningModule.
 
     Args:
-        structure: Structure of the module, which is changed in place. The steps of a LightningModule count as forwards.
-        dtype: Dtype of matrix products. Operations that autocast leaves in float32 stay in float32.
+        structure: Structure of the module, which is changed in place.
+        dtype: Dtype of matrix products. Operations that autocast runs in float32 are not affected.
         device_type: Type of the device on which the model computes.
-        residual_dtype: Dtype to which the outputs of Hugging Face models' embeddings are cast, and so the dtype of the
-            residual stream. None leaves the outputs as they are.
+        residual_dtype: Dtype to which the outputs of input embeddings are cast. It is then the dtype of the residual
+            stream. None leaves the outputs as they are.
     """
     model = structure.root
-    # a hook may call only a part of the model, to score or to generate: an inner model, or another child of the root
+    # a hook of the user may call only a part of the model, such as an inner model or another child of the root
     entered = [model, *structure.hf_models]
     if not is_hf_model(model):
         entered += [child for child in get_called_children(model) if has_forward(child) and not is_metric(child)]
@@ -58,9 +61,9 @@ class _Autocast:
 
 
 class _InFloat32:
-    """The forward of a norm in float32, as under autocast on accelerators.
+    """Wrapper that runs the forward of a norm in float32, as autocast does on accelerators.
 
-    On CPUs torch refuses weights whose dtype differs from that of the input.
+    On CPUs, torch's norms refuse an input whose dtype differs from the dtype of the weights.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -86,5 +89,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # cast only if needed, since a cast would compute a PendingSum
+        # without a needless cast, which would force a PendingSum to be computed
         return result if result.dtype == self.dtype else result.to(self.dtype)

@@ -1,7 +1,7 @@
-"""Buffers of a layer that its forward changes: running statistics, counters, codebooks, vectors of a spectral norm.
+"""Protection of buffers that a layer's forward changes, such as running statistics, when the layer is recomputed.
 
 When backward recomputes a layer, the layer must see the values that its buffers had before its forward. The
-recomputation must not change the buffers' current values.
+recomputation must not change their current values.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from lightning_fsdp2.compat.torch import BatchNormBase
 from lightning_fsdp2.modules.structure import get_class_name
 
 _SMALL = 2**16
-"""Largest size in bytes of buffers that each forward copies. Larger ones are mostly constants, such as causal masks."""
+"""Size in bytes up to which each forward copies a buffer. Larger buffers are mostly constants, such as causal masks."""
 
 _Slot = tuple[nn.Module, str]
 
 
 @dataclass
 class _Buffer:
-    """The state of a buffer before a forward."""
+    """State of a buffer before a forward."""
 
     tensor: Tensor
     version: int
@@ -32,33 +32,33 @@ class _Buffer:
 
 
 class LayerBuffers:
-    """The buffers of a layer, which its recomputation must not change.
+    """Buffers of a layer that its recomputation must not change.
 
-    Large buffers are copied in the first forward, and in later ones if the first has changed them.
+    Large buffers are copied in the first forward. Later forwards copy them only if the first forward changed them.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._constants: set[_Slot] = set()
-        """Large buffers that a forward has left unchanged."""
+        """Large buffers that an earlier forward has left unchanged."""
 
     def has_any(self) -> bool:
         return any(module._buffers for module in self.layer.modules())
 
     def make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a forward, and of each of its recomputations.
+        """Return one context for a forward, and one for each of its recomputations.
 
         Raises:
-            ValueError: At the end of a forward that changes a large buffer that an earlier forward left unchanged.
+            ValueError: At the end of a forward that changes a large buffer, if an earlier forward left it unchanged.
         """
         copies: dict[_Slot, Tensor] = {}
         return self._record(copies), _Repetition(copies)
 
     @contextmanager
     def refuse_changes(self) -> Iterator[None]:
-        """Refuse a compiled forward that changes a buffer: its recomputation in backward might see the new value.
+        """Refuse a compiled forward that changes a buffer, because its recomputation might see the new value.
 
-        The recomputation is a part of the compiled code. The statistics of torch's own norms are allowed, since a
+        The recomputation is a part of the compiled code. The statistics of torch's own norms are allowed, because a
         forward that changes them does not read them.
 
         Raises:
@@ -70,8 +70,8 @@ class LayerBuffers:
             if buffer.is_changed(module._buffers.get(name)) and not isinstance(module, BatchNormBase):
                 raise ValueError(
                     f"activation_checkpointing with enable_compile=True: the forward of {get_class_name(self.layer)}"
-                    f" changes its buffer {name!r}, and compiled code may compute the layer again with its new value."
-                    " Use one of the two flags, or leave this layer out (activation_checkpointing_scope)."
+                    f" changes its buffer {name!r}, and compiled code may recompute the layer with the new value."
+                    " Use only one of the two flags, or exclude this layer (activation_checkpointing_scope)."
                 )
 
     def _list(self) -> Iterator[tuple[_Slot, Tensor]]:
@@ -101,16 +101,16 @@ class LayerBuffers:
     def _refuse(self, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"activation_checkpointing: the forward of {get_class_name(self.layer)} changes its buffer {name!r}"
-            f" ({tensor.nbytes} bytes), which earlier ones left as it was, so that its value before is lost and"
-            " backward cannot compute the layer again. Change it in the first forward too, or leave this layer out"
+            f" ({tensor.nbytes} bytes), which earlier forwards did not change. Its previous value is therefore lost and"
+            " backward cannot recompute the layer. Change the buffer in the first forward too, or exclude this layer"
             " (activation_checkpointing_scope, activation_checkpointing=False)."
         )
 
 
 class _Repetition(AbstractContextManager[None]):
-    """A context that puts copies in place of the buffers. It is entered once for every backward through the same graph.
+    """Context of a recomputation, in which copies replace the buffers. It can be entered several times.
 
-    The buffers themselves are not written to, since backward may still need their values.
+    The values of the buffers themselves do not change, because backward may still need them.
     """
 
     def __init__(self, copies: dict[_Slot, Tensor]) -> None:

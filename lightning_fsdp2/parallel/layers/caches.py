@@ -1,4 +1,4 @@
-"""Caches that layers fill with keys, values or states for later tokens."""
+"""Handling of the caches that layers fill with keys, values or states for later tokens."""
 
 import inspect
 from typing import Any
@@ -11,9 +11,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CacheArguments:
-    """The arguments of a layer's forward that are caches.
+    """Arguments of a layer's forward that are caches which the layer fills.
 
-    A layer that only reads caches, such as another layer's keys and values, has none. transformers marks these layers.
+    Some layers only read the keys and values of another layer. transformers marks these layers, and for them this class
+    finds no caches.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -27,7 +28,7 @@ class CacheArguments:
         return [value for place, value in values if place in self.places and value is not None]
 
     def drop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments with None in place of caches."""
+        """Return the arguments of a call with each cache replaced by None."""
         return (
             tuple(None if index in self.places else value for index, value in enumerate(args)),
             {name: None if name in self.places else value for name, value in kwargs.items()},
@@ -35,10 +36,10 @@ class CacheArguments:
 
 
 def is_filled(cache: Any) -> bool:
-    """Return whether a cache already holds keys and values, or states, of a prefix or of other tokens."""
+    """Return whether a cache already holds keys and values, or states, of earlier tokens."""
     if not hasattr(cache, "get_seq_length"):
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # a cache of states only, which have no length
+    except ValueError:  # the cache only holds states, which have no length
         return bool(cache.has_previous_state())

@@ -1,4 +1,4 @@
-"""Compilation layer by layer: all layers of a kind share small graphs, and names in state dicts stay the same."""
+"""Compilation of a model layer by layer. Layers of the same kind share graphs, and state dict names do not change."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -37,47 +37,50 @@ def apply_compile(
 ) -> None:
     """Compile the layers and the token loss of a model in place, with ``torch.compile``.
 
-    A layer is compiled (``layer.compile()``) when it first runs. The work of FSDP2 around the layer stays outside its
-    graph. A layer that is already compiled is left as it is. With gradients, layers get no cache of keys and values, as
-    with activation checkpointing. Calls without gradients that fill a cache (``generate``), and calls that continue
-    from a filled cache, run without compilation.
+    A layer is compiled (``layer.compile()``) when it first runs. The hooks of FSDP2 stay outside its graph. Layers that
+    are already compiled stay as they are.
+
+    With gradients, layers get no cache for keys and values, as with activation checkpointing. Two kinds of calls run
+    without compilation: calls without gradients that fill a cache (``generate``), and calls that continue from a filled
+    cache.
 
     Args:
         structure: Structure of the model.
-        tensor_parallel: Whether the layers are tensor parallel. If so, the first call of each layer with gradients, and
-            the first for each new set of trained parameters, runs without compilation.
-            :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can then follow its autograd graph.
-        fusion: Fusion of the layers' collectives with their matrix products, by inductor.
+        tensor_parallel: Whether the layers are tensor parallel. If so, a layer's first call with gradients runs without
+            compilation, so that :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its
+            autograd graph. The same is true of the first call after other parameters are trained.
+        fusion: Fusion of the layers' collectives with their matrix products by inductor.
         backend: Backend of ``torch.compile``.
 
     Raises:
-        ValueError: If there are no layers, if tensor parallel layers have dropout, or if their checkpoint cannot be
-            compiled on this version of torch.
+        ValueError: If there are no layers, if tensor parallel layers have dropout, or if this version of torch cannot
+            compile their checkpoints.
     """
     model, layers = structure.root, structure.layers
     if not layers:
         raise ValueError(
-            f"enable_compile=True: {get_class_name(model)} has no list of layers to compile; leave it out, and call"
-            " `torch.compile` yourself on what should be compiled."
+            f"enable_compile=True: {get_class_name(model)} has no list of layers to compile. Leave the flag out, and"
+            " call `torch.compile` yourself."
         )
     if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
         raise ValueError(
-            "enable_compile=True after activation_checkpointing='full' with tp_size > 1: on this version of torch a"
-            " checkpoint with collectives cannot be inside of compiled code, and these layers were checkpointed without"
-            " regard to that. Shard the model with both flags, or use activation_checkpointing='selective'."
+            "enable_compile=True after activation_checkpointing='full' with tp_size > 1: this version of torch cannot"
+            " compile a checkpoint with collectives, and these layers were checkpointed before compilation was known."
+            " Set both flags when you shard the model, or use activation_checkpointing='selective'."
         )
     random = next(filter(draws_random_numbers, layers), None)
     if tensor_parallel and random is not None:
         raise ValueError(
             f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
-            " take turns with random states that torch.compile cannot trace. Set these to 0, or enable_compile=False."
+            " switch between random states, and torch.compile cannot trace this. Set dropout and jitter to 0, or set"
+            " enable_compile=False."
         )
     compile_losses(model, backend)
     report = _Report()
     for layer in layers:
         if not is_module_compiled(layer):
             if type(layer).forward.__module__.startswith("torch.nn."):
-                wrap_method(layer, _call)  # dynamo skips the code of torch's own modules, unless other code calls it
+                wrap_method(layer, _call)  # dynamo only compiles torch's own modules if other code calls them
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
             wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
 
@@ -93,7 +96,7 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """The warning that layers are not compiled in one piece, given once per model."""
+    """Warning, at most once per model, that a layer cannot be compiled as a whole."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -111,15 +114,15 @@ class _Report:
         self.is_made = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
-                "enable_compile=True: torch.compile cannot trace all of %s (%s), and runs parts of it, or the whole,"
-                " without compilation. TORCH_LOGS=graph_breaks shows where.",
+                "enable_compile=True: torch.compile cannot trace all of %s (%s). Parts of it, or all of it, run without"
+                " compilation. TORCH_LOGS=graph_breaks shows where.",
                 get_class_name(layer),
                 reason,
             )
 
 
 class _CompiledLayer:
-    """The call of a compiled layer, with the settings of torch that it needs."""
+    """Wrapper of a compiled layer's call, which sets the options of torch that the layer needs."""
 
     def __init__(
         self, layer: nn.Module, fusion: CollectiveFusion | None, report: _Report, *, verifies_first_call: bool
@@ -134,15 +137,15 @@ class _CompiledLayer:
         self._verified: set[tuple[bool, ...]] = set()
 
     def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the user compiles around the model
+        if torch.compiler.is_compiling():  # the user compiles code that contains the model
             return call(*args, **kwargs)
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # each layer fills its own place in the caches, and so would need its own graph
+            # each layer fills another place in the caches, and would therefore need a graph of its own
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
-                    self.report.warn(self.layer, "keys and values from before, `past_key_values`")
+                    self.report.warn(self.layer, "a filled cache, `past_key_values`")
                 with torch.compiler.set_stance("force_eager"):
                     return call(*args, **kwargs)
             args, kwargs = self.caches.drop(args, kwargs)

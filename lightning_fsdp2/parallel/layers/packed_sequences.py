@@ -1,7 +1,7 @@
-"""Packed sequences: training without them can skip the search for them; training with them must not.
+"""Handling of packed sequences, which consist of several documents.
 
-transformers searches for position ids that restart. This costs a host sync per forward, or per layer with flash
-attention.
+transformers finds them by position ids that restart. For this search, the CPU waits for the device once per forward, or
+once per layer with flash attention. Training without packed sequences can skip the search.
 """
 
 import inspect
@@ -22,13 +22,13 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 
 @contextmanager
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Refuse a forward of ``model`` inside the block if its tokens may see documents other than their own.
+    """Refuse a forward of ``model`` inside the block if its tokens may see other documents than their own.
 
-    Some transformers models do not pass their position ids to the functions that make masks.
+    Some models of transformers do not pass their position ids to the functions that make masks.
 
     Args:
         model: A Hugging Face model that is not context parallel. Context parallel attention separates documents itself.
-        batch_size: Number of sequences that the forward is given.
+        batch_size: Number of sequences in the batch.
 
     Raises:
         ValueError: If tokens may see other documents; the message names the model and the reason.
@@ -50,36 +50,36 @@ def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[No
     finally:
         masking_utils.find_packed_sequence_indices = find
     if not looks:
-        raise _make_separation_error(model, "it makes its attention mask without regard to position_ids")
+        raise _make_separation_error(model, "it does not use position_ids for its attention mask")
 
 
 def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
-    """Return the reason why tokens of a sequence see each other regardless of the mask; None if there is none."""
+    """Return the reason why tokens of a sequence see each other whatever the mask is; None if they do not."""
     config = model.config.get_text_config()
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
     if other:
-        return f"it has layers of the type {' and '.join(other)}, which run through all of a sequence"
+        return f"it has layers of type {' and '.join(other)}, which mix all tokens of a sequence"
     if is_stateful(model) or any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules()):
-        return "it has layers with a state that runs through all of a sequence"
+        return "it has layers that pass a state along the whole sequence"
     attention = get_attention(config)
     if "flash" in attention and batch_size > 1:
-        return f"its {attention} separates documents at batch_size=1 only, not {batch_size}"
+        return f"its {attention} separates documents only with batch_size=1, not {batch_size}"
     return None
 
 
 def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. Use another"
-        " attn_implementation or batch_size where that is the reason, or separate_documents=False (of a"
-        " ChatDataModule, pack=False)."
+        " attn_implementation or batch_size if that is the reason, or separate_documents=False (pack=False for a"
+        " ChatDataModule)."
     )
 
 
 def apply_unpacked_sequences(structure: ModelStructure) -> None:
-    """Make every forward of the Hugging Face models in a module run in :func:`assume_unpacked_sequences`.
+    """Run every forward of the Hugging Face models in a module in :func:`assume_unpacked_sequences`.
 
-    Their batches are still checked. Position ids that do not increase by one from one attended token to the next
-    raise a RuntimeError. On an accelerator this is a device-side assertion, since the host does not wait for the
+    Batches are still checked. If position ids do not increase by one from one attended token to the next, a
+    RuntimeError is raised. On an accelerator, this is a device-side assertion, because the CPU does not wait for the
     result.
     """
     for hf_model in structure.hf_models:
@@ -93,8 +93,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # position ids with three dims count in several directions, as for images; the position ids of a context
-        # parallel rank, which its base model is given, are not consecutive
+        # position ids with three dims count in several directions, as for images; the base model of a context parallel
+        # model gets this rank's position ids, which are not consecutive
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:

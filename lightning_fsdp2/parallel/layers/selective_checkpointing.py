@@ -1,9 +1,11 @@
-"""Selective activation checkpointing: a layer keeps results that are expensive to compute and read by backward.
+"""Selective activation checkpointing: layers keep results that are expensive to compute and that backward needs.
 
-Fused attention, matrix products, and the collectives that reduce or exchange are expensive. Every second matrix product
-is kept, as in torchtitan, for half the memory and half the work. All-gathers are repeated, since their results are as
-large as a whole sequence. The tensors that autograd saves show what backward reads: nothing that a layer computes after
-its last saved tensor is recomputed, so there is no use in keeping it.
+Fused attention, matrix products, and all collectives except all-gathers are expensive. Every second matrix product is
+kept, as in torchtitan, which is a compromise between memory and recomputation. All-gathers are recomputed, because
+their results are as large as a whole sequence.
+
+Autograd saves the tensors that backward needs. Results that a layer computes after its last saved tensor are not
+recomputed, so they are not kept.
 """
 
 from collections import Counter
@@ -19,7 +21,7 @@ from lightning_fsdp2.compat.torch import flex_attention_operation, get_operation
 from lightning_fsdp2.parallel.context.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Contexts of a forward and of its recomputation."""
+"""Context of a forward, and context of its recomputation."""
 
 _ATEN: Any = torch.ops.aten
 _COLLECTIVES: Any = torch.ops._c10d_functional
@@ -40,32 +42,34 @@ _ATTENTION_AND_COLLECTIVES = {
 }
 
 _FLASH_ATTENTION = "flash_attn"
-"""Part of the operator namespaces of flash attention packages and of kernels that transformers loads from the Hub."""
+"""Part of the operator namespaces of flash attention packages, and of such kernels that transformers loads from the
+Hub."""
 
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 
 _GROUPED_PRODUCT = _ATEN._grouped_mm.default
-"""Another product. It is not kept if transformers adds expert biases in place, since a kept result must not change."""
+"""Matrix product of MoE experts. If transformers adds expert biases to it in place, it is not kept: a kept result must
+not change."""
 
 
 class Selection:
-    """The choice of results that layers of one kind keep.
+    """Choice of the results that layers of one kind keep.
 
-    The first forward of a layer of this kind keeps all expensive results, and finds out which of them backward reads.
-    Later forwards keep only those.
+    The first forward of such a layer keeps all expensive results, and finds out which of them backward needs. Later
+    forwards keep only the needed results.
 
     Args:
-        layer: One of the layers.
+        layer: Any layer of this kind.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         has_biased_experts = any(getattr(module, "has_bias", False) for module in layer.modules())
         self._products = _PRODUCTS if has_biased_experts else {*_PRODUCTS, _GROUPED_PRODUCT}
         self._read: int | None = None
-        """Number of expensive operations in a layer before its last saved tensor; None before they are counted."""
+        """Number of expensive operations in a layer before its last saved tensor; None until they are counted."""
 
     def make_contexts(self) -> Contexts:
-        """Return contexts for the forward of a layer and for its recomputation, which make the same choices."""
+        """Return contexts for a layer's forward and its recomputation, in which both choose the same results."""
         limit = self._read
         counts: Counter[bool] = Counter()
         products: Counter[bool] = Counter()
@@ -83,14 +87,14 @@ class Selection:
             return CheckpointPolicy.MUST_SAVE
 
         forward, repetition = create_selective_checkpoint_contexts(choose)
-        # compiled code keeps nothing that its backward does not read
+        # compiled code only keeps what its backward needs anyway
         if limit is None and not torch.compiler.is_compiling():
             forward = self._watch(forward, counts)
         return forward, repetition
 
     @contextmanager
     def _watch(self, forward: AbstractContextManager[Any], counts: Counter[bool]) -> Iterator[None]:
-        """Count the expensive operations that come before the last tensor that autograd saves."""
+        """Count the expensive operations that come before the last tensor saved by autograd."""
         pack, unpack = get_saved_tensors_hooks()  # the hooks of the checkpoint
         read = 0
 
@@ -107,7 +111,7 @@ class Selection:
 
 
 def get_kind(layer: nn.Module) -> Any:
-    """Return a key shared by all layers that compute the same: their modules, and which parameters are trained."""
+    """Return a key that is equal for layers with the same modules and the same trained parameters."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(parameter.requires_grad for parameter in layer.parameters())
 

@@ -1,9 +1,11 @@
-"""Cross entropy of a causal language model whose logits exist for one chunk of positions at a time.
+"""Cross entropy of a causal language model that computes the logits of only one chunk of positions at a time.
 
-With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here a
-single forward of the head runs over chunks of positions. The logits of a chunk are turned into its token losses and
-dropped; backward computes the logits again. Since there is one forward for all chunks, FSDP2 gathers the head once.
-Since the model's own forward calls the head, every hook on the way to the head is called as usual.
+With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here, a
+single forward of the head goes through the positions chunk by chunk. It computes the token losses from a chunk's logits
+and then drops the logits. Backward computes them again.
+
+As all chunks are in one forward, FSDP2 gathers the head once. As the model's own forward calls the head, all hooks are
+called as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,30 +30,30 @@ from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, tok
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 
 CHUNK_SIZE = 1024
-"""Number of positions in a chunk, over all sequences of the batch. Matrix products of this size keep an accelerator
-busy."""
+"""Number of positions in a chunk, in all sequences together. Matrix products of this size keep an accelerator busy."""
 
 _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub", "tanh"}
-"""Names of tensor methods that compute each element of their result from one logit alone, and work out of place."""
+"""Names of tensor methods that compute each element of their result from a single logit and change nothing in place."""
 
 _HOOKS = ("torch.distributed.", "lightning_fsdp2.")
 """Prefixes of the Python modules whose forward hooks do not change logits; any other hook may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]
-"""All operations of a model on the logits that its head returns, in order; often none."""
+"""Operations that a model applies to the logits after its head, in order. Most models have none."""
 
 
 def trace_logits_tail(model: nn.Module) -> LogitsTail:
-    """Find the operations of ``model`` on its logits after its head (soft capping, scaling), which chunks must repeat.
+    """Find the operations that ``model`` applies to the logits after its head, such as soft capping or scaling.
 
-    This runs the model's own forward, with zeros in place of everything that is computed before the head.
+    :func:`compute_chunked_token_losses` repeats these operations for each chunk. To find them, this function runs the
+    model's own forward with zeros as the input of the head.
 
     Args:
-        model: A Hugging Face causal language model, or a wrapper of one; not sharded, on any device.
+        model: A Hugging Face causal language model, or a wrapper of one. It is not sharded, and may be on any device.
 
     Raises:
-        ValueError: If the model does more than :func:`compute_chunked_token_losses` can do chunk by chunk. The message
-            names the model.
+        ValueError: If the model does something that :func:`compute_chunked_token_losses` cannot do chunk by chunk. The
+            message names the model.
     """
     hf_model, head = _get_model_and_head(model)
     input_ids = torch.zeros(1, 2, dtype=torch.long, device=hf_model.device)
@@ -71,10 +73,10 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
                 stack.enter_context(_replace_forward(base, return_hidden_states))
             stack.enter_context(_replace_forward(head, return_traced))
             logits = hf_model(input_ids=input_ids, use_cache=False).logits
-    except Exception as error:  # the model's code may raise anything if it needs more than this forward gives it
+    except Exception as error:  # the model's code may raise any error if it needs real inputs
         raise _make_error(hf_model, f"its forward could not be traced ({error})") from error
     if len(inputs) != 1 or inputs[0].shape[:-1] != input_ids.shape or not isinstance(logits, _TracedLogits):
-        raise _make_error(hf_model, "it does not make its logits by one call of its head with all positions")
+        raise _make_error(hf_model, "it does not compute its logits with one call of its head for all positions")
     return logits.tail
 
 
@@ -86,30 +88,30 @@ def compute_chunked_token_losses(
     tail: LogitsTail,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """Return what ``token_cross_entropy(compute_logits(), labels)`` would, without the logits of more than one chunk.
+    """Compute ``token_cross_entropy(compute_logits(), labels)`` with the logits of only one chunk at a time.
 
-    This also works in a forward without gradients. The gradients are exact: those of the head's weights are summed over
-    the chunks in float32 even if the weights are bfloat16, as one product over all positions would sum them.
+    This also works in a forward without gradients. The gradients are as exact as those of one product over all
+    positions: the gradients of the head's weights are summed over the chunks in float32, even for bfloat16 weights.
 
     Args:
-        model: A Hugging Face causal language model, or a wrapper of one; sharded or not.
-        compute_logits: Function that calls ``model`` and returns its logits, whose values are not used.
-        labels: [batch, sequence], int64; position t holds the label of its own logits.
-        tail: Result of :func:`trace_logits_tail` from before the model was sharded.
-        chunk_size: Number of positions in a chunk, over all sequences.
+        model: A Hugging Face causal language model, or a wrapper of one, sharded or not.
+        compute_logits: Function that calls ``model`` and returns its logits. Their values are not used.
+        labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
+        tail: Result of :func:`trace_logits_tail`, which was called before the model was sharded.
+        chunk_size: Number of positions in a chunk, in all sequences together.
 
     Returns:
         The loss of every position, 0 where there is no label. [batch, sequence], float32.
 
     Raises:
-        ValueError: If the model does not call its head exactly once with the hidden states of just these positions, if
-            the head has a forward hook, which would see losses, or if parts of the head are gathered separately.
+        ValueError: If the model does not call its head exactly once for exactly these positions, if the head has a
+            forward hook, which would get losses instead of logits, or if FSDP2 gathers parts of the head separately.
     """
     hf_model, head = _get_model_and_head(model)
     if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in get_forward_hooks(head)):
-        raise _make_error(hf_model, "a forward hook on its head would be given losses for logits")
+        raise _make_error(hf_model, "a forward hook on its head would get losses instead of logits")
     if any(isinstance(module, FSDPModule) for module in head.modules() if module is not head):
-        raise _make_error(hf_model, "parts of its head, of another dtype, are units of FSDP2 of their own")
+        raise _make_error(hf_model, "FSDP2 gathers parts of its head separately, because they have another dtype")
     compute_head = head.forward
     results: list[Tensor] = []
 
@@ -129,22 +131,22 @@ def compute_chunked_token_losses(
         else:
             losses = torch.cat([compute_chunk(*chunk) for chunk in _split(*flat, chunk_size)])
         results.append(losses.view_as(labels))
-        # to the model these are logits, which it may change in place
+        # a copy, because the model takes these losses for logits and may change them in place
         return results[0].clone()
 
     with _replace_forward(head, compute_losses):
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # FSDP2 gathers a module's weights for backward when the gradient of its output arrives, so send a zero gradient
+    # send a zero gradient to the model's output, because FSDP2 gathers weights for backward when this gradient arrives
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Token losses, chunk by chunk; backward computes each chunk again.
+    """Computation of token losses chunk by chunk, in which backward recomputes each chunk.
 
-    Autograd alone would add up the chunks' gradients of a bfloat16 weight in bfloat16, and the error of the head's
-    gradient would grow with the number of chunks: by two thirds at 64 chunks.
+    Autograd would sum the gradients of a bfloat16 weight over the chunks in bfloat16. The error of the head's gradient
+    would then grow with the number of chunks: by two thirds with 64 chunks.
     """
 
     @staticmethod
@@ -156,7 +158,7 @@ class _ChunkedLosses(torch.autograd.Function):
         labels: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, labels)  # freed after backward, though the loss may live on
+        ctx.save_for_backward(hidden, labels)  # freed after backward, even if the loss is kept
         ctx.compute_chunk, ctx.chunk_size, ctx.parameters = compute_chunk, chunk_size, parameters
         ctx.surroundings = _Surroundings(hidden.device)
         return torch.cat([compute_chunk(*chunk) for chunk in _split(hidden, labels, chunk_size)])
@@ -184,7 +186,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 class _Surroundings:
-    """Random state and autocast settings of a forward, for backward to repeat it. A head may have dropout (LoRA)."""
+    """Random state and autocast settings of a forward, which its recomputation needs. A LoRA head may have dropout."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -208,7 +210,7 @@ def _split(hidden: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
 
 
 class _TracedLogits(Tensor):
-    """Stand-in for logits of any shape. It records the operations on them and refuses any that chunks cannot repeat."""
+    """Placeholder for logits that records the operations on them, and refuses operations that mix positions."""
 
     tail: LogitsTail
 
@@ -226,13 +228,13 @@ class _TracedLogits(Tensor):
             isinstance(value, int | float | torch.dtype | None) for value in (*arguments, *kwargs.values())
         )
         if function.__name__ not in _POINTWISE or not isinstance(logits, cls) or not are_constants:
-            # not a TypeError, which Python's operators would replace with their own
+            # not a TypeError, because Python's operators would replace it with one of their own
             raise ValueError(f"it applies {function.__name__!r} to its logits")
         return cls.make((*logits.tail, methodcaller(function.__name__, *arguments, **kwargs)))
 
 
 class _BaseOutput:
-    """Stand-in for any output class of a base model: hidden states, and None for every other attribute."""
+    """Placeholder for the output of any base model, with hidden states and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -246,7 +248,7 @@ class _BaseOutput:
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module`` run ``forward`` in place of its own inside the block; its hooks are called as usual."""
+    """Replace the forward of ``module`` inside the block; its hooks are called as usual."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -267,16 +269,16 @@ def _get_model_and_head(model: nn.Module) -> tuple[Any, nn.Module]:
 
 
 def _get_base_models(hf_model: nn.Module) -> list[nn.Module]:
-    """Return the models inside of a model: its forward may call all of them, or the decoder alone."""
+    """Return all Hugging Face models inside a model; its forward may call all of them or only one."""
     return [module for module in hf_model.modules() if module is not hf_model and is_hf_model(module)]
 
 
 def _check_hidden_states(model: nn.Module, hidden: Tensor, labels: Tensor) -> None:
     if isinstance(hidden, DTensor):
-        raise _make_error(model, "its head is sharded by a style of torch's own; use FSDP2Strategy(tp_size=...) for it")
+        raise _make_error(model, "its head is sharded by one of torch's styles; use FSDP2Strategy(tp_size=...) instead")
     if hidden.shape[:-1] != labels.shape:
         raise _make_error(
-            model, f"its head got positions of shape {tuple(hidden.shape[:-1])} for labels of {tuple(labels.shape)}"
+            model, f"its head got positions of shape {tuple(hidden.shape[:-1])}, but labels of {tuple(labels.shape)}"
         )
 
 

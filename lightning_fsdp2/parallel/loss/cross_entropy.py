@@ -1,4 +1,4 @@
-"""Cross entropy of every token, for logits that are whole or sharded over the vocabulary by tensor parallel ranks."""
+"""Cross entropy of each token, for logits that are whole or sharded over the vocabulary by tensor parallelism."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,24 +17,24 @@ from lightning_fsdp2.modules.structure import is_hf_model
 from lightning_fsdp2.ranks.collectives import get_shard_range
 
 _BACKEND_ATTRIBUTE = "_lightning_fsdp2_loss_backend"
-"""Name of the attribute with the backend of ``torch.compile``, on modules whose losses are compiled."""
+"""Name of the attribute that holds the backend of ``torch.compile`` on modules with compiled losses."""
 
 _KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
-"""Name of the attribute that a head has inside of :func:`keep_logits_sharded`."""
+"""Name of the attribute that a head has inside :func:`keep_logits_sharded`."""
 
 
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX, model: nn.Module | None = None
 ) -> Tensor:
-    """Return the loss of every position, 0 where there is no label. [batch, sequence], float32.
+    """Return the loss of every position, and 0 where there is no label. [batch, sequence], float32.
 
     Args:
-        logits: [batch, sequence, vocabulary], any float dtype. A DTensor whose vocabulary is sharded
+        logits: [batch, sequence, vocabulary], any float dtype. A DTensor with a sharded vocabulary
             (``FSDP2Config.loss_parallel``) is not gathered.
-        labels: [batch, sequence], int64; position t holds the label of its own logits.
+        labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
         ignore_index: Label of positions that do not count.
-        model: Model that returned the logits. The loss is compiled if the model's layers are
-            (``FSDP2Config.enable_compile``), except on a sharded vocabulary. With None, the loss is not compiled.
+        model: Model that returned the logits. If its layers are compiled (``FSDP2Config.enable_compile``), so is the
+            loss, except for a sharded vocabulary. With None, the loss is not compiled.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
@@ -44,7 +44,7 @@ def token_cross_entropy(
 
 
 def compile_losses(model: nn.Module, backend: str) -> None:
-    """Let :func:`token_cross_entropy` run compiled for ``model`` and for the Hugging Face models in it.
+    """Make :func:`token_cross_entropy` compile the loss for ``model`` and for the Hugging Face models in it.
 
     Args:
         model: Any module.
@@ -63,9 +63,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 @cache
 def _compile_cross_entropy(backend: str) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """Compile the loss into one kernel for forward and one for backward.
+    """Compile the loss to one kernel for forward and one for backward.
 
-    This keeps the logits' float32 copy and their log-softmax out of memory.
+    No float32 copy of the logits and no log-softmax are then stored in memory.
     """
     return torch.compile(_cross_entropy, backend=backend)
 
@@ -79,16 +79,16 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the loss of transformers' causal language models (``ForCausalLMLoss``) on a sharded vocabulary.
+    """Compute ``ForCausalLMLoss``, the loss of transformers' causal language models, also for a sharded vocabulary.
 
     Args:
         logits: [batch, sequence, vocabulary].
-        labels: [batch, sequence], before the shift.
-        vocab_size: Not needed; transformers passes it.
-        num_items_in_batch: Number that the sum is divided by; None for the number of labels of this batch.
+        labels: [batch, sequence], not shifted yet.
+        vocab_size: Not used; transformers passes it.
+        num_items_in_batch: Number by which the sum is divided. None for the number of labels in this batch.
         ignore_index: Label of positions that do not count.
-        shift_labels: [batch, sequence], after the shift, in place of ``labels``.
-        **kwargs: Arguments of other losses, which transformers passes through the model.
+        shift_labels: [batch, sequence], already shifted. They replace ``labels``.
+        **kwargs: Arguments for other losses, which transformers passes through the model. They are ignored.
     """
     if shift_labels is None:
         if labels is None:
@@ -102,7 +102,7 @@ def causal_lm_loss(
 
 @contextmanager
 def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
-    """Let ``head`` return logits with a sharded vocabulary inside the block, if it is a tensor parallel head."""
+    """Make a tensor parallel head return logits with a sharded vocabulary inside the block."""
     head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
     try:
         yield
@@ -111,14 +111,16 @@ def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
 
 
 def keeps_logits_sharded(head: nn.Module) -> bool:
-    """Return whether this is inside of :func:`keep_logits_sharded` for ``head``."""
+    """Return whether the caller runs inside :func:`keep_logits_sharded` for ``head``."""
     return _KEEPS_SHARDS_ATTRIBUTE in head.__dict__
 
 
 def _vocabulary_parallel_cross_entropy(logits: DTensor, labels: Tensor, ignore_index: int) -> Tensor:
     (placement,) = logits.placements
     if placement != Shard(logits.ndim - 1):
-        raise ValueError(f"Logits are sharded as {placement}, not over the vocabulary; gather them: `.full_tensor()`.")
+        raise ValueError(
+            f"The logits are sharded as {placement}, not over the vocabulary; gather them with `.full_tensor()`."
+        )
     group = logits.device_mesh.get_group()
     size = logits.size(-1)
     start, _ = get_shard_range(size, group.rank(), group.size())
@@ -126,9 +128,9 @@ def _vocabulary_parallel_cross_entropy(logits: DTensor, labels: Tensor, ignore_i
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Cross entropy on a sharded vocabulary (https://arxiv.org/abs/1909.08053).
+    """Cross entropy for a sharded vocabulary (https://arxiv.org/abs/1909.08053).
 
-    It takes two all-reduces of a few numbers per token in forward, and none in backward.
+    Forward needs two all-reduces of a few numbers per token, and backward needs none.
     """
 
     @staticmethod

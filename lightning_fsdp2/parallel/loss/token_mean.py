@@ -1,9 +1,9 @@
-"""The mean of a loss over all label tokens of an optimizer step, however they are split over ranks and micro-batches.
+"""Mean of a loss over all label tokens of an optimizer step, on all ranks and in all micro-batches.
 
-In a mean of means, the weight of a token depends on where it is: ranks and micro-batches with few labels count as much
-as full ones. Dividing by the right number needs the label count of the whole step, which is known only once the last
-micro-batch has been read. So the loss that enters backward is a *sum* over tokens (divided by a fixed constant). The
-gradients are divided by the count once, after they are reduced and before anything reads them.
+A mean of the means of ranks and micro-batches would be wrong: a token would count more if its micro-batch has few
+labels. The right divisor is the label count of the whole step, which is known only after the last micro-batch. So
+backward starts from the *sum* over tokens, divided by a fixed constant. The gradients are divided by the count once,
+after they are reduced and before anything reads them.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from lightning_fsdp2.parallel.data.gradients import scale_gradients
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 
 LOSS_UNIT = 1024
-"""Number that sums of token losses are divided by. It is a power of two, so the division adds no rounding error."""
+"""Constant by which sums of token losses are divided. It is a power of two, so the division has no rounding error."""
 
 _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 
 @dataclass
 class TokenWindow:
-    """The sums of :func:`token_mean_loss` on this rank since the last optimizer step; all on the device."""
+    """Sums of :func:`token_mean_loss` on this rank since the last optimizer step, on the device."""
 
     loss_sum: Tensor
     """Sum of the token losses. [] float64."""
@@ -36,9 +36,9 @@ class TokenWindow:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """The result of one optimizer step over all data and context parallel ranks.
+    """Mean loss and token count of one optimizer step, over all data and context parallel ranks.
 
-    Its tensors are on the device, and the host has not waited for them.
+    The tensors are on the device. The CPU has not waited for them.
     """
 
     loss: Tensor
@@ -48,7 +48,7 @@ class TokenMean:
     """Number of label tokens. [] float64."""
 
     own: TokenWindow
-    """The sums of this rank alone."""
+    """Sums of this rank only."""
 
 
 def token_mean_loss(
@@ -59,25 +59,25 @@ def token_mean_loss(
     shift: bool = True,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Compute a cross entropy whose gradient, after :func:`apply_token_mean_`, is that of the mean over label tokens.
+    """Compute a cross entropy for the mean over all label tokens of the optimizer step.
 
-    The mean is over all label tokens of the optimizer step. The strategies of this package call
-    :func:`apply_token_mean_` for every module that this function was called with. In a plain torch loop, call it
-    yourself after the last backward of a step.
+    The gradients are those of this mean after a call of :func:`apply_token_mean_`. The strategies of this package make
+    this call for every ``module`` that was passed to this function. In a plain torch loop, make the call yourself after
+    the last backward of a step.
 
-    Train on this loss alone: another term added to it would be divided by the tokens of the step as well. Do not call
-    it both for a module and for a module inside of it: the inner module's gradients would be scaled twice.
+    Do not add other terms to this loss, because they would also be divided by the token count. Do not use this function
+    both for a module and for a module inside it, because the inner module's gradients would be scaled twice.
 
     Args:
-        module: Any module, usually the LightningModule. It carries the running count between the two calls.
-        logits: [batch, sequence, vocabulary], any float dtype; the loss is computed in float32.
+        module: Any module, usually the LightningModule. It holds the running count between the two calls.
+        logits: [batch, sequence, vocabulary], any float dtype. The loss is computed in float32.
         labels: [batch, sequence], int64.
-        shift: Whether position t predicts the label of t + 1. False if the labels are shifted already.
+        shift: Whether position t predicts the label of t + 1. False if the labels are already shifted.
         ignore_index: Label of positions that do not count.
 
     Returns:
-        The local sum of the token losses, divided by ``LOSS_UNIT``, to call ``backward`` on. It is not the mean loss.
-        [] float32.
+        The sum of this rank's token losses, divided by ``LOSS_UNIT``. It is the loss for ``backward``, but not the mean
+        loss. [] float32.
     """
     if shift:
         labels = shift_left(labels, ignore_index)
@@ -86,7 +86,7 @@ def token_mean_loss(
 
 
 def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) -> Tensor:
-    """Compute :func:`token_mean_loss` from token losses that have been computed already.
+    """Compute :func:`token_mean_loss` from token losses that are already known.
 
     Args:
         module: See :func:`token_mean_loss`.
@@ -94,7 +94,7 @@ def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) ->
         has_label: [batch, sequence], bool.
 
     Returns:
-        The local sum of the token losses, divided by ``LOSS_UNIT``. [], the dtype of ``losses``.
+        The sum of this rank's token losses, divided by ``LOSS_UNIT``. [], the dtype of ``losses``.
     """
     loss_sum = losses.sum()
     if torch.is_grad_enabled():
@@ -106,24 +106,24 @@ def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) ->
 def apply_token_mean_(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, loss_divisor: float = 1.0
 ) -> TokenMean | None:
-    """Turn the gradients of summed token losses into those of their mean over ``group``, and close the window.
+    """Scale gradients of :func:`token_mean_loss` to those of the mean over all label tokens, and reset the sums.
 
-    Call it once per optimizer step, after the last backward and before clipping, on every rank. It costs one all-reduce
-    of two numbers and one in-place scaling; nothing waits for the device.
+    Call this function on every rank, once per optimizer step, after the last backward and before clipping. It needs one
+    all-reduce of two numbers and one in-place scaling. The CPU does not wait for the device.
 
     Args:
-        module: The module given to :func:`token_mean_loss`. Its parameters' gradients must be averages over ``group``,
-            as FSDP2 and DDP leave them.
-        group: Process group of the data and context parallel ranks (the ``"dp_cp"`` axis); None for one process.
-        loss_divisor: Number that each micro-batch's loss was divided by before backward (Lightning:
-            ``accumulate_grad_batches``).
+        module: The module that was passed to :func:`token_mean_loss`. The gradients of its parameters must be averages
+            over ``group``, as FSDP2 and DDP compute them.
+        group: Process group of the data and context parallel ranks (the ``"dp_cp"`` axis). None for one process.
+        loss_divisor: Number by which the loss of each micro-batch was divided before backward. In Lightning, this is
+            ``accumulate_grad_batches``.
 
     Returns:
         The mean loss and the token count of the step, or None if no loss was computed since the last call.
 
     Raises:
-        RuntimeError: If the window holds no label token at all. On an accelerator this is a device-side assertion,
-            since the host does not wait for the count.
+        RuntimeError: If the step had no label token at all. On an accelerator, this is a device-side assertion, because
+            the CPU does not wait for the count.
     """
     window: TokenWindow | None = module.__dict__.pop(_WINDOW_ATTRIBUTE, None)
     if window is None:
@@ -140,7 +140,7 @@ def apply_token_mean_(
 
 
 def drop_token_windows(module: nn.Module) -> None:
-    """Drop the sums of :func:`token_mean_loss` for ``module`` and the modules in it."""
+    """Drop the running sums of :func:`token_mean_loss` for ``module`` and all modules in it."""
     for submodule in module.modules():
         submodule.__dict__.pop(_WINDOW_ATTRIBUTE, None)
 

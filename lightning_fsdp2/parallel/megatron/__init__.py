@@ -1,1 +1,1 @@
-"""Megatron-FSDP: its wrapper, and the driver that leads the wrapper through a step."""
+"""Megatron-FSDP: wrapping of a model, and a driver that calls the wrapper during a training step."""

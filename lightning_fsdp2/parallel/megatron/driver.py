@@ -1,8 +1,8 @@
-"""Driver of Megatron-FSDP's wrapper: calls it around each backward and after each optimizer step.
+"""Driver of Megatron-FSDP's wrapper, which calls the wrapper around each backward and after each optimizer step.
 
-By itself the package does this with hooks that look for tensors in a model's output, and with replaced methods of the
-optimizer. That depends on the form of the output, and on the order in which optimizers and schedules are made. So the
-package's hooks are removed here.
+On its own, megatron-fsdp uses hooks that look for tensors in a model's output, and replaces methods of the optimizer.
+This only works with some forms of output, and depends on the order in which optimizers and schedules are made. The
+driver therefore removes these hooks.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class _Slot(NamedTuple):
-    """A place where a module holds a parameter, and the two parameters that take turns there."""
+    """Place where a module holds a parameter, with the two parameters that are alternately put there."""
 
     holder: dict[str, nn.Parameter | None]
     name: str
@@ -38,7 +38,7 @@ class _Slot(NamedTuple):
 
 
 class Driver:
-    """Driver of ``wrapper``: makes the calls that each point of a training loop needs.
+    """Driver of a Megatron-FSDP wrapper, which makes the right calls at each point of a training loop.
 
     Args:
         wrapper: The ``megatron_fsdp.MegatronFSDP`` around the model.
@@ -61,7 +61,7 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         take_hooks_off(wrapper)
         self._put_hooks_on()
-        # version 0.5.1 calls the module without its hooks, and would miss those for parameters in the module itself
+        # version 0.5.1 calls the module without its hooks, but the hook for the module's own parameters must run
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             set_sharder(module, self)
@@ -71,7 +71,7 @@ class Driver:
     # ------------------------------------------------------------------ which parameters the model holds
 
     def install_distributed_parameters(self) -> None:
-        """Make the model hold the parameters that optimizers and checkpoints see."""
+        """Put the distributed parameters into the model, for optimizers and checkpoints."""
         if self.wrapper.is_param_fsdp_distributed:
             return
         self.wrapper.is_param_fsdp_distributed = True
@@ -79,12 +79,12 @@ class Driver:
             slot.holder[slot.name] = slot.distributed
 
     def install_raw_parameters(self) -> None:
-        """Make the model hold the parameters that it computes with, with the values of the distributed ones."""
+        """Put the raw parameters into the model, for forward and backward, with up-to-date values."""
         if not self.wrapper.is_param_fsdp_distributed:
             return
         if self._is_stale or self._get_versions() != self._versions:
             self.wrapper.install_optimized_model_weights()
-            # otherwise weights gathered by a call between backward and step would be mistaken for the new ones
+            # otherwise weights that were gathered between backward and step would be used instead of the new weights
             self.wrapper.synchronize_param_gather()
             self._is_stale, self._versions = False, self._get_versions()
         self.wrapper.is_param_fsdp_distributed = False
@@ -92,38 +92,38 @@ class Driver:
             slot.holder[slot.name] = slot.raw
 
     def holds_parameters(self, module: nn.Module) -> bool:
-        """Return whether ``module`` holds any wrapped parameter, at any depth; networks in metrics are not wrapped."""
+        """Return whether ``module`` contains a wrapped parameter. Networks in metrics are not wrapped."""
         return module in self._holders
 
     def expect_writes(self) -> None:
-        """Prepare for writes to the distributed parameters, so that the next forward computes with the new values.
+        """Prepare for writes to the distributed parameters, so that the next forward uses the new values.
 
-        This includes writes that autograd does not count.
+        This call is needed for writes that autograd does not count.
         """
         self.install_distributed_parameters()
         self._is_stale = True
 
     def get_checkpointed_module(self) -> nn.Module:
-        """Return the module in the wrapper, with the distributed parameters installed."""
+        """Return the wrapped module with its distributed parameters, ready to be saved or loaded."""
         self.install_distributed_parameters()
         module: nn.Module = self.wrapper.module
         return module
 
     def check_can_unshard(self) -> None:
-        """Refuse to keep weights gathered for a block; see :class:`~lightning_fsdp2.modules.sharder.Sharder`.
+        """Refuse to keep weights gathered for the duration of a block, which megatron-fsdp cannot do.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "unshard_fsdp2_model: Megatron-FSDP gathers weights for a call of its own alone; call the module on all"
-            " ranks, or read a parameter there by lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
+            "unshard_fsdp2_model: Megatron-FSDP gathers weights only during its own calls. Call the module on all"
+            " ranks, or read a parameter on all ranks with lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
         )
 
     def _take_over_exchange(self) -> list[_Slot]:
-        """Replace the package's methods that swap parameters, and return the places of the parameters.
+        """Replace megatron-fsdp's methods that swap parameters, and return the places of all parameters.
 
-        The package's own methods look up every parameter by name several times a step, and need to know all of them.
+        The original methods look up every parameter by name several times per step, and fail for unknown parameters.
         """
         wrapper = self.wrapper
         take_over_exchange(wrapper, self.install_raw_parameters, self.install_distributed_parameters)
@@ -136,28 +136,29 @@ class Driver:
         ]
 
     def _get_versions(self) -> list[tuple[int, int]]:
-        """Return autograd's counts of writes to the parameters and to their shards."""
+        """Return the numbers of in-place writes, as autograd counts them, for all parameters and their shards."""
         return [(parameter._version, get_shard(parameter)._version) for parameter in self._parameters.values()]
 
     # ------------------------------------------------------------------ optimizers
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Make steps of ``optimizer`` reach the raw parameters, and make its ``zero_grad`` clear the buffers.
+        """Connect ``optimizer`` with the wrapper.
 
-        This replaces ``megatron_fsdp.fully_shard_optimizer``, which up to 0.6.1 begins with a step that moves weights
-        (https://github.com/NVIDIA/Megatron-LM/issues/5974), and removes a schedule's wrapper around ``step``.
+        After its steps, the raw parameters are updated. Its ``zero_grad`` clears the gradient buffers. This replaces
+        ``megatron_fsdp.fully_shard_optimizer``, which has two defects up to 0.6.1: it begins with a step that changes
+        weights (https://github.com/NVIDIA/Megatron-LM/issues/5974), and it removes a schedule's wrapper of ``step``.
         """
         extend_zero_grad(optimizer, self.clear_gradients)
         optimizer.register_step_post_hook(lambda *args: self.expect_writes())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients; this replaces the ``zero_grad`` of the modules."""
+        """Clear all gradients, instead of the ``zero_grad`` of the modules."""
         self.install_distributed_parameters()
         nn.Module.zero_grad(self.wrapper.module, set_to_none)
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Clear the gradient buffers, so that gradients are added up from zero again."""
+        """Clear the gradient buffers, so that gradients are accumulated from zero again."""
         self.wrapper.zero_grad_buffer()
         self._has_gradients = False
 
@@ -165,15 +166,15 @@ class Driver:
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
-        """Prepare and finish the backward in the block. If it raises, the next forward cleans up."""
+        """Prepare and finish the backward that runs inside the block. If it fails, the next forward cleans up."""
         self._begin_backward()
         yield
         self._end_backward()
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
-        """Run the micro-batches in the block without automatic synchronisation, since no optimizer step follows."""
-        # the setter would warn each time
+        """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
+        # without the public setter, which would warn each time
         before, self.wrapper.model_auto_sync = self.wrapper.model_auto_sync, False
         try:
             yield
@@ -181,17 +182,17 @@ class Driver:
             self.wrapper.model_auto_sync = before
 
     def _put_hooks_on(self) -> None:
-        """Register hooks that notice each forward, and a backward outside of :meth:`surround_backward`.
+        """Register hooks that notice each forward, and each backward outside :meth:`surround_backward`.
 
-        They notice that backward at the model's output, if tensors can be found there, or else at the first gradient of
-        a parameter.
+        A backward is noticed at the model's output. If no tensors are found in the output, it is noticed at the first
+        gradient of a parameter.
         """
         self.wrapper.register_forward_hook(self._watch_output)
         for parameter in self.wrapper.raw_param.values():
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
         for module in self._holders:
-            # any part of the model may be called, also after a backward
+            # users may call any part of the model, even after a backward
             module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -220,7 +221,7 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # it was `torch.autograd.grad`, which gives parameters no gradients
+            self._abandon_backward()  # this was `torch.autograd.grad`, which sets no gradients of parameters
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -230,20 +231,21 @@ class Driver:
         self.wrapper.pre_backward()
 
     def _check_gradients(self) -> None:
-        """Check the gradients that an earlier, synchronised backward has left, before the next one adds to them."""
+        """Check that another backward may add to the gradients that an earlier backward has already reduced."""
         if all(parameter.grad is None for parameter in self._parameters.values()):
             self.clear_gradients()  # the user has cleared only `parameter.grad`
             return
         reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
         if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
             raise ValueError(
-                "A second synchronised backward before the gradients are cleared: with zero_dp_strategy=1, or with"
-                " replicas, megatron-fsdp would reduce those of the first again. Put all but the last into"
-                " `defer_grad_sync`, or under manual optimisation `optimizer.toggle_model(sync_grad=False)`."
+                "A second backward with gradient synchronisation ran before the gradients were cleared. With"
+                " zero_dp_strategy=1, or with replicas, megatron-fsdp would reduce the first gradients again. Run all"
+                " backwards except the last in `defer_grad_sync`, or under manual optimisation in"
+                " `optimizer.toggle_model(sync_grad=False)`."
             )
 
     def _end_backward(self) -> None:
-        """Reduce the remaining gradients, and install them after the last backward of a step."""
+        """Reduce the remaining gradients, and make them visible to the optimizer after the last backward of a step."""
         self._in_backward = False
         self._note_unused()
         self.wrapper.post_backward()
@@ -254,7 +256,7 @@ class Driver:
             self._fill_empty_gradients()
 
     def _abandon_backward(self) -> None:
-        """Reset the package to its state between two backwards."""
+        """Reset the wrapper to the state between two backwards."""
         self._in_backward = False
         abandon_backward(self.wrapper)
 
@@ -264,22 +266,23 @@ class Driver:
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:
-        """Warn of unused parameters once, after the backwards of the first step.
+        """Warn once of parameters that the loss does not use, after the backwards of the first step.
 
-        Without Megatron-FSDP, an unused parameter has no gradient, and optimizers leave it alone.
+        Without Megatron-FSDP, such a parameter has no gradient, and optimizers do not change it.
         """
         if self._unused and not self._has_warned:
             warnings.warn(
-                f"{list_names(self._unused)}: not used by the loss. Under Megatron-FSDP such a parameter has a gradient"
-                " of zero, so that optimizers with weight decay or momentum move it; freeze it to avoid that.",
+                f"The loss does not use these parameters: {list_names(self._unused)}. Under Megatron-FSDP, their"
+                " gradients are zero, so optimizers with weight decay or momentum change them. Freeze them to avoid"
+                " that.",
                 stacklevel=2,
             )
         self._has_warned, self._unused = True, None
 
     def _fill_empty_gradients(self) -> None:
-        """Give an empty gradient to ranks that hold no row of a parameter.
+        """Set an empty gradient for each parameter if this rank holds no row of it.
 
-        The package gives these ranks none, so they would miss the collectives of the other ranks.
+        megatron-fsdp sets no gradient in this case, so this rank would miss collectives of the other ranks.
         """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
@@ -288,31 +291,33 @@ class Driver:
 
 def _refuse_copy(memo: dict[int, Any]) -> None:
     raise TypeError(
-        "A model wrapped by Megatron-FSDP cannot be copied: its parameters lie in buffers of the package. Make a new"
-        " one and load a checkpoint."
+        "A model wrapped by Megatron-FSDP cannot be copied, because its parameters are in buffers of megatron-fsdp."
+        " Make a new model and load a checkpoint."
     )
 
 
 def get_driver(module: nn.Module) -> Driver:
-    """Return the driver of a wrapper, or of the module in it."""
+    """Return the driver of a Megatron-FSDP wrapper, given the wrapper or the wrapped module."""
     return cast(Driver, get_optional_sharder(module))
 
 
 def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:
-    """Make an optimizer from before wrapping step the distributed parameters, and keep its groups and options.
+    """Give the distributed parameters to an optimizer that was made before wrapping.
+
+    Its parameter groups and options stay the same.
 
     Args:
         optimizer: Optimizer that has not stepped yet.
         names: Names of the parameters before wrapping.
-        wrapper: Wrapper around the model.
+        wrapper: Megatron-FSDP's wrapper of the model.
 
     Raises:
-        ValueError: If the optimizer has stepped, or holds parameters that the model did not have.
+        ValueError: If the optimizer has already stepped, or holds parameters that do not belong to the model.
     """
     if optimizer.state:
         raise ValueError(
-            f"{type(optimizer).__name__} has stepped before its model was wrapped, and its states are not sharded; make"
-            " a new one."
+            f"{type(optimizer).__name__} already made a step before its model was wrapped, and its states are not"
+            " sharded; make a new optimizer."
         )
     driver = get_driver(wrapper)
     driver.install_distributed_parameters()
@@ -320,8 +325,8 @@ def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper:
     for group in optimizer.param_groups:
         if not all(parameter in names for parameter in group["params"]):
             raise ValueError(
-                f"{type(optimizer).__name__} holds parameters that are not of the model to be wrapped; make it of"
-                " `model.parameters()`."
+                f"{type(optimizer).__name__} holds parameters that do not belong to the model to be wrapped; make it"
+                " from `model.parameters()`."
             )
         group["params"] = [parameters[names[parameter]] for parameter in group["params"]]
     driver.attach_optimizer(optimizer)

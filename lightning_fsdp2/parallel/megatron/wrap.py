@@ -1,9 +1,9 @@
-"""Wrapping of a model with Megatron-FSDP, NVIDIA's package.
+"""Wrapping of a model with NVIDIA's package megatron-fsdp.
 
 The package keeps parameters, gradients and optimizer states in flat buffers that are sharded over the ranks. It wraps a
 model and swaps the model's parameters. Forward and backward use *raw* parameters, which the package gathers. The
-optimizer and checkpoints use *distributed* parameters: DTensors whose shards are whole rows, in numbers that may differ
-between ranks.
+optimizer and checkpoints use *distributed* parameters. These are DTensors that are sharded by rows. The number of rows
+may differ between ranks.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ from lightning_fsdp2.ranks.whole_tensors import UNEVEN_SHARD, copy_rows_
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 
 DEVICE_TYPES = ("cuda",)
-"""Types of the devices that the package runs on."""
+"""Types of devices on which megatron-fsdp runs."""
 
 _INSTALL = 'pip install "lightning-fsdp2[megatron]"'
 
@@ -49,20 +49,20 @@ _OPTIONS = (
     "nccl_ub",
     "fsdp_double_buffer",
 )
-"""Flags that the package's own function takes under the same names."""
+"""Flags that are passed to ``megatron_fsdp.fully_shard_model`` under the same names."""
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
-"""Modules that can allocate user buffers; the package uses one of them."""
+"""Python modules that can allocate NCCL user buffers. megatron-fsdp needs one of them."""
 
 
 def import_megatron_fsdp() -> Any:
-    """Import Megatron-FSDP.
+    """Import and return the package ``megatron_fsdp``.
 
     Raises:
-        ImportError: If the package is not installed, or is too old.
+        ImportError: If the package is not installed or is too old.
     """
     if not HAVE_MEGATRON_FSDP:
-        raise ImportError(f"Megatron-FSDP is a package of its own, which is not installed: {_INSTALL}.")
+        raise ImportError(f"Megatron-FSDP needs the package megatron-fsdp, which is not installed: {_INSTALL}.")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*(Transformer Engine|Apex)")
         import megatron_fsdp
@@ -75,7 +75,7 @@ def import_megatron_fsdp() -> Any:
 
 
 def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None:
-    """Refuse flags that the package handles wrongly up to version 0.6.1, or that cannot work here.
+    """Refuse flags that megatron-fsdp handles wrongly up to version 0.6.1, or that cannot work with this mesh.
 
     Args:
         device_mesh: See :func:`apply_megatron_fsdp`.
@@ -90,26 +90,27 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
     if device_mesh.device_type not in DEVICE_TYPES:
         raise ValueError(
             f"Megatron-FSDP runs on {' or '.join(DEVICE_TYPES)} devices, not on {device_mesh.device_type!r}; use"
-            " FSDP2Strategy or DDPStrategy there."
+            " FSDP2Strategy or DDPStrategy instead."
         )
     check_tp_size_of_megatron(get_mesh(device_mesh, TENSOR_PARALLEL).size())
     replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
     if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
         raise ValueError(
             f"dp_replicate_size={replicas} with zero_dp_strategy={zero_dp_strategy} and {shards} rank(s) to shard over:"
-            " replicas are of what is sharded. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard nothing."
+            " only sharded parameters can have replicas. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard"
+            " nothing."
         )
     if config.init_fsdp_with_meta_device and zero_dp_strategy == 0:
         raise ValueError(
-            "init_fsdp_with_meta_device=True gives a model its weights shard by shard, and zero_dp_strategy=0 shards"
-            " nothing; leave one of them out."
+            "init_fsdp_with_meta_device=True initialises a model shard by shard, but zero_dp_strategy=0 shards nothing;"
+            " leave one of them out."
         )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if not getattr(config, name) and zero_dp_strategy in (1, 2):
             raise ValueError(
-                f"{name}=False: megatron-fsdp then reduces gradients twice or leaves weights stale under"
-                f" zero_dp_strategy={zero_dp_strategy} (https://github.com/NVIDIA/Megatron-LM/pull/6357); leave it"
-                " True, or use zero_dp_strategy 0 or 3."
+                f"{name}=False: with zero_dp_strategy={zero_dp_strategy}, megatron-fsdp then reduces gradients twice or"
+                " computes with outdated weights (https://github.com/NVIDIA/Megatron-LM/pull/6357). Leave it True, or"
+                " use zero_dp_strategy 0 or 3."
             )
     if config.nccl_ub and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
@@ -118,41 +119,41 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of a model's layers, at any depth, and of modules that read their children's weights."""
-    # torch's attention never calls its projection module: as a separate unit, that would never be gathered
+    """Return the classes of modules that become units: all layers, and modules that read their children's weights."""
+    # torch's attention never calls its projection module, so the projection would not be gathered as a separate unit
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 
 
 def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, zero_dp_strategy: int) -> None:
-    """Refuse classes that cannot be units of ``model``, and an empty list if parameters are gathered unit by unit.
+    """Refuse classes that cannot be units of ``model``, and an empty list with ``zero_dp_strategy=3``.
 
     Raises:
-        ValueError: If a class or the empty list is refused. The message says which classes to name.
+        ValueError: If a class or the empty list is refused. The message says which classes to use.
     """
     for unit_class in classes:
         if issubclass(unit_class, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
-                f"megatron_fsdp_unit_modules: {unit_class.__name__} is never called, and could not gather its weights;"
-                " name the classes of the modules in it."
+                f"megatron_fsdp_unit_modules: {unit_class.__name__} is never called, so its weights would never be"
+                " gathered; name the classes of the modules in it."
             )
         if not any(isinstance(module, unit_class) for module in model.modules()):
             raise ValueError(
-                f"megatron_fsdp_unit_modules: {get_class_name(model)} holds no {unit_class.__module__}."
-                f"{unit_class.__qualname__}; name classes of modules in it, such as that of its layers."
+                f"megatron_fsdp_unit_modules: {get_class_name(model)} contains no {unit_class.__module__}."
+                f"{unit_class.__qualname__}; name classes of modules in the model, such as the class of its layers."
             )
     if zero_dp_strategy == 3 and not classes:
         raise ValueError(
-            f"zero_dp_strategy=3 gathers parameters unit by unit, and {get_class_name(model)} has no list of layers"
-            " that could be units; name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
+            f"zero_dp_strategy=3 gathers parameters unit by unit, but {get_class_name(model)} has no list of layers"
+            " that could be units. Name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
             " or use zero_dp_strategy=2."
         )
 
 
 def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Turn parameters on the meta device into DTensors that are sharded over the ranks, still on the meta device.
+    """Convert parameters on the meta device to sharded DTensors, which are still on the meta device.
 
-    They can then be initialised, or filled from files, one module or slice at a time, as under FSDP2.
+    As with FSDP2, they can then be initialised module by module, or loaded from files slice by slice.
 
     Raises:
         ValueError: If no parameter is on the meta device.
@@ -171,7 +172,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
     if not spread:
         raise ValueError(
             f"init_fsdp_with_meta_device=True, but {get_class_name(model)} has no parameter on the meta device; build"
-            ' it under `torch.device("meta")` in `configure_model`, or leave the flag out.'
+            ' the model inside `torch.device("meta")` in `configure_model`, or leave the flag out.'
         )
 
 
@@ -186,10 +187,10 @@ def apply_megatron_fsdp(
     device: torch.device,
     unit_classes: Sequence[type[nn.Module]],
 ) -> Any:
-    """Wrap ``model``, and install its distributed parameters.
+    """Wrap ``model`` with Megatron-FSDP, and put its distributed parameters into the model.
 
     Args:
-        model: Model on ``device``, in the dtype of compute; the same on every rank, or spread over the ranks by
+        model: Model on ``device``, in the dtype with which it computes. It is the same on every rank, or was sharded by
             :func:`spread_parameters`.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
         config: The flags.
@@ -197,7 +198,7 @@ def apply_megatron_fsdp(
         unit_classes: Classes of the modules that become units. The parameters of a unit are gathered together.
 
     Returns:
-        ``megatron_fsdp.MegatronFSDP``, to be called in place of ``model``.
+        The ``megatron_fsdp.MegatronFSDP`` that replaces ``model`` in calls.
 
     Raises:
         ValueError: If the installed version lacks an option that is set.
@@ -208,12 +209,12 @@ def apply_megatron_fsdp(
     for name, value in options.items():
         if value and name not in known:
             raise ValueError(
-                f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave it out, or install a"
-                f" version that has it: {_INSTALL}."
+                f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave the option out, or install"
+                f" a version that has it: {_INSTALL}."
             )
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
-    # a mesh of the same groups, with an axis name by which the package's tensors are recognised
+    # a mesh with the same groups, and an axis name by which megatron-fsdp's tensors are recognised
     mesh = DeviceMesh.from_group(
         [view.get_group(axis) for axis in axes],
         view.device_type,
@@ -241,16 +242,16 @@ def apply_megatron_fsdp(
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
-    """Build the package's policy: dtypes of the optimizer's weights, and of gradients when added up and reduced."""
+    """Build megatron-fsdp's policy of dtypes, for main weights and for accumulating and reducing gradients."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
-    # bfloat16 weights that are stepped directly accept no gradients of another dtype
+    # bfloat16 weights that the optimizer updates directly need bfloat16 gradients
     added_up = None if main is None else reduced
     return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
 
 def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:
-    """Replace spread parameters with placeholders without values, and return the spread parameters by name."""
+    """Replace parameters that are DTensors with placeholders without values, and return the DTensors by name."""
     taken: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     empty = {parameter: _make_without_memory(parameter, device) for parameter in taken.values()}
     for module in model.modules():
@@ -261,12 +262,12 @@ def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str,
 
 
 def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
-    """Make a parameter whose elements all share the memory of a single element.
+    """Make a parameter with the shape of ``like`` whose elements all share the memory of one element.
 
-    The package copies it into its buffers and then frees it.
+    megatron-fsdp copies it into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
-    # not a view, which the package would not free
+    # not a view, which megatron-fsdp would not free
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
 

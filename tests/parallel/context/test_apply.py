@@ -219,7 +219,7 @@ def test_documents_of_models_whose_positions_are_places_in_images(method: str) -
 
     def refuse() -> None:
         model = shard(make_vision_language_model(), method)
-        with pytest.raises(ValueError, match=r"position_ids of shape \[4, batch, sequence\] only"):
+        with pytest.raises(ValueError, match=r"if position_ids have the shape \[4, batch, sequence\]"):
             model(**{**packed, "position_ids": text})
 
     run_ranks(refuse, 2)
@@ -417,11 +417,11 @@ def test_arguments_that_cannot_be_sharded_are_refused() -> None:
         for arguments, message in (
             (make_batch(length=14), r"divisible by 4 .* this batch has 14 positions; use 12 or 16"),
             ({**batch, "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask of shape"),
-            ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "merge it yourself"),
+            ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "merge it outside the model"),
             ({**batch, "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
             ({**batch, "past_key_values": DynamicCache()}, "was given past_key_values"),
             ({**batch, "output_attentions": True}, "was given output_attentions"),
-            ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "goes by position_ids"),
+            ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "needs position_ids"),
             ({**batch, "logits_to_keep": 1}, "logits_to_keep"),
             ({"input_ids": batch["input_ids"], "labels": torch.ones(2, 5)}, "labels of shape"),
             ({"labels": batch["labels"]}, "without input_ids"),
@@ -472,7 +472,7 @@ def make_recurrent() -> nn.Module:
         ),
         (make_registering, lambda model: model(**make_batch()), "attends from 9 to 9 positions"),
         (make_roberta, lambda model: model(**make_batch()), "give position_ids"),
-        (partial(make_model, "doge"), lambda model: model(**make_batch()), "works on its attention mask"),
+        (partial(make_model, "doge"), lambda model: model(**make_batch()), "computes with its attention mask"),
     ],
     ids=["no-shift-labels", "recurrence", "register", "positions", "mask-of-its-own"],
 )
@@ -490,9 +490,9 @@ def test_models_that_turn_out_unfit_are_refused_in_the_first_forward(
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("jamba", "JambaForCausalLM: it has attention of its own"),
-        ("granitemoehybrid", "GraniteMoeHybridForCausalLM: it has layers of the type linear_attention"),
-        ("bloom", "BloomForCausalLM: it has attention of its own"),
+        ("jamba", "JambaForCausalLM: its layers do not call transformers' attention"),
+        ("granitemoehybrid", "GraniteMoeHybridForCausalLM: it has layers of type linear_attention"),
+        ("bloom", "BloomForCausalLM: its layers do not call transformers' attention"),
         ("llama4_text", "chunked_attention"),
         ("gemma2", "attn_logit_softcapping=50.0"),
     ],
@@ -513,7 +513,7 @@ def test_other_refusals() -> None:
             shard(make_model(attention_dropout=0.1))
         with pytest.raises(ValueError, match="LlamaForSequenceClassification: it has no head"):
             shard(make_classifier())
-        with pytest.raises(ValueError, match="there is none in Linear"):
+        with pytest.raises(ValueError, match="Linear contains no such model"):
             shard(nn.Linear(4, 4))
 
     run_ranks(run, 2)

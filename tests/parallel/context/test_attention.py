@@ -99,7 +99,7 @@ def test_masks_of_others_are_asked_every_time() -> None:
 def test_other_masks_are_refused_every_time(make_function: Callable[[], Any]) -> None:
     def run() -> None:
         for _ in range(2):
-            with pytest.raises(ValueError, match="cp_size=1: A model has an attention mask that is neither causal nor"):
+            with pytest.raises(ValueError, match="cp_size=1: the attention mask of A model is neither causal nor"):
                 get_window(make_function)
 
     run_ranks(run, 1)

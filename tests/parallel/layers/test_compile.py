@@ -155,7 +155,7 @@ def test_generate_goes_on_from_a_cache_as_without_compilation() -> None:
         with patch("lightning_fsdp2.parallel.layers.compile.logger.warning") as warn:
             torch.testing.assert_close(compiled(ids[:, 4:], past_key_values=cache).logits, expected)
         (call,) = warn.call_args_list
-        assert call.args[1:] == ("LlamaDecoderLayer", "keys and values from before, `past_key_values`")
+        assert call.args[1:] == ("LlamaDecoderLayer", "a filled cache, `past_key_values`")
 
     run_ranks(run, 1)
 
@@ -459,7 +459,7 @@ def test_a_checkpoint_that_could_not_be_compiled_any_more_is_refused(monkeypatch
         config = FSDP2Config(enable_compile=True, **flags)
         manager = FSDP2Manager(config, create_device_mesh(config, tp_size=2))
         if mode == "full":
-            with pytest.raises(ValueError, match="Shard the model with both flags, or use activation_checkpointing="):
+            with pytest.raises(ValueError, match="Set both flags when you shard the model, or use activation_"):
                 manager.maybe_compile(model)
         else:
             manager.maybe_compile(model)
@@ -551,7 +551,9 @@ def test_a_model_without_layers_and_dropout_on_shards_are_refused() -> None:
             FSDP2Manager(config, create_device_mesh(config)).maybe_compile(nn.Linear(4, 4))
         with pytest.raises(ValueError, match="enable_compile=True: Linear has no list of layers"):
             parallelize(nn.Linear(4, 4))
-        with pytest.raises(ValueError, match=r"tp_size > 1: GPT2Block has dropout or jitter.* Set these to 0, or"):
+        with pytest.raises(
+            ValueError, match=r"tp_size > 1: GPT2Block has dropout or jitter.* Set dropout and jitter to 0, or"
+        ):
             parallelize(make_rough_model({**GPT2, "resid_pdrop": 0.1}), tp_size=2)
         parallelize(make_rough_model({**GPT2, "resid_pdrop": 0.1}))
 

@@ -120,11 +120,11 @@ def test_positions_that_count_on_from_one_attended_token_to_the_next_are_not() -
 
 
 MIXED = {
-    "qwen3_next": "Qwen3NextForCausalLM: it has layers of the type linear_attention",
+    "qwen3_next": "Qwen3NextForCausalLM: it has layers of type linear_attention",
     "llama4_text": "chunked_attention",
-    "gpt_oss": "GptOssForCausalLM: it makes its attention mask without regard to position_ids",
-    "opt": "without regard to position_ids",
-    "bloom": "without regard to position_ids",
+    "gpt_oss": "GptOssForCausalLM: it does not use position_ids for its attention mask",
+    "opt": "does not use position_ids",
+    "bloom": "does not use position_ids",
 }
 
 
@@ -164,7 +164,7 @@ def test_documents_of_every_family_are_separate_or_it_is_refused(family: str) ->
 def test_flash_attention_separates_documents_of_a_single_sequence_only() -> None:
     model = make_causal_lm(LLAMA)
     model.config._attn_implementation_internal = "flash_attention_2"
-    message = r"LlamaForCausalLM: its flash_attention_2 separates documents at batch_size=1 only, not 2"
+    message = r"LlamaForCausalLM: its flash_attention_2 separates documents only with batch_size=1, not 2"
     with pytest.raises(ValueError, match=message), require_separate_documents(model, 2):
         pass
 

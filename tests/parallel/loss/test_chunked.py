@@ -255,7 +255,9 @@ def test_parts_of_a_head_that_are_gathered_by_themselves_are_refused() -> None:
         head = model.get_output_embeddings()
         fully_shard(head.lora_A["default"])
         fully_shard(head)
-        with pytest.raises(ValueError, match="parts of its head, of another dtype, are units of FSDP2 of their own"):
+        with pytest.raises(
+            ValueError, match="FSDP2 gathers parts of its head separately, because they have another dtype"
+        ):
             compute_chunked(model, make_batch(), tail)
 
     run_ranks(run, 1)
@@ -499,8 +501,8 @@ def make_tailed(change: Callable[[Any, Tensor], Tensor]) -> nn.Module:
         (lambda model, logits: logits[..., :-1], "applies '__getitem__' to its logits"),
         (lambda model, logits: logits * torch.ones(VOCABULARY), "applies 'mul' to its logits"),
         (lambda model, logits: logits.mul_(2), "applies 'mul_' to its logits"),
-        (lambda model, logits: model.lm_head(torch.zeros(1, 2, 32)), "not make its logits by one call of its head"),
-        (lambda model, logits: torch.zeros(1, 2, VOCABULARY), "not make its logits by one call of its head"),
+        (lambda model, logits: model.lm_head(torch.zeros(1, 2, 32)), "not compute its logits with one call"),
+        (lambda model, logits: torch.zeros(1, 2, VOCABULARY), "not compute its logits with one call"),
     ],
 )
 def test_what_chunks_cannot_repeat_is_refused(change: Any, reason: str) -> None:
@@ -526,7 +528,7 @@ def test_a_hook_on_the_head_is_refused() -> None:
     model.lm_head.register_forward_hook(lambda module, args, logits: logits / 4)
     batch = make_batch()
     with pytest.raises(
-        ValueError, match="a forward hook on its head would be given losses for logits; use loss='full'"
+        ValueError, match="a forward hook on its head would get losses instead of logits; use loss='full'"
     ):
         compute_chunked_token_losses(model, partial(compute_logits, model, batch), batch["labels"], tail=tail)
 
@@ -535,7 +537,7 @@ def test_positions_that_the_head_does_not_get_are_refused() -> None:
     model, batch = make_causal_lm(LLAMA), make_batch()
     for inputs in ({"logits_to_keep": 3}, {"logits_to_keep": torch.tensor([0, 1])}):
         forward = partial(compute_logits, model, batch, **inputs)
-        with pytest.raises(ValueError, match=r"its head got positions of shape \(2, \d\) for labels of \(2, 12\)"):
+        with pytest.raises(ValueError, match=r"its head got positions of shape \(2, \d\), but labels of \(2, 12\)"):
             compute_chunked_token_losses(model, forward, batch["labels"], tail=())
 
 
@@ -552,5 +554,5 @@ def test_a_head_sharded_by_a_style_of_torch_is_refused() -> None:
         parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
         compute_chunked(model, make_batch(), ())
 
-    with pytest.raises(RankError, match="its head is sharded by a style of torch's own"):
+    with pytest.raises(RankError, match="its head is sharded by one of torch's styles"):
         run_ranks(run, 2)
