@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism; ``apply.py`` is the entry point."""
+"""Tensor and sequence parallelism, which split layers over ranks; ``apply.py`` is the entry point."""

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: match a plan with each model, check it, apply it."""
+"""Entry point of tensor and sequence parallelism: match a plan with each model, check the plan, and apply it."""
 
 import inspect
 from collections.abc import Iterator
@@ -61,21 +61,22 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
-    All parameters of the module become DTensors on ``mesh``, replicated where no plan shards them. So clipping and
-    fused optimizers find them all on the same mesh. The modules still compute with plain tensors.
+    All parameters of the module become DTensors on ``mesh``. Parameters that no plan shards are replicated. Gradient
+    clipping and fused optimizers therefore find all parameters on the same mesh. The modules still compute with plain
+    tensors.
 
     Args:
-        structure: Structure of any module with models in it, or of a single module whose submodules ``plan`` names.
+        structure: Structure of a module that contains models, or of a module whose submodules are named in ``plan``.
             The module is changed in place.
         mesh: 1-D mesh of the tensor parallel ranks.
         plan: Plan for all models; see :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
-        sequence_parallel: Whether to shard activations over the sequence where the plan leaves them whole.
-        loss_parallel: Whether heads return logits with a sharded vocabulary, and models compute their loss from them.
+        sequence_parallel: Whether to shard activations over the sequence where the plan keeps them whole.
+        loss_parallel: Whether heads return logits with a sharded vocabulary, from which models compute their loss.
 
     Raises:
         TypeError: If a style does not fit its module.
-        ValueError: If there is no plan, an entry matches nothing, or the number of ranks does not divide a size that
-            is sharded.
+        ValueError: If there is no plan, if an entry matches nothing, or if a sharded size is not divisible by the
+            number of ranks.
     """
     root = structure.root
     models = [
@@ -88,7 +89,7 @@ def apply_tensor_parallel(
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
     check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    # from here on the model is changed
+    # from here on, the model is changed
     for model in models:
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
@@ -109,7 +110,7 @@ def apply_tensor_parallel(
         compute_with_local_parameters(layer, layouts, mesh.get_group())
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
-        # torch's attention reads the weights of its output projection without calling the projection's forward
+        # torch's attention reads the weights of its output projection without calling it
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
@@ -119,13 +120,13 @@ def apply_tensor_parallel(
 def _iterate_readable(
     parts: ModelParts, layers: list[nn.Module], layouts: dict[Slot, Layout]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Find children, such as position tables, whose weights the parent's forward may read without calling the child.
+    """Find child modules, such as position tables, whose weights the parent may read without calling the child.
 
-    Every rank holds these weights whole. FSDP2 gathers them with the parent, since these children are not units
+    Each rank holds these weights whole. FSDP2 gathers them with the parent, because these children are not units
     themselves. Layers, the embedding, the final norm, the head and modules of another dtype are units.
 
     Yields:
-        A parent in the model, and its children of this kind.
+        A parent module and those of its children that it may read.
     """
     model = parts.module
     if not parts.hf_models or len({parameter.dtype for parameter in model.parameters()}) > 1:
@@ -140,7 +141,7 @@ def _iterate_readable(
 
 
 def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Let the head return logits with a sharded vocabulary, by default or only for a loss that asks for them."""
+    """Make the head return logits with a sharded vocabulary, always or only inside ``keep_logits_sharded``."""
     name = model.get_optional_head()
     if name is None:
         return
@@ -162,9 +163,9 @@ def _install(
     sequence_parallel: bool,
     installed: set[nn.Module],
 ) -> None:
-    """Install the styles of a model, and update ``layouts`` to match.
+    """Install the styles of a model on its modules, and update ``layouts`` accordingly.
 
-    Modules that are shared with another model and already in ``installed`` are skipped.
+    Modules in ``installed`` are skipped; an earlier model shares them.
     """
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
@@ -259,7 +260,7 @@ def _install_region(
 def _iterate_unnamed(
     region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
 ) -> Iterator[nn.Module]:
-    """Yield the modules in ``region`` whose parameters no entry of the plan covers."""
+    """Yield the modules in ``region`` that hold parameters and are not covered by an entry of the plan."""
     covered = {region}
     for module in region.modules():
         if module in styles and styles[module].is_boundary:
@@ -270,11 +271,11 @@ def _iterate_unnamed(
 
 
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
-    """Return whether a region's result comes from exactly one row-wise projection, which can then scatter it.
+    """Return whether a region's result comes from exactly one row-wise projection, which can then reduce-scatter it.
 
-    A module around the projection may hold a replicated parameter itself. It may use that parameter before the
-    projection, on whole sequences, or after it, on parts, and there is no way to tell. In that case the result is
-    sliced at the region's end instead.
+    The answer is no if a module around the projection holds a replicated parameter itself. The module may use this
+    parameter before the projection, on whole sequences, or after it, on parts of sequences, and there is no way to
+    tell. The result is then sliced at the end of the region instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
@@ -286,15 +287,15 @@ def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: di
 
 
 def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
-    """Return ``names`` and the positions at which these arguments may be given instead."""
+    """Return argument names, and the positions of the same arguments if they are passed without a name."""
     parameters = list(inspect.signature(layer.forward).parameters)
     return (*names, *(parameters.index(name) for name in names if name in parameters))
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Return whether a child of a layer is assumed to treat the positions of a sequence one by one.
+    """Return whether a child of a layer is assumed to process each position of a sequence on its own.
 
-    This holds for norms and for modules without parameters.
+    This is true for norms and for modules without parameters.
     """
     parameters = list(module.parameters())
     return not parameters or ("norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in parameters))

@@ -1,4 +1,4 @@
-"""Checks before anything is changed: they refuse plans that do not fit, and sizes that cannot be sharded evenly."""
+"""Checks of tensor parallel plans and sizes, which run before the model is changed."""
 
 import itertools
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bool) -> None:
-    """Check what can be checked before the layouts of the parameters are known.
+    """Run the checks that do not depend on the layouts of the parameters.
 
     Raises:
-        ValueError: If an entry matches nothing, the heads cannot be sharded evenly, or modules are shared.
+        ValueError: If an entry matches nothing, attention heads cannot be sharded evenly, or layers share modules.
     """
     _check_all_matched(models)
     _check_shared(models)
@@ -41,11 +41,11 @@ def check_layouts(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Check what depends on the layouts of the parameters.
+    """Run the checks that depend on the layouts of the parameters.
 
     Raises:
-        ValueError: If a parameter cannot be sharded evenly, a result is never or wrongly added up, or a model does not
-            support sequence parallelism or a loss on shards.
+        ValueError: If a parameter cannot be sharded evenly, if results are not summed over the ranks as needed, or if a
+            model does not support sequence parallelism or a loss with a sharded vocabulary.
     """
     _check_divisible(root, layouts, ranks)
     for model in models:
@@ -70,24 +70,24 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
         patterns[pattern] = patterns.get(pattern, 0) + size
     largest = sorted(patterns, key=lambda pattern: -patterns[pattern])[:10]
     logger.warning(
-        "Tensor parallelism shards %.0f %% of the parameters only; every rank holds all of %s. A tp_plan that names"
-        " them shards them.",
+        "Tensor parallelism shards only %.0f %% of the parameters; every rank holds all of %s. To shard them, name them"
+        " in tp_plan.",
         100 * (1 - sum(whole.values()) / sum(sizes.values())),
         ", ".join(largest),
     )
 
 
 def _check_all_matched(models: list[MatchedModel]) -> None:
-    """Check that the entries of plans match something.
+    """Check that the entries of plans match modules or parameters.
 
-    A family's plan may name parts that some of its configurations lack, but it must match something in the layers. In a
-    plan that a user gave, every entry must match something, in at least one of the models that the plan is for.
+    A family's plan may name parts that some models of the family lack, but it must match something in the layers. In a
+    plan from the user, every entry must match something in at least one of the models.
     """
     for model in models:
         if model.unmatched and not model.matched_layers and not model.is_given:
             raise ValueError(
                 f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
-                f" names {model.unmatched[0]!r}, which the model does not have. Give one that fits as"
+                f" names {model.unmatched[0]!r}, which the model does not have. Give a plan that fits as"
                 " FSDP2Config(tp_plan={...}), or use tp_size=1."
             )
     given = [model for model in models if model.is_given]
@@ -104,10 +104,10 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
 
 
 def _check_shared(models: list[MatchedModel]) -> None:
-    """Refuse modules with parameters that two layers share, and modules for which the plans of two models differ.
+    """Refuse modules with parameters that two layers share, and shared modules for which two models' plans differ.
 
-    Each layer shards and gathers only its own modules. A module that two models share (actor and critic) is set up with
-    the first model.
+    Each layer shards and gathers only its own modules. If two models share a module (actor and critic), it is set up
+    with the first model.
     """
     layer_of: dict[nn.Module, nn.Module] = {}
     for model in models:
@@ -118,7 +118,7 @@ def _check_shared(models: list[MatchedModel]) -> None:
                 if other is not layer and get_slots([module]):
                     raise ValueError(
                         f"tp_size: {names[module]} is part of {names[layer]} and of {names.get(other, 'another model')}"
-                        " too, and each layer shards and gathers its own modules only. Give each layer modules of its"
+                        " too, but each layer shards and gathers only its own modules. Give each layer modules of its"
                         " own (their parameters may be tied), or use tp_size=1."
                     )
     for first, second in itertools.combinations(models, 2):
@@ -136,21 +136,21 @@ def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
         name = next(name for name, candidate in second.module.named_modules() if candidate is module)
         raise ValueError(
             f"tp_plan: {type(first.module).__name__} and {type(second.module).__name__} share {name}, but their plans"
-            " differ there. Give both the same entries for what they share, with tp_plan or register_tp_plan."
+            " for it differ. Give both models the same entries for shared modules, with tp_plan or register_tp_plan."
         )
 
 
 def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
-    """Refuse foreign styles under sequence parallelism and for tied weights.
+    """Refuse foreign styles, which are not this package's, with sequence parallelism and for tied weights.
 
-    Sequence parallelism needs styles whose layouts are known. Torch's styles do not keep weights tied.
+    Sequence parallelism must know the layouts of all styles. torch's styles do not keep weights tied.
     """
     if model.foreign and sequence_parallel:
         name, style = next(iter(model.foreign.items()))
         raise ValueError(
-            f"sequence_parallel=True cannot be derived from a plan with styles of its own layouts: {name} has"
-            f" {style}. Use the names of styles ('colwise', 'rowwise', ...), or leave sequence_parallel False and let"
-            " the plan shard the sequence."
+            f"sequence_parallel=True cannot be derived from a plan with custom layouts: {name} has {style}. Use the"
+            " names of styles ('colwise', 'rowwise', ...), or leave sequence_parallel False and let the plan shard the"
+            " sequence."
         )
     owned = {module for name in model.foreign for module in model.module.get_submodule(name).modules()}
     for owners in get_parameter_owners(model.module).values():
@@ -158,28 +158,28 @@ def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
             names = {module: name for name, module in model.module.named_modules()}
             tied = " and ".join(f"{names[module]}.{parameter}" for module, parameter in owners)
             raise ValueError(
-                f"tp_plan: {tied} are one parameter, which a style of torch with layouts of its own would replace in"
-                " one place only. Use the names of styles for them ('embedding_rowwise', 'colwise_gather_output'), or"
+                f"tp_plan: {tied} are one tied parameter, but a torch style with custom layouts would replace it in"
+                " only one place. Use the names of styles for both ('embedding_rowwise', 'colwise_gather_output'), or"
                 " untie them (tie_word_embeddings=False)."
             )
 
 
 def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
-    """Check that results which are summed over the ranks are computed with shards."""
+    """Check that results are summed over the ranks only if they are computed with sharded parameters."""
     for name, entry in model.entries.items():
         if isinstance(entry.style, SummedResult) and entry.parameter is None:
             slots = get_slots(entry.module.modules())
             if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
                 raise ValueError(
-                    f"tp_plan: the results of {name} ({type(entry.module).__name__}) are to be summed over the ranks,"
-                    " but no entry shards its parameters; name them too (adapters that replace an experts' parameters"
-                    " are not supported under tensor parallelism)."
+                    f"tp_plan: the results of {name} ({type(entry.module).__name__}) would be summed over the ranks,"
+                    " but no entry shards its parameters. Add entries for them. Adapters that replace the parameters"
+                    " of experts are not supported with tensor parallelism."
                 )
 
 
 def _check_results(model: MatchedModel) -> None:
-    """Check that a part of a layer with sharded outputs also adds up what is computed from them."""
-    if model.foreign:  # a foreign style may do so
+    """Check that each part of a layer with column-wise projections also sums its results over the ranks."""
+    if model.foreign:  # a foreign style may sum the results
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
@@ -191,14 +191,14 @@ def _check_results(model: MatchedModel) -> None:
             sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
             if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
-                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry adds up what is"
-                    " computed with them; add the projection that reads them as 'rowwise', or gather the outputs with"
-                    " 'colwise_gather_output'."
+                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry sums the"
+                    " results that are computed from them. Add a 'rowwise' entry for the projection that reads these"
+                    " outputs, or gather the outputs with 'colwise_gather_output'."
                 )
 
 
 def _check_heads(model: MatchedModel, ranks: int) -> None:
-    """Check that every rank gets the same number of heads."""
+    """Check that every rank gets the same number of attention heads."""
     styles = model.styles
     for name, attention in model.module.named_modules():
         children = [styles.get(child) for child in attention.children()]
@@ -218,15 +218,15 @@ def _check_heads(model: MatchedModel, ranks: int) -> None:
 
 
 def _check_loss(models: list[MatchedModel]) -> None:
-    """Check that there is a head to shard, and that every model with one uses the loss of causal language models.
+    """Check that there is an output head to shard, and that its model uses the loss of causal language models.
 
-    No other loss is computed on a sharded vocabulary.
+    No other loss can be computed with a sharded vocabulary.
     """
     with_head = [model for model in models if model.get_optional_head() is not None]
     if not with_head:
         names = " and ".join(type(model.module).__name__ for model in models)
         raise ValueError(
-            f"loss_parallel=True: no head of {names} has outputs that the plan shards; add it to tp_plan as"
+            f"loss_parallel=True: the plan shards no head of {names}. Add the head to tp_plan as"
             " 'colwise_gather_output' (and a tied embedding as 'embedding_rowwise'), or use loss_parallel=False."
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -241,12 +241,12 @@ def _check_loss(models: list[MatchedModel]) -> None:
 
 
 def _check_layers(model: MatchedModel) -> None:
-    """Check that the layers' own code treats positions one by one, as sequence parallelism needs."""
+    """Check that the layers' own code processes each position on its own, as sequence parallelism needs."""
     traits = get_layer_traits(model.parts)
     layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
     if layerdrop > 0:
         raise ValueError(
-            f"sequence_parallel=True needs every layer in every step, but {type(model.module).__name__} leaves some out"
+            f"sequence_parallel=True needs every layer in every step, but {type(model.module).__name__} drops layers"
             f" at random (layerdrop={layerdrop}); set layerdrop=0, or use sequence_parallel=False."
         )
     if traits.refused:
@@ -260,14 +260,14 @@ def _check_layers(model: MatchedModel) -> None:
         for child in get_called_children(layer):
             if isinstance(child, nn.Linear) and child not in known:
                 raise ValueError(
-                    f"sequence_parallel=True: {names[child]} is a linear layer that {type(layer).__name__} itself uses,"
-                    " and whether it does so position by position (or in an attention of its own) cannot be seen. Shard"
-                    " it in tp_plan, name it in LayerTraits(pointwise=...), or use sequence_parallel=False."
+                    f"sequence_parallel=True: {names[child]} is a linear layer that {type(layer).__name__} uses itself."
+                    " It may be applied to each position on its own, or be part of an attention, which cannot be known."
+                    " Shard it in tp_plan, name it in LayerTraits(pointwise=...), or use sequence_parallel=False."
                 )
 
 
 def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -> None:
-    """Check that all ranks get equal parts of a sharded parameter, unless its layout allows uneven ones."""
+    """Check that all ranks get equal parts of each sharded parameter, unless its layout allows uneven parts."""
     names = {module: name for name, module in root.named_modules()}
     for (module, name), layout in layouts.items():
         parameter = module.get_parameter(name)
@@ -284,7 +284,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # reading a field that differs by layer raises; the size of the weights is checked anyway
+    except Exception:  # a field that differs between layers raises; the sizes of the weights are checked anyway
         return None
 
 

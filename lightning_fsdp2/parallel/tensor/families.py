@@ -1,6 +1,6 @@
-"""Tensor parallel plans of model families: replacements of the models' own, corrections, and reasons for having none.
+"""Tensor parallel plans for model families whose own plan in transformers is missing, incomplete or wrong.
 
-Names are relative to the base model, the part without a head.
+Module names are relative to the base model, which has no head.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,27 +20,27 @@ from lightning_fsdp2.parallel.tensor.styles import (
 )
 
 PlanBuilder = Callable[[Any], Mapping[str, "str | ParallelStyle"]]
-"""Function from a model, or from its config, to a plan."""
+"""Function that takes a model, or its config, and returns a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """Properties of a family's layers that sequence parallelism cannot see from outside."""
+    """Properties of a family's layers that sequence parallelism needs to know but cannot find out."""
 
     pointwise: tuple[str, ...] = ()
-    """Names of children with parameters, other than norms, that treat the positions of a sequence one by one."""
+    """Names of children, other than norms, that have parameters and process each position of a sequence on its own."""
 
     per_position: tuple[str, ...] = ()
-    """Names of arguments, [batch, sequence, ...], that the layer's own forward uses besides the hidden states."""
+    """Names of arguments, [batch, sequence, ...], that the layer's forward uses in addition to the hidden states."""
 
     sequence_dim: int = 1
-    """Sequence dim of the hidden states that layers pass on."""
+    """Sequence dim of the hidden states between the layers."""
 
     regions_take_residual: bool = False
-    """Whether attention and MLP are given the residual too, and add it to their result."""
+    """Whether attention and MLP also get the residual and add it to their result."""
 
     refused: str = ""
-    """Reason why the sequence cannot be sharded between the layers; empty if it can."""
+    """Reason why the sequence cannot be sharded between the layers; empty if it can be sharded."""
 
 
 NO_TRAITS = LayerTraits()
@@ -114,7 +114,7 @@ def _bloom(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     heads = config.num_attention_heads
     return {
         "h.*.self_attention": LocalHeads(attributes=("num_heads",), per_head=("alibi",), heads=heads),
-        "h.*.self_attention.query_key_value": "colwise",  # packed head by head
+        "h.*.self_attention.query_key_value": "colwise",  # each head has its query, key and value side by side
         "h.*.self_attention.dense": "rowwise",
         "h.*.mlp.dense_h_to_4h": "colwise",
         "h.*.mlp.dense_4h_to_h": "rowwise",
@@ -129,7 +129,7 @@ def _falcon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     )
     return {
         "h.*.self_attention": local,
-        "h.*.self_attention.query_key_value": "colwise",  # packed by key-value head
+        "h.*.self_attention.query_key_value": "colwise",  # each key-value head has its queries beside it
         "h.*.self_attention.dense": "rowwise",
         "h.*.mlp.dense_h_to_4h": "colwise",
         "h.*.mlp.dense_4h_to_h": "rowwise",
@@ -191,7 +191,7 @@ def _gpt_oss(config: Any) -> Mapping[str, "str | ParallelStyle"]:
         **_LLAMA_ATTENTION,
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # gate and up alternate, so a contiguous part holds as much of one as of the other
+        # gate and up alternate, so a contiguous part holds equal shares of both
         "layers.*.mlp.experts.gate_up_proj": ShardParameter(dim=2),
         "layers.*.mlp.experts.gate_up_proj_bias": ShardParameter(dim=1),
         "layers.*.mlp.experts.down_proj": ShardParameter(dim=1),
@@ -218,12 +218,12 @@ def _apertus(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _norms_of_heads(*names: str) -> PlanBuilder:
-    """Return a plan builder for norms, on each rank's heads, that a config may turn on but the model's plan lacks."""
+    """Return a plan builder for norms of attention heads that a config may turn on and the model's own plan lacks."""
     return lambda _: {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in names}
 
 
 def _cohere(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Shard the weights of the q and k norms, [heads, width], over the heads."""
+    """Shard the weights of the query and key norms, [heads, width], over the heads."""
     if not config.use_qk_norm:
         return {}
     return {f"layers.*.self_attn.{name}.weight": ShardParameter(dim=0) for name in ("q_norm", "k_norm")}
@@ -234,7 +234,7 @@ def _inkling(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Gather intermediate features in layers with activation sparsity, which needs the mean over all features."""
+    """Gather the intermediate features in layers with activation sparsity, which needs the mean of all features."""
     plan: dict[str, str | ParallelStyle] = {}
     for index, sparsity in enumerate(config.activation_sparsity_pattern or ()):
         if sparsity > 0:
@@ -245,7 +245,7 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _llama(*norms: str) -> PlanBuilder:
-    """Return a plan builder for layers like Llama's, with these norms on each rank's heads."""
+    """Return a plan builder for layers like Llama's, with the given norms of attention heads."""
     return lambda config: {**_LLAMA_ATTENTION, **_norms_of_heads(*norms)(config), **_LLAMA_MLP}
 
 
@@ -260,13 +260,13 @@ def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate ``o_proj`` in linear attention, where nothing is sharded; the other attention has one too."""
+    """Replicate ``o_proj`` in linear attention, which is not sharded. The full attention also has an ``o_proj``."""
     linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
 
 
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate small weights that are applied position by position: shards of them would need whole sequences."""
+    """Replicate small weights that are applied to each position on its own; shards would need whole sequences."""
     return {
         "layers.*.attn_hyper_connection.input_mix_weight_down": "replicate",
         "layers.*.mlp_hyper_connection.input_mix_weight_down": "replicate",
@@ -292,7 +292,7 @@ FAMILIES: dict[str, PlanBuilder] = {
     "qwen3_vl_text": _llama("q_norm", "k_norm"),
     "stablelm": _stablelm,
 }
-"""Plans that replace the models' own."""
+"""Plans that replace the models' own plans, by model type."""
 
 CORRECTIONS: dict[str, PlanBuilder] = {
     "apertus": _apertus,
@@ -307,13 +307,13 @@ CORRECTIONS: dict[str, PlanBuilder] = {
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
 }
-"""Entries that the models' own plans lack or get wrong."""
+"""Entries that are missing or wrong in the models' own plans, by model type."""
 
 REFUSED_FAMILIES = {
     "gemma4": "it reads `embed_tokens.weight` outside of the embedding, where each rank holds a part of the vocabulary;"
     " train its language model (gemma4_text) alone, or use tp_size=1"
 }
-"""Families whose code allows no plan, with the reason."""
+"""Families whose code does not allow tensor parallelism, with the reason."""
 
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 DEEPSTACK = LayerTraits(refused="the model adds features of its images to whole sequences between its layers")

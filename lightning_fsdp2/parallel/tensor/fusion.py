@@ -1,9 +1,11 @@
-"""Asynchronous tensor parallelism: the collectives of compiled layers overlap the matrix products next to them.
+"""Asynchronous tensor parallelism, in which collectives of compiled layers overlap with matrix products.
 
 Inductor fuses an all-gather with the products that use its result, or a product with the reduce-scatter of its result.
-The fused operation works chunk by chunk, over symmetric memory (https://discuss.pytorch.org/t/209487). In a dense layer
-inductor fuses the two all-gathers and two reduce-scatters of forward and the two all-gathers of backward. The
-reduce-scatters of backward stay as they are: their input is a sum of several products (q, k and v; gate and up).
+The fused operation works chunk by chunk, over symmetric memory (https://discuss.pytorch.org/t/209487).
+
+In a dense layer, inductor fuses the two all-gathers and two reduce-scatters of forward, and the two all-gathers of
+backward. It cannot fuse the reduce-scatters of backward, because their input is a sum of several products (of q, k and
+v, or of gate and up).
 """
 
 import logging
@@ -25,29 +27,29 @@ logger = logging.getLogger(__name__)
 
 
 def build_collective_fusion(tp_mesh: DeviceMesh | None) -> "CollectiveFusion":
-    """Build the :class:`CollectiveFusion` for compiling the layers of a sequence parallel model.
+    """Build the :class:`CollectiveFusion` with which the layers of a sequence parallel model are compiled.
 
     Args:
         tp_mesh: Mesh of the tensor parallel ranks; None if there is only one rank.
 
     Raises:
-        ValueError: If there are no collectives to overlap, or the devices cannot overlap them.
+        ValueError: If there are no collectives, or if the devices cannot overlap them with other work.
     """
     if tp_mesh is None:
         raise ValueError(
-            "enable_async_tensor_parallel=True with tp_size=1: it overlaps the collectives of several tensor parallel"
-            " ranks. Use tp_size > 1, or leave it out."
+            "enable_async_tensor_parallel=True with tp_size=1: with one tensor parallel rank, there are no collectives"
+            " to overlap. Use tp_size > 1, or leave the flag out."
         )
     if not has_symmetric_memory(tp_mesh.device_type):
         raise ValueError(
-            f"enable_async_tensor_parallel=True on {tp_mesh.device_type!r} devices: it needs CUDA devices and NCCL, for"
-            " ranks that read each other's memory. Leave it out."
+            f"enable_async_tensor_parallel=True on {tp_mesh.device_type!r} devices: it needs CUDA devices and NCCL, so"
+            " that ranks can read each other's memory. Leave the flag out."
         )
     return CollectiveFusion(tp_mesh.get_group())
 
 
 class CollectiveFusion:
-    """Fusion of the collectives of a model's layers: options of the compiler, and a count of what was fused.
+    """Fusion of the collectives in a model's layers: provides the compiler's options and counts fused collectives.
 
     Args:
         group: Process group of the tensor parallel ranks.
@@ -62,11 +64,11 @@ class CollectiveFusion:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of ``torch.compile``. They also hold for the backward graph, compiled when backward first runs."""
+        """Options for ``torch.compile``, which also apply to the backward graph."""
         return get_fusion_options(self.count)
 
     def count(self, graph: torch.fx.Graph) -> None:
-        """Count the collectives of a graph after inductor has fused what it can."""
+        """Count the fused and unfused collectives of a graph after inductor's fusion."""
         fused, unfused = get_fusion_targets()
         targets = [node.target for node in graph.nodes]
         self.fused += sum(target in fused for target in targets)
@@ -74,7 +76,7 @@ class CollectiveFusion:
         self._has_backward |= is_backward_graph(graph)
 
     def report(self) -> None:
-        """Log once, after forward and backward are compiled, how many collectives were fused; warn if none were."""
+        """Log how many collectives were fused, or warn if none were, once after forward and backward are compiled."""
         if self._is_reported or not self._has_backward:
             return
         self._is_reported = True
@@ -84,7 +86,8 @@ class CollectiveFusion:
             logger.info("Asynchronous tensor parallel: fused %d of %d collectives.", self.fused, self.collectives)
         else:
             logger.warning(
-                "enable_async_tensor_parallel=True: fused 0 of %d collectives of the compiled layers, so that none"
-                " overlaps a matrix product. Inductor fuses those right before or after projections without bias.",
+                "enable_async_tensor_parallel=True: fused 0 of %d collectives of the compiled layers, so none of them"
+                " overlaps with a matrix product. Inductor only fuses collectives directly before or after projections"
+                " without bias.",
                 self.collectives,
             )

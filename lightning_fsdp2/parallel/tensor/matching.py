@@ -1,4 +1,4 @@
-"""Matching of a tensor parallel plan's entries with the modules and parameters of one model."""
+"""Search for the modules and parameters of a model that the entries of a tensor parallel plan match."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A style, and the module, or the module's parameter, that it is for."""
+    """Style that a plan assigns to a module, or to one parameter of the module."""
 
     module: nn.Module
     parameter: str | None
@@ -30,14 +30,14 @@ class Entry:
 
 @dataclass(kw_only=True)
 class MatchedModel:
-    """A model, and the modules and parameters that the entries of its plan match."""
+    """Model with the styles that its tensor parallel plan assigns to its modules and parameters."""
 
     parts: ModelParts
     entries: dict[str, Entry]
     """Entries by the name of their module or parameter."""
 
     foreign: dict[str, ParallelStyle]
-    """Styles that are not this package's, by module name; they handle DTensors and collectives themselves."""
+    """Styles by module name that are not this package's own. They handle DTensors and collectives themselves."""
 
     is_given: bool
     """Whether a user gave the plan, so that every entry must match something."""
@@ -55,7 +55,7 @@ class MatchedModel:
 
     @property
     def matched_layers(self) -> list[str]:
-        """Matched patterns that name something in the layers."""
+        """Matched patterns for modules or parameters inside the layers."""
         return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
 
     @property
@@ -63,7 +63,7 @@ class MatchedModel:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 
     def get_stacks(self) -> list[list[nn.Module]]:
-        """Return the lists of layers in which anything is sharded."""
+        """Return the lists of layers in which an entry matches something."""
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         return [
             layers
@@ -72,28 +72,28 @@ class MatchedModel:
         ]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
-        """Return the stacks that read text if the config tells which these are, otherwise all stacks.
+        """Return the stacks of the language model if the config identifies it, or otherwise all stacks.
 
-        Towers are left out, since they do not pass on parts of the batch.
+        Towers are left out, because their hidden states are not a sequence of the batch that could be sharded.
         """
         stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:
-        """Return the name of the head if its outputs are sharded, or None."""
+        """Return the name of the output head if its features are sharded, or None."""
         head = self.parts.head
         names = [name for name, entry in self.entries.items() if entry.module is head and entry.parameter is None]
         return next((name for name in names if isinstance(self.entries[name].style, ColumnWise)), None)
 
     def get_layouts(self, ranks: int) -> dict[Slot, Layout]:
-        """Return the layouts of the parameters that the entries are for.
+        """Return the layouts of all parameters that are covered by an entry.
 
         Raises:
             TypeError: If a style does not fit its module.
-            ValueError: If the number of ranks does not divide a size that a module shards, such as its heads.
+            ValueError: If a sharded size, such as the number of heads, is not divisible by the number of ranks.
         """
         layouts: dict[Slot, Layout] = {}
-        # an entry for a parameter wins over one for its module
+        # an entry for a parameter overrides an entry for its module
         for name, entry in sorted(self.entries.items(), key=lambda item: item[1].parameter is not None):
             try:
                 if entry.parameter is None:
@@ -107,10 +107,12 @@ class MatchedModel:
 
 
 def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
-    """Find the modules and parameters of a model that a plan's entries match; a later entry wins over earlier ones.
+    """Find the modules and parameters of a model that the entries of a plan match.
+
+    A later entry overrides earlier ones.
 
     Raises:
-        TypeError: If a parameter is given a style that is not this package's; other styles are for modules only.
+        TypeError: If a style for a parameter is not this package's own; other styles only fit modules.
     """
     modules = dict(parts.module.named_modules(remove_duplicate=False))
     parameters = dict(parts.module.named_parameters(remove_duplicate=False))
@@ -124,8 +126,8 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
             if not isinstance(style, Style):
                 if name not in modules:
                     raise TypeError(
-                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Give"
-                        f" {owner}, or the name of a style that shards a parameter ('colwise', 'rowwise', ...)."
+                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Use the"
+                        f" module {owner}, or the name of a style for parameters ('colwise', 'rowwise', ...)."
                     )
                 result.foreign[name] = style
             elif name in modules:
@@ -138,7 +140,7 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
-    """Return a module, or the modules that peft's ``modules_to_save`` keeps in its place, each with its name suffix."""
+    """Return a module, or the modules that replace it under peft's ``modules_to_save``, each with a name suffix."""
     if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
         return [("", module)]
     saved = [(f".modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
@@ -146,9 +148,10 @@ def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
-    """Replace the style of a linear layer with that of an embedding if ``module`` is an embedding.
+    """Replace the style of a linear layer with the corresponding style of an embedding if ``module`` is an embedding.
 
-    Torch's styles for linear layers mean something else for an embedding. Here the embedding's result is always whole.
+    torch's styles for linear layers have another meaning for embeddings. Here the result of an embedding is always
+    whole.
     """
     if isinstance(module, nn.Embedding):
         if style == RowWise(split_input=True):
@@ -159,7 +162,7 @@ def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
 
 
 def agree_on_tied(models: list[MatchedModel], layouts: dict[Slot, Layout]) -> None:
-    """Keep a tied parameter whole on every rank if the modules that hold it would shard it differently."""
+    """Replicate tied parameters for which the plan gives different placements in different modules."""
     holders: dict[nn.Parameter, list[Slot]] = {}
     for module, name in layouts:
         holders.setdefault(module.get_parameter(name), []).append((module, name))

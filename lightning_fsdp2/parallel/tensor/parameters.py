@@ -1,8 +1,8 @@
-"""Parameters under tensor parallelism: sharded DTensors at rest, plain tensors while a forward computes with them.
+"""Parameters under tensor parallelism, which are sharded DTensors, but plain tensors during a forward.
 
-A model's own code never sees a DTensor: while a module's forward runs, this rank's parts replace the module's
-parameters. The :class:`Layout` says what the gradient of a part means. Outside of a forward, gradients always have
-the DTensor's own placement, so FSDP2, gradient accumulation and clipping need to know nothing about layouts.
+A model's own code never sees a DTensor. While a module's forward runs, this rank's parts of the parameters replace the
+parameters. The :class:`Layout` says what the gradient of a part means. Outside a forward, gradients always have the
+placement of their DTensor, so FSDP2, gradient accumulation and clipping need not know about layouts.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from lightning_fsdp2.ranks.collectives import (
 )
 
 Slot = tuple[nn.Module, str]
-"""A module and the name of a parameter that it holds directly."""
+"""Module, and name of a parameter that it holds directly."""
 
 
 REPLICATE = Replicate()
@@ -33,29 +33,29 @@ REPLICATE = Replicate()
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sharding of a parameter over the tensor parallel ranks, and the part of it that a rank computes with."""
+    """Sharding of a parameter over the tensor parallel ranks, and the part of the parameter that each rank uses."""
 
     placement: Placement = REPLICATE
 
     is_partial: bool = False
-    """Whether each rank uses the parameter for different activations (its heads, its part of the sequence). The
-    rank's gradient is then a summand."""
+    """Whether each rank uses the parameter for different activations, such as its heads or its part of the sequence.
+    The gradient of each rank is then only a summand."""
 
     is_summed: bool = False
-    """Whether the parameter (a bias) is added inside a result that is summed over the ranks. Only one rank may then
-    add it."""
+    """Whether the parameter (a bias) is added to a result before the result is summed over the ranks. Only one rank may
+    then add it."""
 
     sections: tuple[int, ...] | None = None
-    """Sizes of the parts packed along ``dim``, if the placement cannot express them. A rank takes its shard of each
-    part; the parameter is gathered (if sharded) before use."""
+    """Sizes of the parts that are packed along ``dim``, if the placement cannot express them. A rank uses its shard of
+    each part. If the parameter is sharded, it is gathered before use."""
 
     dim: int = 0
 
     is_uneven: bool = False
-    """Whether the ranks' parts may differ in size, since they are only gathered or summed."""
+    """Whether the parts may differ in size between ranks, because they are only gathered or summed."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the sizes of the parts that are each sharded over the ranks."""
+        """Return the sizes of the packed parts of a parameter. Each part is sharded over the ranks on its own."""
         if self.sections is not None:
             return self.sections
         placement: Any = self.placement
@@ -63,7 +63,7 @@ class Layout:
         return (parameter.size(placement.dim) // count,) * count
 
     def get_shard(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return the part of the parameter that ``rank`` keeps. A shard is a copy, so that the whole can be freed."""
+        """Return the part of a parameter that ``rank`` stores. A shard is a copy, so that the whole can be freed."""
         if isinstance(self.placement, StridedShard):
             parts = whole.chunk(self.placement.split_factor, self.placement.dim)
             return torch.cat([_narrow(part, self.placement.dim, rank, ranks) for part in parts], self.placement.dim)
@@ -72,7 +72,7 @@ class Layout:
         return whole
 
     def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Turn the part that the rank keeps into the part that it computes with. This is differentiable."""
+        """Convert the part that this rank stores to the part that it computes with. This is differentiable."""
         if self.is_summed and group.rank() > 0:
             return local * 0
         if self.sections is None:
@@ -84,7 +84,7 @@ class Layout:
 
 
 def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ...]) -> Layout:
-    """Return the layout of a parameter that packs several projections along ``dim`` (gate and up, or q, k and v).
+    """Return the layout of a parameter that packs several projections, such as gate and up, or q, k and v.
 
     Args:
         parameter: The whole parameter.
@@ -95,7 +95,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
     if isinstance(sections, int):
         sections = (parameter.size(dim) // sections,) * sections
     if parameter.ndim == 1:
-        # it is small, and FSDP2 shards the same dim
+        # replicated, because a bias is small and FSDP2 shards the same dim
         return Layout(is_partial=True, sections=sections, dim=dim)
     if len(set(sections)) == 1 and has_packed_shards():
         return Layout(placement=StridedShard(dim, split_factor=len(sections)))
@@ -103,7 +103,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
 
 
 def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
-    """Replace every parameter of ``layouts`` with a DTensor on ``mesh``; tied parameters stay tied."""
+    """Replace every parameter in ``layouts`` with a DTensor on ``mesh``; tied parameters stay tied."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (module, name), layout in layouts.items():
         parameter = module._parameters[name]
@@ -121,13 +121,13 @@ def compute_with_local_parameters(
     modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
-    """Let methods of ``top`` compute with this rank's parts of the parameters, as plain tensors.
+    """Make methods of ``top`` compute with plain tensors: this rank's parts of the parameters.
 
     Args:
-        top: Module whose methods are replaced.
-        layouts: Layouts of all parameters of ``top``, and possibly of others.
+        top: Module whose methods are wrapped.
+        layouts: Layouts of all parameters of ``top``. Layouts of other parameters are ignored.
         group: Process group of the tensor parallel ranks.
-        modules: Modules whose parameters are replaced by this rank's parts; by default all in ``top``.
+        modules: Modules whose parameters are replaced during the methods. By default, these are all modules in ``top``.
         methods: Names of the methods.
     """
     inside = set(top.modules() if modules is None else modules)
@@ -137,14 +137,14 @@ def compute_with_local_parameters(
 
 
 class _LocalParameters:
-    """Wrapper that puts this rank's parts in place of sharded parameters while a method runs."""
+    """Wrapper of a method that replaces sharded parameters with this rank's parts while the method runs."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Layout]], group: dist.ProcessGroup) -> None:
         self.slots = slots
         self.group = group
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # if a module around this one has done so already, no DTensor is left
+        # there is no DTensor left if a module around this one has already replaced them
         sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]
         try:

@@ -1,8 +1,8 @@
-"""Tensor parallel plans: which style each module of a model gets.
+"""Tensor parallel plans, which assign a style to each module of a model.
 
-A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for one component
-(the number of a layer). Most models of transformers come with a plan; :data:`STYLES` translates its style names. For
-families without a plan, or with one that leaves much of the model replicated, see ``families.py``.
+A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for one component,
+such as the number of a layer. Most models of transformers have a plan, and :data:`STYLES` translates the names of its
+styles. ``families.py`` has plans for families whose own plan is missing or shards too little.
 """
 
 import re
@@ -44,7 +44,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 Plan = dict[str, ParallelStyle]
 PlanOption = Mapping[str, "str | ParallelStyle"] | PlanBuilder | str | None
-"""Forms in which a user may give a plan; see :func:`get_plan`."""
+"""Type of the plans that users may give; see :func:`get_plan`."""
 
 STYLES: dict[str, Style] = {
     "colwise": ColumnWise(),
@@ -65,7 +65,7 @@ STYLES: dict[str, Style] = {
     "mla_kv_a_proj": LatentKeyValue(),
     "all_reduce": SummedResult(),
 }
-"""Styles by the names that plans of transformers (5.17 to 5.23) use."""
+"""Styles by their names in the plans of transformers (5.17 to 5.23)."""
 
 _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",
@@ -84,23 +84,24 @@ def register_tp_plan(
     plan: PlanBuilder | Mapping[str, "str | ParallelStyle"],
     traits: LayerTraits = NO_TRAITS,
 ) -> None:
-    """Register the tensor parallel plan of a model class or family, in place of the one chosen by default.
+    """Register a tensor parallel plan for a model class or family, which replaces the default plan.
 
     Args:
-        model: Model class (subclasses included), or the ``model_type`` of a config.
-        plan: Dict from patterns, relative to the model, to styles, or a function of the model that returns one.
-        traits: Traits of the model's layers, for sequence parallelism; few models need any.
+        model: Model class, whose subclasses are included, or the ``model_type`` of a config.
+        plan: Dict from patterns to styles, or a function that takes the model and returns such a dict. Patterns are
+            relative to the model.
+        traits: Traits of the model's layers for sequence parallelism. Few models need any.
     """
     _registered[model] = (plan if callable(plan) else lambda _: plan, traits)
 
 
 def is_registered(model: nn.Module) -> bool:
-    """Return whether :func:`register_tp_plan` was called for the class or the family of ``model``."""
+    """Return whether :func:`register_tp_plan` was called for the class or family of ``model``."""
     return _get_registered(model) is not None
 
 
 def get_layer_traits(parts: ModelParts) -> LayerTraits:
-    """Return the traits that were registered for a model, or those of its family."""
+    """Return the layer traits that were registered for a model, or else the traits of its family."""
     registered = _get_registered(parts.module)
     if registered is not None:
         return registered[1]
@@ -109,13 +110,13 @@ def get_layer_traits(parts: ModelParts) -> LayerTraits:
 
 
 def _has_deepstack(parts: ModelParts) -> bool:
-    """Return whether the model around the layers takes image features to add between its layers."""
+    """Return whether the model takes image features that it adds to the hidden states between its layers."""
     forwards = [signature(module.forward).parameters for module in parts.hf_models]
     return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
-    """Return the style that an entry of a plan stands for.
+    """Return the style object for an entry of a plan.
 
     Args:
         name: Name of the module, for messages.
@@ -123,13 +124,13 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
         config: Config of the model.
 
     Raises:
-        ValueError: If the style's name is unknown or refused.
+        ValueError: If the name of the style is unknown or refused.
     """
     if isinstance(style, str):
         if style in _REFUSED:
             raise ValueError(f"tp_plan[{name!r}]={style!r} is refused: {_REFUSED[style]}.")
         if style not in STYLES:
-            raise ValueError(f"tp_plan[{name!r}]={style!r} is no style that is known; use one of {', '.join(STYLES)}.")
+            raise ValueError(f"tp_plan[{name!r}]={style!r} is not a known style; use one of {', '.join(STYLES)}.")
         style = STYLES[style]
     if isinstance(style, LatentKeyValue) and style.rotary_features is None:
         features = getattr(config, "qk_rope_head_dim", None)
@@ -138,12 +139,12 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
 
 
 def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
-    """Return the plan of a Hugging Face model: patterns, relative to the model, and their styles.
+    """Return the plan of a Hugging Face model: a dict from patterns, relative to the model, to styles.
 
     Args:
-        parts: Parts of the model. The model's config and its own plan are read.
-        plan: The plan, or a function of the model that returns it. ``"hf"`` takes the model's own plan. None takes a
-            registered plan, else this package's, else the model's own.
+        parts: Parts of the model.
+        plan: The plan, or a function that takes the model and returns it. ``"hf"`` means the model's own plan. None
+            means the registered plan, or else this package's plan, or else the model's own plan.
 
     Raises:
         ValueError: If there is no plan.
@@ -155,11 +156,11 @@ def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     elif callable(plan):
         plan = plan(model)
     if not isinstance(plan, Mapping):
-        raise TypeError(f"tp_plan must be a dict of names and styles, but the function given returned {plan!r}.")
+        raise TypeError(f"tp_plan must be a dict from names to styles, but the given function returned {plan!r}.")
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
     heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
-    # a torch style with another layout may pass a DTensor to the next module, and only torch's own style accepts it
+    # a torch style with custom layouts may pass a DTensor to the next module, and only torch's own styles accept that
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
@@ -177,21 +178,21 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # every class with a head declares a plan for the head, which shards nothing else
+    if not set(own) - names:  # every class with a head has a plan for the head alone
         raise NoPlanError(
-            f"{type(model).__name__} has no tensor parallel plan. Give one as FSDP2Config(tp_plan={{...}}), from module"
-            " names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
-            " 'model.layers.*.self_attn.o_proj': 'rowwise'}, or register it for the class with"
-            " lightning_fsdp2.parallel.tensor.plans.register_tp_plan, which also takes an empty plan for a helper model"
-            " that every rank shall hold whole; or use tp_size=1."
+            f"{type(model).__name__} has no tensor parallel plan. Give a plan as FSDP2Config(tp_plan={{...}}), from"
+            " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
+            " 'model.layers.*.self_attn.o_proj': 'rowwise'}. Or register a plan for the class with"
+            " lightning_fsdp2.parallel.tensor.plans.register_tp_plan; an empty plan keeps a helper model whole on every"
+            " rank. Or use tp_size=1."
         )
     return {**own, **_add_prefix(parts, CORRECTIONS[family](config))} if family in CORRECTIONS else own
 
 
 class NoPlanError(ValueError, AssertionError):
-    """Error for a model without a plan.
+    """Error for a model that has no tensor parallel plan.
 
-    It is both a ValueError and an AssertionError, since the original documents one and raises the other.
+    It is both a ValueError and an AssertionError, because NeMo Automodel documents one of them and raises the other.
     """
 
 
@@ -205,7 +206,7 @@ def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> d
     if isinstance(head, nn.Linear) and head in names:
         ends[names[head]] = "colwise_gather_output"
     chosen = {**ends, **plan}
-    # these embeddings cannot work on a part of the vocabulary; a head tied to one stays whole too
+    # these embeddings need the whole vocabulary; a head that is tied to such an embedding stays whole too
     chosen.update({name: "replicate" for name, module in parts.module.named_modules() if reads_token_ids(module)})
     return chosen
 
@@ -224,8 +225,8 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
     """Make the names in a family's plan relative to the whole model.
 
-    In the plan they are relative to the base model, which holds the layers and is inside of the model with a head. A
-    tower beside the base model may have layers of the same name.
+    In the plan, they are relative to the base model, which holds the layers and may be inside a model with a head. A
+    tower beside the base model may have layers with the same name.
     """
     if not plan:
         return {}
@@ -243,7 +244,7 @@ def _find(module: Any, path: list[str]) -> bool:
 
 
 def to_torch_style(style: ParallelStyle) -> ParallelStyle:
-    """Return torch's equivalent of ``style`` if there is one, else ``style`` itself."""
+    """Return the torch style that is equivalent to ``style``, or ``style`` itself if there is none."""
     return next((theirs() for theirs, ours in _TORCH_STYLES if ours == style), style)
 
 
@@ -260,7 +261,7 @@ _SHARDED_LOGITS: tuple[Callable[[], ParallelStyle], Style] = (
 
 
 def _from_torch(style: ParallelStyle, *, is_head: bool) -> ParallelStyle:
-    """Replace a torch style that has plain tensor parallel layouts with ours, so that both can be combined."""
+    """Replace a torch style by this package's equivalent, if there is one, so that both can be combined in a plan."""
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return style
     known = [*_TORCH_STYLES, *([_SHARDED_LOGITS] if is_head else [])]

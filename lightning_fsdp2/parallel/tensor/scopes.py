@@ -1,18 +1,20 @@
-"""Sequence parallelism for any stack of decoder layers, derived from the tensor parallel plan alone.
+"""Sequence parallelism for any stack of decoder layers, derived from only the tensor parallel plan.
 
-Between the first layer's input and the last layer's output each rank holds its part of the sequence
-(https://arxiv.org/abs/2205.05198). Everything outside of the layers sees whole sequences: position ids, masks, rotary
-embeddings, final norm and head. Inside a layer
+From the input of the first layer to the output of the last layer, each rank holds its part of the sequence
+(https://arxiv.org/abs/2205.05198). Everything outside the layers sees whole sequences: position ids, masks, rotary
+embeddings, final norm and head. A layer has two kinds of children:
 
-- norms, and everything else that computes position by position, work on the rank's positions;
-- every other child is a *region* (attention, MLP, mixture of experts): its hidden states are gathered on entry. If the
-  region has exactly one row-wise projection, the projection reduce-scatters the result; otherwise the result is sliced.
+- Norms, and other modules that process each position on its own, work on this rank's positions.
+- Every other child is a *region*: attention, MLP or MoE. Its hidden states are gathered on entry. If it has exactly one
+  row-wise projection, this projection reduce-scatters the result. Otherwise the result is sliced.
 
-On entry a region makes two tensors from the gathered hidden states: *complete*, whose gradient is the same on all
-ranks, and *partial*, whose gradients are summands. The region's code sees the complete one, which is right for routers,
-gates and everything else that all ranks compute alike. Column-wise projections that are given this very tensor use the
-partial one instead. So a dense region costs one all-gather and one reduce-scatter in forward and the same in backward,
-without any knowledge of the model.
+On entry, a region makes two tensors from the gathered hidden states. The gradient of the *complete* tensor is the same
+on all ranks. The gradients of the *partial* tensor are summands. The region's code sees the complete tensor, which is
+right for routers, gates and other computations that are the same on all ranks. Column-wise projections notice if their
+input is this tensor, and use the partial tensor instead.
+
+A dense region therefore needs one all-gather and one reduce-scatter in forward, and the same in backward. Nothing needs
+to be known about the model.
 """
 
 import math
@@ -42,50 +44,50 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum
 
 
 class Scope:
-    """The surroundings of a styled module: how its input comes in and how its result goes out.
+    """Communication at the input and output of a module with a style, and its random state.
 
-    This base class is for whole sequences on every rank: for tensor parallelism alone, and modules outside of the
-    layers.
+    This base class is for whole sequences on every rank. It is used without sequence parallelism, and for modules
+    outside the layers.
     """
 
     is_scattered = False
-    """Whether results are parts of the sequence."""
+    """Whether results are only this rank's part of the sequence."""
 
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None = None) -> None:
         self.group = group
         self.random = random
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as the input of a module whose columns are sharded over the ranks."""
+        """Return the input for a module whose columns are sharded over the ranks."""
         self.end_shards()
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return an input that all ranks need and that has no gradient, such as indices of experts."""
+        """Return an input without a gradient that all ranks need, such as the indices of experts."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' summands of a result."""
+        """Sum a result over the ranks, each of which has a summand."""
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' summands of a result that is whole under sequence parallelism too."""
+        """Sum a result over the ranks that stays whole even with sequence parallelism."""
         return reduce_from_ranks(tensor, self.group)
 
     def begin_shards(self) -> None:
-        """Note that from here on ranks hold different activations."""
+        """Tell the random state that activations differ between ranks from here on."""
         if self.random is not None:
             self.random.begin_shards()
 
     def end_shards(self) -> None:
-        """Note that from here on ranks hold the same activations."""
+        """Tell the random state that activations are the same on all ranks from here on."""
         if self.random is not None:
             self.random.end_shards()
 
 
 class LayerScope(Scope):
-    """Scope of a layer under tensor parallelism alone: projections of one tensor share one gradient all-reduce."""
+    """Scope of a layer without sequence parallelism. Projections of the same tensor share one gradient all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None, verification: LayerVerification) -> None:
         super().__init__(group, random)
@@ -100,7 +102,7 @@ class LayerScope(Scope):
         return self._copy
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward."""
+        """Run the layer's forward and verify the first one."""
         hidden = get_hidden_states(args, kwargs) if args or kwargs else None
         try:
             return self.verification.run(forward, hidden, self.verification.returns, *args, **kwargs)
@@ -110,11 +112,11 @@ class LayerScope(Scope):
 
 
 class EmbeddingScope(Scope):
-    """Scope of an input embedding, if the first layer takes only this rank's part of the embedding's result.
+    """Scope of an input embedding with sequence parallelism, where the first layer needs only a part of the result.
 
     Args:
         group: Process group of the tensor parallel ranks.
-        stacks: Stacks whose first layer may take the part.
+        stacks: Stacks whose first layer may need only this rank's part.
         embedding: The embedding module.
     """
 
@@ -122,17 +124,18 @@ class EmbeddingScope(Scope):
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
         self._watched: dict[bool, bool] = {}
-        """Whether any rank had a user's hook in the first forward with gradients (key True) or without (key False)."""
+        """Whether a user's hook was registered on any rank in the first forward with gradients (key True), and in the
+        first forward without gradients (key False)."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
-        # a user's torch.compile around the model would have to trace the subclass
+        # if the user compiles the whole model, torch.compile would have to trace a tensor subclass
         if not running or torch.compiler.is_compiling():
             return super().leave_whole(tensor)
         is_watched, mode = any(map(_is_foreign, get_forward_hooks(self.embedding))), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
-        # a hook may read the result on one rank alone, and that must not start a collective
+        # a hook may read the result on only one rank, so this must not start a collective
         if self._watched[mode]:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group, is_watched=is_watched)
@@ -147,7 +150,7 @@ class EmbeddingScope(Scope):
 
 
 class PointwiseScope(Scope):
-    """Scope of a styled module that is itself a child of the layer: it gathers its input and scatters its result."""
+    """Scope of a direct child of a layer that has a style. Its input is gathered and its result is scattered."""
 
     is_scattered = True
 
@@ -172,13 +175,13 @@ class PointwiseScope(Scope):
 
 
 class RegionScope(Scope):
-    """Scope of a region: a child of the layer that sees whole sequences.
+    """Scope of a region, which is a child of a layer that sees whole sequences.
 
     Args:
         stack: Stack of the layer.
-        random: Random state of the layer; None if the layer draws no random numbers.
+        random: Random state of the layer. None if the layer draws no random numbers.
         reduces_once: Whether the region's result comes from one row-wise projection, which can then scatter it.
-        takes_residual: Whether the region is also given hidden states to add to its (scattered) result.
+        takes_residual: Whether the region also gets hidden states that it adds to its scattered result.
         name: Name of the region, for messages.
     """
 
@@ -203,7 +206,7 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # a part of a single position would silently be broadcast against whole sequences
+        # a part with a single position would be broadcast against whole sequences without an error
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:
@@ -219,7 +222,7 @@ class RegionScope(Scope):
         hidden = get_hidden_states(args, kwargs)
         dim = self.stack.get_token_dim(hidden)
         self._check_length(hidden, dim)
-        whole = ("encoder_hidden_states", "key_value_states")  # of cross attention
+        whole = ("encoder_hidden_states", "key_value_states")  # cross attention reads whole sequences
         self._check_residual(hidden, [*args, *(value for name, value in kwargs.items() if name not in whole)])
         self._complete, self._partial = gather_twice(hidden, dim, self.group)
         args, kwargs = replace_hidden_states(args, kwargs, self._complete)
@@ -251,7 +254,7 @@ class RegionScope(Scope):
             raise self._make_error("was given several hidden states", hidden)
 
     def _take(self, hidden: Tensor, dim: int, output: Tensor) -> Tensor:
-        """Return this rank's part of ``output``, which may be whole, scattered already, or flattened to tokens."""
+        """Return this rank's part of ``output``, which may be whole, already scattered, or flattened to tokens."""
         local = hidden.shape[: dim + 1]
         whole = (*local[:-1], local[-1] * self.group.size())
         if output.shape[: dim + 1] == local or (output.ndim == 2 and len(output) == math.prod(local)):
@@ -264,14 +267,14 @@ class RegionScope(Scope):
 
     def _make_error(self, what: str, tensor: Tensor) -> ValueError:
         return ValueError(
-            f"sequence_parallel=True: {self.name} {what} of shape {tuple(tensor.shape)}, where each rank holds"
-            f" {self.stack.local} of {self.stack.whole} positions: it or the layer around it does not treat the"
-            " positions of a sequence one by one. Use sequence_parallel=False for this model."
+            f"sequence_parallel=True: {self.name} {what} of shape {tuple(tensor.shape)}, but each rank holds"
+            f" {self.stack.local} of {self.stack.whole} positions. The layer does not process each position of a"
+            " sequence on its own. Use sequence_parallel=False for this model."
         )
 
 
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
-    """Sum the gradients of a module in a region over the ranks if it runs after the region's result was scattered."""
+    """Sum a module's gradients over the ranks if it runs on a part of the sequence, after a region's reduce-scatter."""
 
     def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not scope.is_scattered:
@@ -289,8 +292,8 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return whether a hook is a user's. It may then read what the module returns.
+    """Return whether a hook was registered by the user, and may therefore read a module's result.
 
-    Hooks of torch (FSDP2) and of this package do not read it.
+    Hooks of torch (FSDP2) and of this package do not read the result.
     """
     return getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "lightning_fsdp2")

@@ -1,4 +1,4 @@
-"""The stacks of layers between which the sequence is sharded; see :mod:`~lightning_fsdp2.parallel.tensor.scopes`."""
+"""Stacks of layers between which the sequence is sharded; see :mod:`~lightning_fsdp2.parallel.tensor.scopes`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +15,15 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum, Summands
 
 
 class Stack:
-    """The layers of one model between which the sequence is sharded, and the sequence's length in the running layer.
+    """Stack of layers with a sharded sequence between them. It also keeps the current length of the sequence.
 
     Args:
         group: Process group of the tensor parallel ranks.
-        stream_dim: Sequence dim of the hidden states that layers pass on.
+        stream_dim: Sequence dim of the hidden states between the layers.
     """
 
     dim = 1
-    """Sequence dim of the hidden states that children of a layer are given, [batch, sequence, hidden]."""
+    """Sequence dim of the hidden states inside a layer, [batch, sequence, hidden]."""
 
     def __init__(self, group: dist.ProcessGroup, *, stream_dim: int = 1) -> None:
         self.group = group
@@ -33,25 +33,26 @@ class Stack:
         self.whole = 0
         self.local = 0
         self.embeddings: list[Summands] = []
-        """Summands of the input embedding's results in the current forward."""
+        """Results of the input embedding in the current forward that may still be summed over the ranks."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the sequence is sharded. In a forward without gradients, an indivisible sequence stays whole."""
+        """Whether the sequence is currently sharded."""
         return self.local > 0
 
     def open(self, hidden: Tensor) -> Tensor:
         """Shard the hidden states of the first layer.
 
-        A sequence that cannot be sharded (one token of ``generate``) stays whole in a forward without gradients.
+        A sequence whose length is not divisible by the number of ranks stays whole in a forward without gradients, such
+        as one token of ``generate``.
 
         Raises:
-            ValueError: If the sequence cannot be sharded in a forward with gradients, or the stack is open already.
+            ValueError: If such a sequence is in a forward with gradients, or if the first layer runs a second time.
         """
         if self.is_open and not may_be_repeated():
             raise ValueError(
                 "sequence_parallel=True: the model runs its first layer twice in one forward. Use"
-                " sequence_parallel=False, or layers that are modules of their own."
+                " sequence_parallel=False, or a separate module for each layer."
             )
         ranks, self.whole = self.group.size(), hidden.size(self.stream_dim)
         self.local = self.whole // ranks if self.whole % ranks == 0 else 0
@@ -63,7 +64,7 @@ class Stack:
         if torch.is_grad_enabled():
             self.is_open = False
             raise ValueError(
-                f"sequence_parallel=True with tp_size={ranks} needs sequences whose length it divides, but this batch"
+                f"sequence_parallel=True needs sequences whose length is divisible by tp_size={ranks}, but this batch"
                 f" has {self.whole} positions; pad them to {(self.whole // ranks + 1) * ranks}"
                 " (labels with -100), or set sequence_parallel=False."
             )
@@ -72,15 +73,16 @@ class Stack:
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.
 
-        This wraps the layer's ``__call__``, so checkpoints and compiled code inside of it see only the part.
+        This wraps the layer's ``__call__``, so checkpoints and compiled code inside it only see this part.
         """
         args, kwargs = replace_hidden_states(args, kwargs, self.open(get_hidden_states(args, kwargs)))
         return call(*args, **kwargs)
 
     def enter_layer(self, hidden: Tensor, name: str) -> None:
-        """Check the length of a layer's hidden states or, in a recomputation, take the sequence's length from them.
+        """Check the length of a layer's hidden states.
 
-        Forwards of other lengths may have run between forward and backward.
+        In a recomputation, the length is restored from them instead, because forwards with other lengths may have run
+        since.
         """
         length = hidden.size(self.stream_dim)
         if torch.is_grad_enabled() and may_be_repeated():
@@ -88,23 +90,23 @@ class Stack:
         elif not may_be_repeated() and (not self.is_open or (self.is_active and length != self.local)):
             raise ValueError(
                 f"sequence_parallel=True: {name} was given hidden states of shape {tuple(hidden.shape)}, but each rank"
-                f" holds {self.local} of {self.whole} positions between the layers: the model changes them there, or"
-                " leaves out its first layer. Use sequence_parallel=False for this model."
+                f" holds {self.local} of {self.whole} positions between the layers. The model changes hidden states"
+                " between its layers, or skips its first layer. Use sequence_parallel=False for this model."
             )
 
     def close(self, hidden: Tensor) -> Tensor:
-        """Gather the hidden states that the last layer returned."""
+        """Gather the hidden states that the last layer returns, over the whole sequence."""
         self.is_open = False
         return gather_shards(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 
     def run_model(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the model around the layers.
+        """Run the forward of the model that contains the layers.
 
-        Hidden states that the model recorded (``output_hidden_states=True``) are gathered, since each layer returned
-        only this rank's part.
+        With ``output_hidden_states=True``, the recorded hidden states are gathered, because each layer returns only
+        this rank's part.
 
         Raises:
-            ValueError: If the model left out its last layer, and would return parts of the sequence.
+            ValueError: If the model skipped its last layer, so that it would return a part of the sequence.
         """
         outer = self.is_running, self.embeddings
         self.is_open, self.is_running, self.embeddings = False, True, []
@@ -118,8 +120,8 @@ class Stack:
             self.is_open, (self.is_running, self.embeddings) = False, outer
         if left_open and self.is_active:
             raise ValueError(
-                "sequence_parallel=True: the model left out its last layer, which gathers the sequence. Use"
-                " sequence_parallel=False, or a model of fewer layers."
+                "sequence_parallel=True: the model skipped its last layer, which gathers the sequence. Use"
+                " sequence_parallel=False, or a model with fewer layers."
             )
         return output
 
@@ -142,24 +144,24 @@ class Stack:
         return isinstance(value, Tensor) and value.ndim > 2 and value.size(self.stream_dim) == self.local
 
     def get_token_dim(self, tensor: Tensor) -> int:
-        """Return the dim of ``tensor`` that is sharded: the sequence's, or 0 for flattened tokens.
+        """Return the sharded dim of ``tensor``: the sequence dim, or 0 if the tensor is flattened to tokens.
 
-        Models flatten [batch, sequence, hidden] to [tokens, hidden] for modules that treat each token alone.
+        For modules that process each token on its own, models flatten [batch, sequence, hidden] to [tokens, hidden].
         """
         return 0 if tensor.ndim == 2 else self.dim
 
 
 class StackedLayer:
-    """A layer of a stack.
+    """Wrapper of the forward of a layer in a stack.
 
     Args:
-        stack: Stack that the layer belongs to.
-        random: Random state of the layer; None if the layer draws no random numbers.
+        stack: Stack to which the layer belongs.
+        random: Random state of the layer. None if the layer draws no random numbers.
         verification: Verification of the layer.
         name: Name of the layer, for messages.
         is_last: Whether the layer is the last one, which returns whole sequences.
-        per_position: Positions and names of further arguments that are whole sequences and that the layer's own code
-            uses.
+        per_position: Positions and names of arguments with a value per position that the layer's own code uses. They
+            are cut to this rank's part.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class StackedLayer:
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states among the arguments of a layer or of one of its children."""
+    """Return the hidden states from the arguments of a layer or of one of its children."""
     name = _get_optional_name(args, kwargs)
     return args[0] if name is None else kwargs[name]
 
@@ -206,22 +208,22 @@ def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def replace_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with ``hidden`` in the place where :func:`get_hidden_states` looks."""
+    """Return the arguments with the hidden states replaced by ``hidden``; see :func:`get_hidden_states`."""
     name = _get_optional_name(args, kwargs)
     return ((hidden, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: hidden})
 
 
 def _get_optional_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the keyword of the hidden states, or None if they are the first positional argument."""
+    """Return the name of the keyword argument with the hidden states, or None if they are the first positional one."""
     if "hidden_states" in kwargs or not args:
         return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return None
 
 
 def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``function`` to the hidden states in ``output``, which a layer or one of its children returned.
+    """Apply ``function`` to the hidden states in the output of a layer or of one of its children.
 
-    They are ``output`` itself or its first item.
+    The hidden states are the output itself or its first item.
     """
     if isinstance(output, Tensor):
         return function(output)

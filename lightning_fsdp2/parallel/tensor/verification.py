@@ -1,16 +1,17 @@
-"""Verification of the gradients under a tensor parallel plan, from the autograd graph of a layer's first forward.
+"""Verification of the gradients under a tensor parallel plan, with the autograd graph of a layer's first forward.
 
-Logits do not show whether gradients are right. The q and k norms of Qwen3 are an example: if they are replicated but
-applied to each rank's own heads, the logits are perfect and the gradients lack the other ranks' parts. The error shows
-in the kinds of values. A value is *equal* (the same on all ranks, with a complete gradient) or a rank's *own* (a shard
-or a summand, or computed with one). Only the functions of :mod:`~lightning_fsdp2.ranks.collectives` turn one kind into
-the other. So no other operation may combine an equal value that has a gradient with an own value that has one, and each
-of these functions must be given the kind that it is made for. This holds for any plan, whatever the code between the
-modules does with their results.
+Correct logits do not prove that gradients are correct. An example are the query and key norms of Qwen3. If a plan
+replicates them although each rank applies them to its own heads, the logits are correct, but each gradient lacks the
+parts of the other ranks.
 
-The verification does not follow values without a gradient, autograd functions that are not ours (kernels, compiled
-code, code under reentrant checkpointing) and DTensors, which know their own placements. Their results may be of either
-kind.
+The verification sorts the values in the graph into two kinds. *Equal* values are the same on all ranks, and have
+complete gradients. *Own* values differ between ranks: they are shards or summands, or were computed from these. Only
+the functions of :mod:`~lightning_fsdp2.ranks.collectives` may convert one kind to the other, and each of them needs an
+input of the right kind. No other operation may combine the two kinds if both values have gradients. This rule is valid
+for any plan and any code between the modules.
+
+Some values cannot be followed, and may be of either kind: values without a gradient, results of other autograd
+functions (kernels, compiled code, reentrant checkpointing), and DTensors, which have placements of their own.
 """
 
 import re
@@ -27,19 +28,19 @@ from lightning_fsdp2.parallel.tensor.parameters import get_slots
 from lightning_fsdp2.ranks.collectives import KINDS, Kind
 
 Edge = tuple[Any, int]
-"""A value in the autograd graph: a node and the number of one of its outputs."""
+"""Value in the autograd graph: a node, and the index of one of its outputs."""
 
 _SIZES_DIFFER = re.compile("must match the size|shapes cannot be multiplied|is invalid for input of size|size mismatch")
 
 
 class LayerVerification:
-    """Verification of a layer in its first forward with gradients, and again if other parameters are trained.
+    """Verification of a layer in its first forward with gradients, which is repeated if other parameters are trained.
 
     Args:
-        layer: The layer. While its forward runs, its parameters are the tensors that it computes with.
+        layer: The layer. While its forward runs, its parameters must be the tensors with which it computes.
         name: Name of the layer, for messages.
-        returns: Kind that the layer's result must have. EITHER if this package does not know what the layer is given.
-        is_given: Whether a user gave the plan. It is then the first suspect if sizes do not match.
+        returns: Kind that the layer's result must have. EITHER if the kind of the layer's input is not known.
+        is_given: Whether a user gave the plan. Errors about sizes are then explained as errors of the plan.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, returns: Kind, is_given: bool) -> None:
@@ -51,10 +52,17 @@ class LayerVerification:
         self._verified: set[tuple[bool, ...]] = set()
 
     def run(self, forward: Callable[..., Any], hidden: Any, kind: Kind, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward, and follow its results back to its input ``hidden``, which is of ``kind``.
+        """Run the layer's forward, and verify the graph from its results back to its input.
+
+        Args:
+            forward: The layer's own forward.
+            hidden: The layer's input.
+            kind: Kind of the input.
+            *args: Arguments of the forward.
+            **kwargs: Arguments of the forward.
 
         Raises:
-            ValueError: If a gradient would be wrong, or sizes do not match under a user's plan.
+            ValueError: If a gradient would be wrong, or if sizes do not match with a user's plan.
         """
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
@@ -79,22 +87,23 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # attention weights and cached keys belong to each rank's heads; a loss must be equal: it is added to others
+            # attention weights and cached keys belong to each rank's heads; a loss is added to other losses, so it must
+            # be equal
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
 
     def _make_size_error(self, error: RuntimeError) -> ValueError:
         return ValueError(
-            f"tp_plan: {self.name}, with its parameters sharded, stopped at: {error}. If it does not with tp_size=1, a"
-            " module there reads the sharded features of a 'colwise' projection and has no entry, or the layer's own"
-            " code counts on all heads or features: add the entry ('rowwise', ShardedNorm(), LocalHeads(...), ... of"
+            f"tp_plan: {self.name} failed with sharded parameters: {error}. If it does not fail with tp_size=1, then"
+            " either a module without an entry reads the sharded features of a 'colwise' projection, or the layer's own"
+            " code expects all heads or features. Add an entry ('rowwise', or ShardedNorm(), LocalHeads(...) etc. from"
             " lightning_fsdp2.parallel.tensor.styles), or gather the outputs with 'colwise_gather_output'."
         )
 
 
 class _Graph:
-    """Kinds of the values that a layer's results were computed from, each judged once."""
+    """Autograd graph of a layer, with the kind of each value, which is determined once."""
 
     def __init__(self, layer: nn.Module, name: str, known: dict[Edge, Kind]) -> None:
         self.name = name
@@ -110,7 +119,7 @@ class _Graph:
         if edge in self.known:
             return self.known[edge]
         pending = [edge[0]]
-        while pending:  # graphs are deep, so no recursion
+        while pending:  # a loop and no recursion, because graphs are deep
             node = pending[-1]
             missing = [n for n, i in self._get_inputs(node) if (n, i) not in self.known and n not in self.kinds]
             pending += missing
@@ -121,7 +130,7 @@ class _Graph:
         return self.kinds[edge[0]]
 
     def _judge(self, node: Any) -> Kind:
-        """Return the kind of the results of ``node``, whose inputs have been judged."""
+        """Return the kind of the results of a node, after the kinds of its inputs were determined."""
         inputs = {edge: self.known.get(edge) or self.kinds[edge[0]] for edge in self._get_inputs(node)}
         placements = get_dtensor_crossing(node)
         if placements is not None:
@@ -144,40 +153,40 @@ class _Graph:
         equal = self._describe(next(edge for edge, kind in inputs.items() if kind is Kind.EQUAL))
         own = self._describe(next(edge for edge, kind in inputs.items() if kind is Kind.OWN))
         return ValueError(
-            f"tp_plan: in {self.name} what all ranks compute alike (with {equal}) meets what each rank computes for"
-            f" itself (with {own}), so that the gradient of the former would lack the other ranks' part. Add an entry"
-            " for the module that computes the former, 'colwise' for a projection, 'replicated_with_grad_allreduce' for"
-            " what treats each head alone; or leave out the latter's, if the layer's code reads its weight instead of"
-            " calling it."
+            f"tp_plan: in {self.name}, a value that is equal on all ranks (computed with {equal}) is combined with a"
+            f" value that differs between ranks (computed with {own}). The gradient of the equal value would lack the"
+            " parts of the other ranks. Add an entry for the module that computes the equal value: 'colwise' for a"
+            " projection, or 'replicated_with_grad_allreduce' for a module that processes each head on its own. Or, if"
+            " the layer's code reads the weight of the other module without calling it, remove that module's entry."
         )
 
     def _make_misuse_error(self, taken: Kind, edge: Edge) -> ValueError:
         found = self._describe(edge)
         if taken is Kind.EQUAL:
             return ValueError(
-                f"tp_plan: in {self.name} what each rank computes for itself with {found} is read as if all ranks had"
-                " computed it alike. Add a 'rowwise' entry for the projection that must come between, or"
+                f"tp_plan: in {self.name}, a value that differs between ranks (computed with {found}) is used as if it"
+                " were equal on all ranks. Add a 'rowwise' entry for the projection that should follow, or use"
                 " 'colwise_gather_output'."
             )
         return ValueError(
-            f"tp_plan: in {self.name} what all ranks compute alike with {found} is added up over the ranks. An entry"
-            " around it ('rowwise', 'all_reduce', 'moe_tp_experts') is one too many, or its inputs are not sharded."
+            f"tp_plan: in {self.name}, a value that is equal on all ranks (computed with {found}) is summed over the"
+            " ranks. Remove the entry that sums it ('rowwise', 'all_reduce', 'moe_tp_experts'), or shard its inputs."
         )
 
     def make_result_error(self, edge: Edge, kind: Kind) -> ValueError:
         found = self._describe(edge)
         if kind is Kind.EQUAL:
             return ValueError(
-                f"tp_plan: {self.name} returns what all ranks computed alike with {found}, where each should return its"
-                " part of the sequence. Use sequence_parallel=False for this model."
+                f"tp_plan: {self.name} returns a value that is equal on all ranks (computed with {found}), but each"
+                " rank should return its part of the sequence. Use sequence_parallel=False for this model."
             )
         return ValueError(
-            f"tp_plan: {self.name} returns what each rank computed for itself with {found}. Add a 'rowwise' entry for"
-            " the projection that makes the result, or 'colwise_gather_output'."
+            f"tp_plan: {self.name} returns a value that differs between ranks (computed with {found}). Add a 'rowwise'"
+            " entry for the projection that computes the result, or use 'colwise_gather_output'."
         )
 
     def _describe(self, edge: Edge) -> str:
-        """Return the name of the last parameter that a value was computed with since the last collective."""
+        """Return the name of the last parameter that was used to compute a value, after the last collective."""
         seen, front = {edge[0]}, [edge]
         while front:
             for place in front:
@@ -191,14 +200,14 @@ class _Graph:
     def _get_inputs(self, node: Any) -> list[Edge]:
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         for i, edge in enumerate(edges):
-            while edge not in self.known and is_fsdp_pass_through(edge[0]):  # FSDP2's node for all arguments of a unit
+            while edge not in self.known and is_fsdp_pass_through(edge[0]):  # all arguments of a unit share this node
                 edge = edge[0].next_functions[edge[1]]
             edges[i] = edge
         return edges
 
 
 def _get_edge(tensor: Tensor) -> Edge:
-    """Return the place of ``tensor``, which requires a gradient, in the autograd graph."""
+    """Return the place of a tensor with a gradient in the autograd graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -212,7 +221,7 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _iterate_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and current parameters of a layer, including a rank's parts, which are not ``nn.Parameter``."""
+    """Yield the names and current parameters of a layer, even if they are not ``nn.Parameter`` but a rank's parts."""
     for prefix, module in layer.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -504,7 +504,7 @@ def test_a_plan_with_wrong_gradients_is_refused_nevertheless_and_every_time() ->
         model = parallelize(make_rough_model(LLAMA), tp_size=2, tp_plan=plan)
         ids = make_batch()["input_ids"]
         for call in (model, model, model.model):  # not by its entrance alone
-            with pytest.raises(ValueError, match=r"tp_plan: in model\.layers\.0 what all ranks compute alike"):
+            with pytest.raises(ValueError, match=r"tp_plan: in model\.layers\.0, a value that is equal on all ranks"):
                 call(input_ids=ids, use_cache=False)
 
     run_ranks(run, 2)

@@ -483,7 +483,11 @@ def test_adapters_of_low_rank_on_a_frozen_base(name: str, flags: str) -> None:
         ),
         ("llama", {"target_modules": ["o_proj"], "lora_bias": True}, r"o_proj: .* without lora_bias"),
         ("llama", {"target_modules": ["embed_tokens"]}, "adapters on an embedding do not work"),
-        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, "adapters that replace an experts' parameters"),
+        (
+            "mixtral",
+            {"target_parameters": ["mlp.experts.down_proj"]},
+            "Adapters that replace the parameters of experts",
+        ),
     ],
     ids=["dora", "lora-bias", "embedding", "experts"],
 )

@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: make_rough_model(LLAMA),
         {"plan": {"lm_head": "columnwise"}},
         ValueError,
-        r"tp_plan\['lm_head'\]='columnwise' is no style that is known",
+        r"tp_plan\['lm_head'\]='columnwise' is not a known style",
     ),
     "no-plan": (lambda: PlainTransformer(), {}, NoPlanError, "PlainTransformer has no tensor parallel plan"),
     "no-plan-of-its-own": (
@@ -157,19 +157,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         make_headless,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: no head of LlamaModel has outputs that the plan shards",
+        "loss_parallel=True: the plan shards no head of LlamaModel",
     ),
     "loss-parallel-of-a-classifier": (
         make_classifier,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: no head of LlamaForSequenceClassification",
+        "loss_parallel=True: the plan shards no head of LlamaForSequenceClassification",
     ),
     "loss-parallel-with-a-whole-head": (
         lambda: make_rough_model(LLAMA),
         {"loss_parallel": True, "plan": {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}},
         ValueError,
-        r"no head of LlamaForCausalLM has outputs that the plan shards; add it to tp_plan as 'colwise_gather_output'",
+        r"no head of LlamaForCausalLM. Add the head to tp_plan as 'colwise_gather_output'",
     ),
     "loss-parallel-with-another-loss": (
         lambda: make_with_loss(other_loss),
@@ -199,20 +199,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: AutoModelForCausalLM.from_config(make_config({**OPT, "layerdrop": 0.1})),
         {"sequence_parallel": True},
         ValueError,
-        r"OPTForCausalLM leaves some out at random \(layerdrop=0\.1\); set layerdrop=0",
+        r"OPTForCausalLM drops layers at random \(layerdrop=0\.1\); set layerdrop=0",
     ),
     "tied-weights-with-a-style-of-torch": (
         lambda: make_rough_model({**LLAMA, "tie_word_embeddings": True}),
         {"plan": {"lm_head": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)}},
         ValueError,
-        r"tp_plan: model\.embed_tokens\.weight and lm_head\.weight are one parameter.* Use the names of styles",
+        r"tp_plan: model\.embed_tokens\.weight and lm_head\.weight are one tied parameter.* Use the names of styles",
     ),
     "a-parameter-with-a-style-of-torch": (
         lambda: make_rough_model(LLAMA),
         {"plan": {f"{LAYER}mlp.up_proj.weight": ColwiseParallel(use_local_output=False)}},
         TypeError,
         r"tp_plan: model\.layers\.0\.mlp\.up_proj\.weight is a parameter, but the style ColwiseParallel is for modules"
-        r".* Give model\.layers\.0\.mlp\.up_proj,",
+        r".* Use the module model\.layers\.0\.mlp\.up_proj,",
     ),
     "sequence-parallel-with-other-layouts": (
         lambda: make_rough_model(LLAMA),
@@ -286,7 +286,7 @@ def test_a_plan_that_shards_under_half_of_the_parameters_is_warned_of_once_with_
     assert (none, second, nothing) == ([], [], [])
     (message,) = first
     share = 100 * VOCABULARY * 32 / sum(p.numel() for p in make_rough_model(LLAMA).parameters())
-    assert f"shards {share:.0f} % of the parameters only" in message
+    assert f"shards only {share:.0f} % of the parameters" in message
     assert "model.layers.*.mlp.gate_proj.weight" in message
     assert "lm_head" not in message
 
@@ -335,7 +335,7 @@ def test_models_that_share_modules_need_the_same_plan_for_them(monkeypatch: pyte
 
     def run() -> None:
         model = ActorAndCritic()
-        message = r"LlamaForCausalLM and LlamaForSequenceClassification share model\..*, but their plans differ there"
+        message = r"LlamaForCausalLM and LlamaForSequenceClassification share model\..*, but their plans for it differ"
         with refuse(model, ValueError, message):
             apply_tensor_parallel(find_structure(model), make_mesh())
 

@@ -262,9 +262,7 @@ def test_styles_of_expert_and_sequence_parallelism_are_refused_with_a_remedy() -
 
 def test_an_unknown_style_is_an_error_that_names_module_and_style() -> None:
     model = make_on_meta(LLAMA)
-    with pytest.raises(
-        ValueError, match=r"tp_plan\['lm_head'\]='colwize' is no style that is known; use one of colwise,"
-    ):
+    with pytest.raises(ValueError, match=r"tp_plan\['lm_head'\]='colwize' is not a known style; use one of colwise,"):
         get_plan(find_parts(model), {"lm_head": "colwize"})
 
 
@@ -365,7 +363,7 @@ def test_a_style_s_name_becomes_torch_s_own_style_where_there_is_one() -> None:
     assert translate_to_torch_parallel_style("packed_rowwise") == ShardParameter(dim=-1, sections=2)
     assert translate_to_torch_parallel_style("moe_tp_experts") == SummedResult()
     assert translate_to_torch_parallel_style("embedding_colwise") == FeatureEmbedding()
-    with pytest.raises(ValueError, match="'colwize' is no style that is known"):
+    with pytest.raises(ValueError, match="'colwize' is not a known style"):
         translate_to_torch_parallel_style("colwize")
     with pytest.raises(ValueError, match="is refused: expert parallelism"):
         translate_to_torch_parallel_style("ep_router")

@@ -70,39 +70,39 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "norms-of-heads": (
         make("qwen3"),
         ATTENTION,
-        r"in model\.layers\.0 .* alike \(with self_attn\.[qk]_norm\.weight\) meets .* \(with self_attn\.[qk]_proj"
+        r"in model\.layers\.0 .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight\) is combined .* \(with self_attn\.[qk]_proj"
         ".* Add an entry for .* 'replicated_with_grad_allreduce'",
     ),
     "norms-behind-the-rotation": (
         make("hunyuan_v1_moe"),
         ATTENTION,
-        r"alike \(with self_attn\.(query|key)_layernorm\.weight\) meets .* self_attn\.[qk]_proj\.weight",
+        r"equal on all ranks \(computed with self_attn\.(query|key)_layernorm\.weight\) is combined .* self_attn\.[qk]_proj\.weight",
     ),
     "norms-of-all-heads": (
         make("olmo2"),
         ATTENTION,
-        r"model\.layers\.0, with its parameters sharded, stopped at: .* add the entry \('rowwise', ShardedNorm\(\)",
+        r"model\.layers\.0 failed with sharded parameters: .* Add an entry \('rowwise', or ShardedNorm\(\)",
     ),
     "keys-and-values-of-all-heads": (
         make("llama"),
         without(ATTENTION, "k_proj", "v_proj"),
-        r"alike \(with self_attn\.[kv]_proj\.weight\) meets .* self_attn\.q_proj\.weight",
+        r"equal on all ranks \(computed with self_attn\.[kv]_proj\.weight\) is combined .* self_attn\.q_proj\.weight",
     ),
     "weights-that-are-read": (
         make_functional,
         MLP,
-        r"alike \(with .*\) meets what each rank computes for itself \(with mlp\.(gate|up)_proj\.weight\)"
-        ".* if the layer's code reads its weight instead of calling it",
+        r"equal on all ranks \(computed with .*\) is combined with a value that differs between ranks \(computed with mlp\.(gate|up)_proj\.weight\)"
+        ".* if the layer's code reads the weight of the other module",
     ),
     "a-sum-around-a-sum": (
         make("llama"),
         {**MLP, "model.layers.*.mlp": "all_reduce"},
-        r"what each rank computes for itself with .* is read as if all ranks had computed it alike",
+        r"a value that differs between ranks \(computed with .*\) is used as if it were equal on all ranks",
     ),
     "a-gradient-summed-for-nothing": (
         make("llama"),
         {**MLP, "model.layers.*.self_attn.q_proj": "replicated_with_grad_allreduce"},
-        r"what each rank computes for itself \(with self_attn\.q_proj\.weight",
+        r"differs between ranks \(computed with self_attn\.q_proj\.weight",
     ),
 }
 
@@ -161,7 +161,9 @@ def test_checkpointed_layers_are_verified_too(use_reentrant: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         apply_tensor_parallel(find_structure(model), make_mesh(), plan=ATTENTION)
         ids = torch.ones(1, 4, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"tp_plan: .* alike \(with self_attn\.[qk]_norm\.weight"):
+        with pytest.raises(
+            ValueError, match=r"tp_plan: .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"
+        ):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     run_ranks(run, 2)
@@ -208,7 +210,7 @@ def test_a_layer_is_verified_again_when_other_parameters_are_trained() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         for norm in norms:
             norm.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"alike \(with self_attn\.[qk]_norm\.weight"):
+        with pytest.raises(ValueError, match=r"equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"):
             model(input_ids=ids, labels=ids, use_cache=False)
 
     run_ranks(run, 2)
@@ -386,7 +388,9 @@ def test_a_loss_that_a_layer_returns_beside_its_result_must_be_whole() -> None:
         apply_tensor_parallel(
             find_structure(model), make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         )
-        with pytest.raises(ValueError, match=r"tp_plan: layers\.0 returns what each rank computed for itself with up"):
+        with pytest.raises(
+            ValueError, match=r"tp_plan: layers\.0 returns a value that differs between ranks \(computed with up"
+        ):
             model(torch.randn(2, 4, 6))
 
     run_ranks(run, 2)
@@ -494,7 +498,9 @@ def test_styles_of_torch_are_verified_and_can_be_completed(plan: dict[str, Any])
         wrong, right = copy.deepcopy(plain), copy.deepcopy(plain)
         mesh = make_mesh()
         apply_tensor_parallel(find_structure(wrong), mesh, plan=plan)
-        with pytest.raises(ValueError, match=r"tp_plan: .* alike \(with self_attn\.[qk]_norm\.weight"):
+        with pytest.raises(
+            ValueError, match=r"tp_plan: .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"
+        ):
             wrong(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
         apply_tensor_parallel(find_structure(right), mesh, plan={**plan, **NORMS})
         assert_same_gradients(plain, right)
