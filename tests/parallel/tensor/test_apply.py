@@ -486,7 +486,7 @@ def test_adapters_of_low_rank_on_a_frozen_base(name: str, flags: str) -> None:
         (
             "mixtral",
             {"target_parameters": ["mlp.experts.down_proj"]},
-            "Adapters that replace the parameters of experts",
+            "Adapters that replace the parameters of",
         ),
     ],
     ids=["dora", "lora-bias", "embedding", "experts"],

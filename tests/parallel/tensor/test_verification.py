@@ -70,13 +70,13 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "norms-of-heads": (
         make("qwen3"),
         ATTENTION,
-        r"in model\.layers\.0 .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight\) is combined .* \(with self_attn\.[qk]_proj"
+        r"in model\.layers\.0 .* equal .* \(computed with self_attn\.[qk]_norm\.weight\) .* self_attn\.[qk]_proj"
         ".* Add an entry for .* 'replicated_with_grad_allreduce'",
     ),
     "norms-behind-the-rotation": (
         make("hunyuan_v1_moe"),
         ATTENTION,
-        r"equal on all ranks \(computed with self_attn\.(query|key)_layernorm\.weight\) is combined .* self_attn\.[qk]_proj\.weight",
+        r"equal .* \(computed with self_attn\.(query|key)_layernorm\.weight\) .* self_attn\.[qk]_proj\.weight",
     ),
     "norms-of-all-heads": (
         make("olmo2"),
@@ -86,12 +86,12 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "keys-and-values-of-all-heads": (
         make("llama"),
         without(ATTENTION, "k_proj", "v_proj"),
-        r"equal on all ranks \(computed with self_attn\.[kv]_proj\.weight\) is combined .* self_attn\.q_proj\.weight",
+        r"equal .* \(computed with self_attn\.[kv]_proj\.weight\) is combined .* self_attn\.q_proj\.weight",
     ),
     "weights-that-are-read": (
         make_functional,
         MLP,
-        r"equal on all ranks \(computed with .*\) is combined with a value that differs between ranks \(computed with mlp\.(gate|up)_proj\.weight\)"
+        r"equal .* \(computed with .*\) is combined .* \(computed with mlp\.(gate|up)_proj\.weight\)"
         ".* if the layer's code reads the weight of the other module",
     ),
     "a-sum-around-a-sum": (
@@ -161,9 +161,7 @@ def test_checkpointed_layers_are_verified_too(use_reentrant: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         apply_tensor_parallel(find_structure(model), make_mesh(), plan=ATTENTION)
         ids = torch.ones(1, 4, dtype=torch.int64)
-        with pytest.raises(
-            ValueError, match=r"tp_plan: .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"
-        ):
+        with pytest.raises(ValueError, match=r"tp_plan: .* equal .* \(computed with self_attn\.[qk]_norm\.weight"):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     run_ranks(run, 2)
@@ -210,7 +208,7 @@ def test_a_layer_is_verified_again_when_other_parameters_are_trained() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         for norm in norms:
             norm.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"):
+        with pytest.raises(ValueError, match=r"equal .* \(computed with self_attn\.[qk]_norm\.weight"):
             model(input_ids=ids, labels=ids, use_cache=False)
 
     run_ranks(run, 2)
@@ -388,9 +386,7 @@ def test_a_loss_that_a_layer_returns_beside_its_result_must_be_whole() -> None:
         apply_tensor_parallel(
             find_structure(model), make_mesh(), plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         )
-        with pytest.raises(
-            ValueError, match=r"tp_plan: layers\.0 returns a value that differs between ranks \(computed with up"
-        ):
+        with pytest.raises(ValueError, match=r"tp_plan: layers\.0 returns a value that differs .* \(computed with up"):
             model(torch.randn(2, 4, 6))
 
     run_ranks(run, 2)
@@ -498,9 +494,7 @@ def test_styles_of_torch_are_verified_and_can_be_completed(plan: dict[str, Any])
         wrong, right = copy.deepcopy(plain), copy.deepcopy(plain)
         mesh = make_mesh()
         apply_tensor_parallel(find_structure(wrong), mesh, plan=plan)
-        with pytest.raises(
-            ValueError, match=r"tp_plan: .* equal on all ranks \(computed with self_attn\.[qk]_norm\.weight"
-        ):
+        with pytest.raises(ValueError, match=r"tp_plan: .* equal .* \(computed with self_attn\.[qk]_norm\.weight"):
             wrong(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
         apply_tensor_parallel(find_structure(right), mesh, plan={**plan, **NORMS})
         assert_same_gradients(plain, right)
