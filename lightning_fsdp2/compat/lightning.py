@@ -181,7 +181,7 @@ def end_by_sigterm(trainer: Trainer) -> None:
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
-        if isinstance(launcher, SubprocessScriptLauncher):  # no other code sends the signal to the ranks it started
+        if isinstance(launcher, SubprocessScriptLauncher):  # pass the signal on to the ranks that the launcher started
             launcher.kill(signal.Signals(number))
         if not is_handled:
             die_of(number)
@@ -266,7 +266,7 @@ class StepBoundary:
     def _advance(self, fetcher: Any) -> None:
         if self._is_entered:
             self._is_entered = False
-            self._loop.val_loop.restarting = False  # lets a validation begin with its first batch
+            self._loop.val_loop.restarting = False  # otherwise a validation would not begin with its first batch
         elif not self._has_no_batch_left(fetcher):
             type(self._loop).advance(self._loop, fetcher)
 

@@ -54,7 +54,10 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 class _Chunks:
-    """Sequence of the chunks of ``torch.chunk``, made when they are read. Chunks that torch leaves out are empty."""
+    """Sequence of the chunks of ``torch.chunk``, which are made only when they are read.
+
+    If torch returns fewer chunks than requested, the missing ones are empty here.
+    """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim

@@ -255,7 +255,7 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def get_called_children(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that the forward of ``module`` calls: its children, or the items of those that are lists."""
+    """Return the children of ``module``, with the items of a ``ModuleList`` or ``ModuleDict`` instead of itself."""
     children: list[nn.Module] = []
     for child in module.children():
         children += get_called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]

@@ -27,7 +27,7 @@ _FREE = {
 
 
 class Summands:
-    """Output of an input embedding whose weights are sharded: each rank has a summand, and the sum is still to come.
+    """Summands of the output of an input embedding with sharded weights, which the ranks can add up later.
 
     Args:
         tensor: Summand of this rank.

@@ -230,7 +230,7 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
 
 
 def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return one group per mesh axis; broadcasts over one after the other reach the whole mesh from its first rank."""
+    """Return one group for each mesh axis. Broadcasts over all of them, in order, reach every rank of the mesh."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]

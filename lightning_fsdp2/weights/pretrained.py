@@ -260,8 +260,8 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    # transformers' own loader reads shards; it is private, but the same from 5.17 to 5.23. The public functions either
-    # read the whole model on one rank or get packed experts wrong
+    # transformers' own loader, which reads shards, is private but the same from 5.17 to 5.23
+    # its public functions either read the whole model on one rank or get packed experts wrong
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(

@@ -96,7 +96,7 @@ def _check_same_tensors(
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
-            f"{file} is an adapter for another base model ({base or 'whose name it does not say'}): {problems[0]}"
+            f"{file} is an adapter for another base model ({base or 'its config does not say which'}): {problems[0]}"
             f"{more}. Set `pretrained` to the model that the adapter was trained on, or set `lora` to the fields of a"
             " new adapter."
         )

@@ -77,8 +77,8 @@ class _BlockAttention(torch.autograd.Function):
             normalizer[:] = sinks.float()[:, None]
         for block in blocks:
             merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
-        # copy even if the dtype is the same: under torch.compile of torch 2.11, a tensor that forward changed in place
-        # gets no gradient (https://github.com/pytorch/pytorch/issues/180642)
+        # always a copy: compiled code of torch 2.11 gives no gradient to a tensor that forward has changed in place
+        # (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.blocks, ctx.scale, ctx.group = blocks, scale, group

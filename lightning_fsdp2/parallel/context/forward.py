@@ -96,7 +96,7 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            # a rank's two chunks are not consecutive, which looks like packing
+            # a rank's two chunks are not consecutive, so transformers would take them for packed documents
             stack.enter_context(assume_unpacked_sequences())
             sequences = run_sharded(
                 self.name,

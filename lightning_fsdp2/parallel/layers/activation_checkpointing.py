@@ -113,7 +113,7 @@ class _Checkpoint:
             )
         args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill caches a second time
         if self.is_selective:
-            # add up a PendingSum first: kept results are found by their order, and the recomputation would not add it
+            # compute a PendingSum first: its all-reduce would change the order by which kept results are found
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 

@@ -89,5 +89,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # without a needless cast, which would force a PendingSum to be computed
+        # cast only if it is necessary, because a cast forces a PendingSum to be computed
         return result if result.dtype == self.dtype else result.to(self.dtype)

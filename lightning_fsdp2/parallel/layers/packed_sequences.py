@@ -93,8 +93,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # position ids with three dims count in several directions, as for images; the base model of a context parallel
-        # model gets this rank's position ids, which are not consecutive
+        # position ids with three dims count in several directions, as for images
+        # the base model of a context parallel model gets only this rank's position ids, which are not consecutive
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:

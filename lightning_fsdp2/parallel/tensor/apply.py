@@ -287,7 +287,7 @@ def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: di
 
 
 def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
-    """Return argument names, and the positions of the same arguments if they are passed without a name."""
+    """Return the names of arguments, and their positions in the signature of the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
     return (*names, *(parameters.index(name) for name in names if name in parameters))
 

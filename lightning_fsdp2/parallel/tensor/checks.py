@@ -179,7 +179,7 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
 
 def _check_results(model: MatchedModel) -> None:
     """Check that each part of a layer with column-wise projections also sums its results over the ranks."""
-    if model.foreign:  # a foreign style may sum the results
+    if model.foreign:  # torch's own styles may sum the results themselves
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles

@@ -87,8 +87,8 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # attention weights and cached keys belong to each rank's heads; a loss is added to other losses, so it must
-            # be equal
+            # a loss must be equal, because it is added to other losses
+            # attention weights and cached keys may be of either kind, because they belong to each rank's heads
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
