@@ -177,7 +177,7 @@ def end_by_sigterm(trainer: Trainer) -> None:
 
     Lightning's handlers communicate in whatever code the rank is running, and an evaluation does not use their result.
     """
-    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # Lightning calls that handler too
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # called after Lightning's handler
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
@@ -358,7 +358,7 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
         if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the end of the epoch counts it again
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the end of the epoch increments it again
     return int(progress["processed"])
 
 
