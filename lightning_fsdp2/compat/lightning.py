@@ -252,7 +252,7 @@ class StepBoundary:
         if self.is_left and self._loop._num_ready_batches_reached():
             metrics |= self._loop._results.metrics(on_step=False)["callback"]  # all batches of the epoch are done
         state = type(self._loop).on_save_checkpoint(self._loop)
-        # users may put values there that are not metrics
+        # users may also put values that are not metrics into `callback_metrics`
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
@@ -294,7 +294,9 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     if cast(Any, trainer).fast_dev_run:  # no checkpoints are saved
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    callbacks.sort(key=lambda callback: callback.save_weights_only)  # last, since no run can resume from only weights
+    callbacks.sort(
+        key=lambda callback: callback.save_weights_only
+    )  # weights alone go last: no run can resume from them
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
@@ -358,7 +360,9 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
         if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the end of the epoch increments it again
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= (
+                1  # the end of the epoch increments this again
+            )
     return int(progress["processed"])
 
 

@@ -45,7 +45,7 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # without communication, a broadcast would read arbitrary memory; now this rank keeps its own objects
+        # without communication, a broadcast would read arbitrary memory; here it leaves this rank's objects unchanged
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
         # torch makes the groups of all ranks, and FSDP2 makes all shards; with thousands of ranks, this takes too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))

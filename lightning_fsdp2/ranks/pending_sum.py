@@ -102,7 +102,7 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor, but if it were annotated so, jsonargparse would list every tensor class in the help of each
+    # `like` is a Tensor; with this annotation, jsonargparse would list all tensor classes under each tensor class
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = make_wrapper_subclass(cls, like)
@@ -113,7 +113,7 @@ class PendingSum(Tensor):
     def get_whole(self) -> Tensor:
         """Return the sum as a plain tensor. It is computed once."""
         if self._whole is None:
-            # even if the first reader needs no gradients: a later one may need them
+            # with gradients even if the first reader needs none, because a later reader may need them
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
@@ -133,9 +133,9 @@ class PendingSum(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # autograd saves the input of a checkpoint
+        if func is torch.ops.aten.detach.default:  # autograd detaches the input of a checkpoint to save it
             return PendingSum(args[0].summands, args[0])
-        # for calls that bypass __torch_function__; autograd has already recorded them
+        # calls that bypass __torch_function__ end up here, after autograd has recorded them
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

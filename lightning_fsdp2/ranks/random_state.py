@@ -52,7 +52,7 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _pack(words: Any) -> torch.Tensor:
-    # one tensor, not many integers, since checkpoints hold the states of all ranks; torch cannot pickle uint32
+    # a single tensor keeps checkpoints of many ranks small; int32, because torch cannot pickle uint32
     return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
 
 

@@ -113,7 +113,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # as constructors of layers do; `init_lora_weights=False` keeps these values
+    # the constructors of the layers do the same; with `init_lora_weights=False`, these values stay
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:

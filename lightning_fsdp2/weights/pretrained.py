@@ -261,7 +261,7 @@ def _check_model_folder(folder: Path) -> None:
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
     # transformers' own loader, which reads shards, is private but the same from 5.17 to 5.23
-    # its public functions either read the whole model on one rank or get packed experts wrong
+    # transformers' public functions either read the whole model on one rank or get packed experts wrong
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(
@@ -269,7 +269,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, source.conversions),
-        ignore_mismatched_sizes=True,  # _check_loaded reports them, with their names
+        ignore_mismatched_sizes=True,  # `_check_loaded` reports mismatched tensors by name
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():

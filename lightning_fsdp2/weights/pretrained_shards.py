@@ -50,7 +50,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         module, key = _get_slot(model, name)
         module._parameters[key] = _make_empty(module._parameters[key], device)
     config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
-    # the annotation of torch does not allow a hook to return a parameter, although torch does
+    # torch lets the hook return a parameter, but annotates it differently
     hook = register_module_parameter_registration_hook(cast(Any, keeper))
     try:
         with _reading_one_after_the_other() if keeper.originals else nullcontext():

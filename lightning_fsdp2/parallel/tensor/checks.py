@@ -284,7 +284,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # a field that differs between layers raises; the sizes of the weights are checked anyway
+    except Exception:  # raised for fields that differ between layers; the sizes of the weights are checked anyway
         return None
 
 

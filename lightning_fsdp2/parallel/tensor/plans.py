@@ -178,7 +178,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # every class with a head has a plan for the head alone
+    if not set(own) - names:  # a plan for only the head does not count: every class with a head has one
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give a plan as FSDP2Config(tp_plan={{...}}), from"
             " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
