@@ -115,12 +115,12 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def logs_current_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the current step, because of ``log_every_n_steps`` or because it will stop."""
+    """Return whether the Trainer logs the current step, because of ``log_every_n_steps`` or because the run ends."""
     return bool(cast(Any, trainer)._logger_connector.should_update_logs)
 
 
 def get_logged_step(trainer: Trainer) -> int:
-    """Return the step number that loggers get at present.
+    """Return the step number that the Trainer currently passes to loggers.
 
     ``global_step`` differs: it counts the steps of every optimizer, and is one ahead.
     """
@@ -294,9 +294,8 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     if cast(Any, trainer).fast_dev_run:  # no checkpoints are saved
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    callbacks.sort(
-        key=lambda callback: callback.save_weights_only
-    )  # weights alone go last: no run can resume from them
+    # callbacks that save weights alone go last, because no run can resume from their checkpoints
+    callbacks.sort(key=lambda callback: callback.save_weights_only)
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
 
@@ -360,9 +359,8 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
         if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= (
-                1  # the end of the epoch increments this again
-            )
+            # the end of the epoch increments this count again
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     return int(progress["processed"])
 
 
@@ -381,7 +379,7 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Set the epoch of a data loader's samplers. In a resumed run, Lightning makes the iterator before it does so."""
+    """Set the epoch of a data loader's samplers. In a resumed run, Lightning sets it only after making the iterator."""
     _set_sampler_epoch(dataloader, epoch)
 
 

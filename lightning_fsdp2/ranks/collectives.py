@@ -55,12 +55,12 @@ def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, with which every rank then computes the same."""
+    """Return the sum of ``tensor`` over the ranks, for the same computation on every rank."""
     return _Reduce.apply(tensor, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, with which each rank then computes something different."""
+    """Return the sum of ``tensor`` over the ranks, for a different computation on each rank."""
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
@@ -70,7 +70,7 @@ def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup)
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate equally sized shards along ``dim``; each rank then computes something different with the result."""
+    """Concatenate equally sized shards along ``dim``, for a different computation on each rank."""
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 

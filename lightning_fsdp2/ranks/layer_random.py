@@ -15,7 +15,7 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 
 
 class LayerRandom:
-    """Random state in a layer's forward, which changes between the state common to all ranks and this rank's own.
+    """Switch between the random state that is common to all ranks and this rank's own, during a layer's forward.
 
     A rank's own state begins with a seed that is drawn from the common state. So no state is kept between forwards.
     Activation checkpointing restores the common state, and thereby gets the same numbers in the recomputation.

@@ -1,4 +1,4 @@
-"""Sum over the tensor parallel ranks that is computed late, when it is known whether a part of it is enough."""
+"""Sum over the tensor parallel ranks that is computed only when it is read, as a whole or in part."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ class Summands:
         return self._parts[dim].detach()
 
     def end(self) -> None:
-        """Drop the summands at the end of the forward. Later, ranks may run different code, and a collective hangs."""
+        """Drop the summands at the end of the forward, because a collective might hang if it ran later."""
         self._tensor = None
 
     def _get_tensor(self) -> Tensor:

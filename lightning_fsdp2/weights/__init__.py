@@ -1,1 +1,1 @@
-"""Values of shards: initialised, or read from pretrained files and adapters."""
+"""Values for sharded parameters: initialisation, and loading from pretrained files and adapters."""

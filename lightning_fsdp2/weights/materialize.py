@@ -104,7 +104,7 @@ def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh 
 
 
 class _Fresh:
-    """Record of the tensors that :func:`allocate` made, and of the ones among them that still lack values."""
+    """Record of the tensors that :func:`allocate` made, and of those tensors that still lack values."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._all = set(tensors)
@@ -201,7 +201,7 @@ def copy_shard_(target: DTensor, whole: Tensor) -> None:
 
 
 class _WholeRandomNumbers(TorchDispatchMode):
-    """Dispatch mode in which a random fill gives a DTensor this rank's part of a whole tensor's random numbers.
+    """Dispatch mode in which a DTensor that is filled with random numbers gets its part of a whole tensor's numbers.
 
     Initialisers need this mode if they also fill parameters of submodules, since only a module's own parameters are
     whole. DTensor's own random state would give results that depend on the mesh and the device.

@@ -294,7 +294,7 @@ class ShardedForward:
 
 
 def computes_by_length(module: nn.Module) -> bool:
-    """Return whether ``module`` is a rotary embedding whose frequencies depend on the length of the sequence."""
+    """Return whether ``module`` is a rotary embedding whose frequencies depend on the largest position."""
     rope_type = getattr(module, "rope_type", None)
     names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)

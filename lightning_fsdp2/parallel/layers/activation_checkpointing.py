@@ -82,7 +82,7 @@ def apply_activation_checkpointing(
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
-    """Return whether the checkpoint of a tensor parallel layer is inside its call, so that it would be compiled too."""
+    """Return whether a layer's checkpoint recomputes collectives inside the layer's call, which would be compiled."""
     return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
 
 
@@ -155,7 +155,7 @@ class _Nested(AbstractContextManager[None]):
 
 
 def _make_stances() -> Contexts:
-    """Return contexts for a forward and its recomputation, which runs with the same settings of ``torch.compile``."""
+    """Return contexts in which a recomputation uses the same settings of ``torch.compile`` as the forward."""
     return nullcontext(), _repeat_compiled(get_stance())
 
 

@@ -11,7 +11,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CacheArguments:
-    """Arguments of a layer's forward that are caches which the layer fills.
+    """Caches among the arguments of a layer's forward that the layer fills.
 
     Some layers only read the keys and values of another layer. transformers marks these layers, and for them this class
     finds no caches.

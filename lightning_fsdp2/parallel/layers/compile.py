@@ -96,7 +96,7 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """Warning, at most once per model, that a layer cannot be compiled as a whole."""
+    """Warning that a layer cannot be compiled as a whole, which is given at most once per model."""
 
     def __init__(self) -> None:
         self.is_made = False

@@ -50,7 +50,7 @@ class MatchedModel:
 
     @property
     def module(self) -> nn.Module:
-        """The model."""
+        """Model to which the plan applies."""
         return self.parts.module
 
     @property

@@ -44,7 +44,7 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum
 
 
 class Scope:
-    """Communication at the input and output of a module with a style, and its random state.
+    """Collectives at the input and the output of a module that has a style, and changes of its random state.
 
     This base class is for whole sequences on every rank. It is used without sequence parallelism, and for modules
     outside the layers.
@@ -67,7 +67,7 @@ class Scope:
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Sum a result over the ranks, each of which has a summand."""
+        """Sum a result over the ranks."""
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
