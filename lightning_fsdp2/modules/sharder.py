@@ -14,7 +14,7 @@ _ATTRIBUTE = "_lightning_fsdp2_sharder"
 
 
 class Sharder(Protocol):
-    """Object that holds the shards of a module, such as Megatron-FSDP's wrapper."""
+    """Object that manages the shards of a module, such as the driver of Megatron-FSDP."""
 
     name: str
     """Name of the sharder for error messages, as users know it."""
