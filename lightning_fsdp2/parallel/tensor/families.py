@@ -328,7 +328,7 @@ TRAITS: dict[str, LayerTraits] = {
     "glm5_next_text": _HYPER_CONNECTIONS,
     "hy_v4": _HYPER_CONNECTIONS,
     "inkling2_text": LayerTraits(
-        refused="the model keeps what its layers return beside whole sequences of earlier ones (`block_states`)"
+        refused="the model combines results of its layers with whole sequences from earlier layers (`block_states`)"
     ),
     "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
