@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "norms-of-heads": (
         make("qwen3"),
         ATTENTION,
-        r"in model\.layers\.0 .* equal .* \(computed with self_attn\.[qk]_norm\.weight\) .* self_attn\.[qk]_proj"
+        r"in model\.layers\.0, .* equal .* \(computed with self_attn\.[qk]_norm\.weight\) .* self_attn\.[qk]_proj"
         ".* Add an entry for .* 'replicated_with_grad_allreduce'",
     ),
     "norms-behind-the-rotation": (
@@ -191,7 +191,7 @@ def test_each_layer_is_followed_once_and_a_layer_that_comes_later_too() -> None:
         apply_tensor_parallel(find_structure(model), make_mesh(), plan=wrong)
         model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"in model\.layers\.1 .* self_attn\.k_norm\.weight"):
+            with pytest.raises(ValueError, match=r"in model\.layers\.1, .* self_attn\.k_norm\.weight"):
                 model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
 
     run_ranks(run, 2)
