@@ -132,8 +132,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: make_rough_model(LLAMA),
         {"plan": {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise", **COLUMN_WISE}},
         ValueError,
-        r"the outputs of model\.layers\.0\.self_attn\.[qkv]_proj are sharded .* add the projection that reads them as"
-        " 'rowwise'",
+        r"the outputs of model\.layers\.0\.self_attn\.[qkv]_proj are sharded .* Add a 'rowwise' entry for"
+        " the projection",
     ),
     "an-embedding-row-wise": (
         lambda: make_rough_model(LLAMA),
