@@ -49,7 +49,7 @@ CONTEXT_SAMPLE = (
     "gpt_oss",
     "gemma4_text",  # keys and values of earlier layers, a part of the mask
 )
-CONTEXT_SLOW = ("gemma3_text", "mixtral", "gemma4_text")
+CONTEXT_SLOW = ("gemma3_text", "mixtral", "gpt_oss", "gemma4_text")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
         ("dots3_note", "tp2+sp"),  # a tower with a plan, which hands on patches without a batch
         ("qwen2_vl", "tp2+sp"),
         ("llava (olmo2)", "tp2+sp"),  # a plan of ours, beside a tower with layers of the same name
-        ("muse_glimmer", "tp2+sp"),
-        ("step3p7", "tp2"),
+        pytest.param("muse_glimmer", "tp2+sp", marks=pytest.mark.slow),
+        pytest.param("step3p7", "tp2", marks=pytest.mark.slow),
         ("t5gemma2", "tp2"),  # an embedding that puts another vector in the place of one token
     ],
 )

@@ -190,6 +190,7 @@ FLAGS = (
             Setting(value="True, 1, 2", figures={"all-gathers before the first layer": 3}),
             Setting(
                 value="True, 2, 1",
+                is_slow=True,
                 flags={"fsdp2_forward_prefetch_depth": 2, "fsdp2_backward_prefetch_depth": 1},
                 figures={"all-gathers before the first layer": 4},
             ),
@@ -231,6 +232,7 @@ FLAGS = (
                 value=value,
                 flags={"offload_policy": policy},
                 figures={"weights on": "cpu", "gradients on": "cpu", "all-gathers": UNITS + LAYERS - 1},
+                is_slow=policy is not True,
             )
             for value, policy in (("None", None), ("True", True), ("{pin_memory: false}", {"pin_memory": False}))
         ),
@@ -256,6 +258,7 @@ FLAGS = (
         settings=(
             Setting(
                 value="tp_size=2",
+                is_slow=True,
                 sizes={"tp_size": 2},
                 # a layer's attention and MLP sum their results in forward and their inputs' gradients in backward, as
                 # do the embedding and the head; the logits are gathered

@@ -145,7 +145,7 @@ TABLE["bf16-mixed"] = {**TABLE["32-true"], "weight in a unit": BF16, "inside a b
 TABLE["bf16-true"] = {**dict.fromkeys(TABLE["32-true"], BF16), "reduction": FP32}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dtypes(world_size: int) -> None:
     batches = make_batches(2 * world_size)
 
