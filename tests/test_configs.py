@@ -198,7 +198,7 @@ def test_steps_and_micro_batches_are_those_of_the_gpus(name: str) -> None:
         assert config["trainer"]["max_steps"] % checkpoint["every_n_train_steps"] == 0
     launched = re.search(r"--nproc-per-node (\d+)|--ntasks-per-node (\d+)", text)
     assert int(launched[1] or launched[2]) == config["trainer"]["devices"]
-    said = re.search(r"val_check_interval: \d+ # micro-batches, (\d+) steps", text)
+    said = re.search(r"val_check_interval: \d+ # micro-batches, which are (\d+) steps", text)
     assert int(said[1]) * get_accumulation(name, RECIPES[name].gpus) == config["trainer"]["val_check_interval"]
     nodes = re.search(r"--trainer.num_nodes (\d+) --trainer.val_check_interval (\d+)", text)
     if nodes:
