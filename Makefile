@@ -25,7 +25,7 @@ quickstart: venv ## Train a small model on this machine
 	$(BIN)/lightning-fsdp2 quickstart $(ARGS)
 
 test: venv ## Run the tests that every change must pass
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python tools/run_fast.py $(ARGS)
 
 test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
 	$(BIN)/python tools/run_all.py
@@ -82,5 +82,5 @@ lint: docs ## Check style, format, types, launch scripts and images, and that th
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean: ## Remove caches, builds and the ledgers of test-all and parity, but not the environments
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .test-all .parity build dist site *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .test .test-all .parity build dist site *.egg-info
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -50,9 +50,10 @@ def open_ledger(file: Path) -> "FileLedger":
     return FileLedger(file, FOLDER / file.relative_to(ROOT) / f"{get_key(find_reach(file))}.jsonl")
 
 
-def run_file(ledger: "FileLedger") -> int:
+def run_file(ledger: "FileLedger", *options: str) -> int:
     """Run the tests of a file that have not passed before and return the exit status."""
-    status = pytest.main(["--rootdir", str(ROOT), "-p", "no:cacheprovider", str(ledger.file)], plugins=[ledger])
+    standard = ["--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    status = pytest.main([*standard, *options, str(ledger.file)], plugins=[ledger])
     # an earlier run may have left nothing to do, which pytest reports as an error
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         ledger.add(END, commit=get_commit())
@@ -80,7 +81,8 @@ class FileLedger(Ledger):
     def note_crash(self, status: int) -> None:
         """Count a file as failed whose process did not come to its end."""
         if status:
-            self.results[f"{self.name} (ended with {status}, see .test-all/{self.name}.log)"] = {
+            log = self.path.parent.relative_to(ROOT)
+            self.results[f"{self.name} (ended with {status}, see {log}.log)"] = {
                 "outcome": "failed",
                 "seconds": 0.0,
             }

@@ -1,0 +1,53 @@
+"""Run the tests that every change must pass, all but those marked ``slow``, two files at a time.
+
+Arguments are those of pytest, such as ``-k name``. What a file with failures has printed is shown when it ends.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import conftest  # noqa: F401  what is imported here need not be in each fork
+from helpers.ledger import hold, run_jobs
+from helpers.reach import ROOT
+
+from tools.run_all import OUTCOMES, FileLedger, order_by_seconds, run_file
+
+FOLDER = ROOT / ".test"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run all files and return whether a test failed, as an exit status."""
+    start = time.monotonic()
+    with hold(FOLDER):
+        ledgers = {ledger.name: ledger for ledger in map(open_ledger, sorted((ROOT / "tests").rglob("test_*.py")))}
+        options = ("-m", "not slow", *arguments)
+        jobs = {name: partial(run_file, ledgers[name], *options) for name in order_by_seconds(ledgers)}
+        for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
+            ledger = ledgers[name] = FileLedger(ledgers[name].file, ledgers[name].path)
+            ledger.note_crash(status)
+            print(f"{time.monotonic() - start:6.0f} s  {number:3}/{len(jobs)}  {ledger.describe(seconds)}", flush=True)
+            if ledger.failed:
+                print((FOLDER / f"{name}.log").read_text(errors="replace"), flush=True)
+    counts = Counter(result["outcome"] for ledger in ledgers.values() for result in ledger.results.values())
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES), f"in {time.monotonic() - start:.0f} s")
+    for ledger in ledgers.values():
+        print(*(f"failed: {test}\n" for test in ledger.failed), sep="", end="")
+    return int(counts["failed"] > 0)
+
+
+def open_ledger(file: Path) -> FileLedger:
+    """Return an empty one."""
+    path = FOLDER / file.relative_to(ROOT) / "results.jsonl"
+    path.unlink(missing_ok=True)
+    return FileLedger(file, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
