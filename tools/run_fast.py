@@ -1,6 +1,7 @@
 """Run the tests that every change must pass, all but those marked ``slow``, two files at a time.
 
-Arguments are those of pytest, such as ``-k name``. What a file with failures has printed is shown when it ends.
+Arguments are those of pytest, such as ``-k name``; with a file or a folder among them, pytest itself runs that alone.
+The output of a file with failures is shown when the file ends.
 """
 
 import sys
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import conftest  # noqa: F401  what is imported here need not be in each fork
+import pytest
 from helpers.ledger import hold, run_jobs
 from helpers.reach import ROOT
 
@@ -24,6 +26,8 @@ FOLDER = ROOT / ".test"
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Run all files and return whether a test failed, as an exit status."""
+    if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
+        return int(pytest.main(["-m", "not slow", *arguments]))
     start = time.monotonic()
     with hold(FOLDER):
         ledgers = {ledger.name: ledger for ledger in map(open_ledger, sorted((ROOT / "tests").rglob("test_*.py")))}
@@ -36,14 +40,15 @@ def main(arguments: Sequence[str] = ()) -> int:
             if ledger.failed:
                 print((FOLDER / f"{name}.log").read_text(errors="replace"), flush=True)
     counts = Counter(result["outcome"] for ledger in ledgers.values() for result in ledger.results.values())
-    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES), f"in {time.monotonic() - start:.0f} s")
     for ledger in ledgers.values():
         print(*(f"failed: {test}\n" for test in ledger.failed), sep="", end="")
+    print(f"{time.monotonic() - start:.0f} s")
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
     return int(counts["failed"] > 0)
 
 
 def open_ledger(file: Path) -> FileLedger:
-    """Return an empty one."""
+    """Return an empty ledger of a test file."""
     path = FOLDER / file.relative_to(ROOT) / "results.jsonl"
     path.unlink(missing_ok=True)
     return FileLedger(file, path)
