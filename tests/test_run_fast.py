@@ -60,4 +60,4 @@ def test_arguments_are_those_of_pytest(repository: Path, capfd: pytest.CaptureFi
     assert run_fast.main(["-k", "one"]) == 0
     assert "1 passed in" in capfd.readouterr().out
     assert run_fast.main([str(repository / "tests" / "test_two.py::test_one")]) == 0
-    assert "1 passed in" in capfd.readouterr().out
+    assert "= 1 passed" in capfd.readouterr().out

@@ -96,6 +96,25 @@ def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int
     return rates.rates
 
 
+class _Told(torch.optim.lr_scheduler.ConstantLR):
+    """A schedule of the user that must know how long the run is."""
+
+    steps = 0
+
+    def fit_to_run(self, steps: int) -> None:
+        self.steps = steps
+
+
+def test_any_schedule_is_told_the_length_of_the_run() -> None:
+    def run_one() -> int:
+        data = [{"input_ids": torch.zeros(1, 4, dtype=torch.long)}] * 3
+        trainer = make_trainer(max_epochs=2)
+        trainer.fit(CausalLM(config=LLAMA, lr_scheduler=_Told), torch.utils.data.DataLoader(data, batch_size=None))
+        return trainer.lr_scheduler_configs[0].scheduler.steps
+
+    assert run_ranks(run_one, 1, group=False) == [6]
+
+
 def test_causal_lm_ends_it_where_the_trainer_ends(tmp_path: Path) -> None:
     def run_all() -> list[dict[int, float]]:
         checkpoint = tmp_path / "step=4.ckpt"  # amid the first epoch of 6 steps

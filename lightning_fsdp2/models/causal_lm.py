@@ -34,7 +34,6 @@ from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_do
 from lightning_fsdp2.parallel.loss.chunked import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, reduce_token_losses
-from lightning_fsdp2.schedulers import WarmupCosine
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -65,8 +64,8 @@ class CausalLM(LightningModule):
             if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. If there is
             none, ``fused=True`` is ignored with a warning.
         lr_scheduler: Callable that builds the schedule from the optimizer; it is stepped after every optimizer step.
-            None keeps the learning rate constant. :class:`~lightning_fsdp2.schedulers.WarmupCosine` ends with the run
-            if it is given no ``total_steps``.
+            None keeps the learning rate constant. A schedule with a method ``fit_to_run``, such as
+            :class:`~lightning_fsdp2.schedulers.WarmupCosine`, is told the number of steps of the run.
         decay_norms_and_biases: Whether weight decay also applies to one-dimensional parameters (norms and biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
         loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute the logits of about a
@@ -306,7 +305,7 @@ class CausalLM(LightningModule):
         if self._lr_scheduler is None:
             return optimizer
         scheduler = self._lr_scheduler(optimizer)
-        if isinstance(scheduler, WarmupCosine) and self._trainer is not None:
+        if hasattr(scheduler, "fit_to_run") and self._trainer is not None:
             scheduler.fit_to_run(self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -52,12 +52,12 @@ def parallelize_with_megatron_fsdp(
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
-    keep_structure(structure)
     check_supported(device_mesh, config)
     paths = config.megatron_fsdp_unit_modules
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
+    keep_structure(structure)  # after the checks, which leave the model as it is
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)

@@ -451,7 +451,7 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
         (
             lambda: change_head(make_llama()),
             ValueError,
-            r"not those of a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
+            r"do not match a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
         ),
     ],
     ids=["other-modules", "several-adapters", "prompt", "other-than-its-config"],
