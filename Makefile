@@ -31,19 +31,19 @@ test-all: venv ## Run all tests, go on where an interrupted run stopped, write d
 	$(BIN)/python tools/run_all.py
 
 parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md
-	$(BIN)/python tools/parity_matrix.py --output docs/parity.md $(ARGS)
-	$(BIN)/python tools/parity_matrix.py --context --output docs/parity-context-parallel.md $(ARGS)
-	$(BIN)/python tools/parity_matrix.py --images --output docs/parity-images.md $(ARGS)
+	$(BIN)/python tools/parity_matrix.py --output docs/parity.md
+	$(BIN)/python tools/parity_matrix.py --context --output docs/parity-context-parallel.md
+	$(BIN)/python tools/parity_matrix.py --images --output docs/parity-images.md
 
 parity-oldest: venv ## The same with the oldest transformers that pyproject.toml allows, in .venv-oldest
 	test -x .venv-oldest/bin/python || $(BIN)/python -m venv --without-pip .venv-oldest
 	grep -v -e '^transformers==' -e '^huggingface_hub==' constraints.txt > .venv-oldest/constraints.txt
 	$(BIN)/python -m pip --python .venv-oldest/bin/python install -e '.[dev]' \
 		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
-	.venv-oldest/bin/python tools/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md $(ARGS)
+	.venv-oldest/bin/python tools/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md
 
 compatibility: venv ## Try every option of the Trainer under every strategy, write docs/compatibility.md
-	$(BIN)/python tools/compatibility.py --output docs/compatibility.md $(ARGS)
+	$(BIN)/python tools/compatibility.py --output docs/compatibility.md
 
 # for example `make test-torch-2.11.0`, several gigabytes from PyPI; an older torch wants an older setuptools
 test-torch-%: venv ## Run what depends on torch most with another version of it, in .venv-torch-VERSION

@@ -198,7 +198,10 @@ def parse_arguments() -> argparse.Namespace:
     kinds.add_argument("--context", action="store_true", help="the layouts of context parallelism")
     kinds.add_argument("--images", action="store_true", help="models that see images, with images")
     parser.add_argument("--output", type=Path, help="the table, as Markdown")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.output and (arguments.families or arguments.layouts):
+        parser.error("--output writes a whole page; leave out --families and --layouts, or --output")
+    return arguments
 
 
 if __name__ == "__main__":
