@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lightning_fsdp2.modules.structure import ModelParts, get_structure
+from lightning_fsdp2.modules.structure import ModelParts, find_structure
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
@@ -102,7 +102,7 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     Raises:
         ValueError: When the operations of this model cannot be counted; the message says why.
     """
-    models = get_structure(module).models
+    models = find_structure(module).models
     if len(models) != 1:
         raise ValueError(f"{type(module).__name__} holds {len(models)} Hugging Face models, not one")
     config = cast(Any, models[0].module).config

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
-from lightning_fsdp2.modules.structure import get_structure
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
 
@@ -62,7 +62,7 @@ class FSDP2Manager:
         """
         if not self.config.enable_compile:
             return
-        structure = get_structure(model)
+        structure = find_structure(model)
         if is_compiled(structure):
             return
         tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)

@@ -20,8 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.compat.transformers import get_dtype_exceptions
 
-_ATTRIBUTE = "_lightning_fsdp2_structure"
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelParts:
@@ -87,17 +85,6 @@ def find_structure(root: nn.Module) -> ModelStructure:
         layers=[layer for layers in layer_lists for layer in layers],
         modules=get_modules(root),
     )
-
-
-def keep_structure(structure: ModelStructure) -> None:
-    """Keep ``structure`` on its root, for :func:`get_structure`."""
-    structure.root.__dict__[_ATTRIBUTE] = structure
-
-
-def get_structure(root: nn.Module) -> ModelStructure:
-    """Return the structure that a recipe kept on ``root``, or find it if no recipe has been applied to ``root``."""
-    kept: ModelStructure | None = root.__dict__.get(_ATTRIBUTE)
-    return kept or find_structure(root)
 
 
 def find_parts(model: nn.Module) -> ModelParts:

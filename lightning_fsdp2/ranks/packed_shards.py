@@ -2,7 +2,8 @@
 
 DTensor has one placement for two cases, ``_StridedShard``. FSDP2 uses it to cut a shard once more, which leaves one
 piece. Its ``split_factor`` is then the number of shards that the axes further inside make of the same dim. Tensor
-parallelism uses it to cut each of ``split_factor`` projections, which leaves a piece of each.
+parallelism uses it to cut each of ``split_factor`` projections, which leaves a piece of each. On a user's own mesh the
+two cases look alike if an axis inside the tensor parallel one shards the same dim over ``split_factor`` ranks.
 """
 
 import math

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.mesh import get_device
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import find_structure, keep_structure
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.weights.adapters import check_peft
@@ -36,7 +36,6 @@ def prepare_for_ddp(
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
-    keep_structure(structure)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
     if config.activation_checkpointing:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import ModelStructure, find_structure, keep_structure
+from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.data.units import build_unit_plan
@@ -74,7 +74,6 @@ def parallelize_with_fsdp2(
     fusion = get_optional_fusion(axes.tp, config)
     _warn_of_flags_without_effect(axes, config)
     device = get_device(device_mesh)
-    keep_structure(structure)  # after the checks, which leave the model as it is
     broadcast_from_first_rank(model, device, device_mesh)
     _apply_tensor_parallel(structure, axes, config)
     _apply_context_parallel(structure, axes, config)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import CONTEXT_PARALLEL, get_device, get_optional_mesh
 from lightning_fsdp2.modules.sharder import check_not_sharded
-from lightning_fsdp2.modules.structure import find_structure, keep_structure
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.units import check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
@@ -57,7 +57,6 @@ def parallelize_with_megatron_fsdp(
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
-    keep_structure(structure)  # after the checks, which leave the model as it is
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)

@@ -26,8 +26,8 @@ from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
-from lightning_fsdp2.strategies.parallelisation import get_differences
-from lightning_fsdp2.strategies.parts.steps import check_manual_optimization
+from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
+from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
 from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 
@@ -141,7 +141,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                     register_fsdp_forward_method(module, name)
             # the module is the root even if a hook calls one of its models before the first step
             initialize_root(module)
-        self.steps.tell_branches_apart(module, get_fsdp_modules(module))
+        tell_branches_apart(self.world, module, get_fsdp_modules(module))
 
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:

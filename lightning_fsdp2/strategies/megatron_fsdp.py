@@ -21,8 +21,9 @@ from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
+from lightning_fsdp2.strategies.parallelisation import tell_branches_apart
+from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
-from lightning_fsdp2.strategies.parts.steps import check_manual_optimization
 from lightning_fsdp2.strategies.precision import choose_autocast
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         config = config or MegatronFSDPConfig()
-        self.averages_gradients = not config.calculate_per_token_loss
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
+        self.averages_gradients = not config.calculate_per_token_loss
 
     @property
     def driver(self) -> Driver:
@@ -157,7 +158,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         check_manual_optimization(module)
         self.manager.parallelize(module)
-        self.steps.tell_branches_apart(module, (part for part in module.modules() if len(part._parameters)))
+        tell_branches_apart(self.world, module, (part for part in module.modules() if len(part._parameters)))
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:

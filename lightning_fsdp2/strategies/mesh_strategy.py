@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -43,18 +42,18 @@ from lightning_fsdp2.strategies.launch.process_groups import get_device_mesh
 from lightning_fsdp2.strategies.launch.remedies import add_remedy
 from lightning_fsdp2.strategies.parallelisation import Parallelisation, is_parallelised, set_parallelisation
 from lightning_fsdp2.strategies.parts.batches import Batches
-from lightning_fsdp2.strategies.parts.callbacks import (
-    NEED_WHOLE_WEIGHTS,
-    OwnCallbacks,
-    refuse_callbacks,
-    refuse_graphs,
-    set_available_flops,
-)
+from lightning_fsdp2.strategies.parts.callbacks import OwnCallbacks, set_available_flops
 from lightning_fsdp2.strategies.parts.checkpoints import Checkpoints
 from lightning_fsdp2.strategies.parts.evaluation import Evaluation
+from lightning_fsdp2.strategies.parts.refusals import (
+    CALLBACKS_OF_WHOLE_WEIGHTS,
+    OPTIMIZERS_WITHOUT_SHARDED_STEP,
+    check_optimizers,
+    refuse_options,
+)
 from lightning_fsdp2.strategies.parts.resumption import Resumption
 from lightning_fsdp2.strategies.parts.step_region import OUTSIDE_CALL_TIMEOUT, StepRegion
-from lightning_fsdp2.strategies.parts.steps import HAVE_NO_STEP_FOR_SHARDS, Steps, check_optimizers
+from lightning_fsdp2.strategies.parts.steps import Steps, use_own_zero_grad
 from lightning_fsdp2.strategies.parts.tracking import Tracking, log_whole_values
 from lightning_fsdp2.strategies.parts.unsharded import (
     SharedBuffers,
@@ -62,7 +61,7 @@ from lightning_fsdp2.strategies.parts.unsharded import (
     synchronise_batch_norm,
     synchronise_metrics,
 )
-from lightning_fsdp2.strategies.precision import check_clipping, choose_precision, get_compute_dtype
+from lightning_fsdp2.strategies.precision import choose_precision, get_compute_dtype
 from lightning_fsdp2.strategies.world_strategy import WorldStrategy
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     """
 
     materializes_models = True
-    refused_callbacks: ClassVar[dict[type[Callback], str]] = NEED_WHOLE_WEIGHTS
+    refused_callbacks: ClassVar[dict[type[Callback], str]] = CALLBACKS_OF_WHOLE_WEIGHTS
     """Lightning callbacks that do not work with the strategy's weights, each with what to do instead."""
 
     averages_gradients = True
@@ -96,7 +95,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     shards_module = True
     """Whether each rank holds only a part of the module."""
 
-    refused_optimizers: tuple[type[Optimizer], ...] = HAVE_NO_STEP_FOR_SHARDS
+    refused_optimizers: tuple[type[Optimizer], ...] = OPTIMIZERS_WITHOUT_SHARDED_STEP
     """Optimizers of torch whose first step fails."""
 
     def __init__(
@@ -110,15 +109,15 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         steady_timeout: timedelta | None,
     ) -> None:
         super().__init__(sizes=sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
-        self.tracking = Tracking(self.world.add_up_over_data, lambda action: self.checkpoint_io.then(action))
+        self.tracking = Tracking(self.world.add_up_over_data, self._call_when_saved)
         self.resumption = Resumption(self.world, self.tracking)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), self.world, self.resumption)
         self.batches = Batches(self.world)
-        self.steps = Steps(self.world, averages_gradients=self.averages_gradients)
-        self._step_region = self.make_step_region(min(timeout, OUTSIDE_CALL_TIMEOUT))
-        self.evaluation = Evaluation(self.world, self._step_region, lambda: self.release_parameters())
+        self.steps = Steps(self.world)
+        self.evaluation = Evaluation(self.world, self.release_parameters)
         self._own_callbacks = OwnCallbacks(type(self).__name__, steady_timeout)
         self._buffers = SharedBuffers()
+        self._step_region: Any = None
         self._manager: ManagerT | None = None
 
     # ------------------------------------------------------------------ what a strategy of its own must or may have
@@ -151,7 +150,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
         This runs after the step's closure, if there is one, because the closure may run the backward.
         """
-        self.steps.apply_token_mean(self.lightning_module)
+        self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 
     def share_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
@@ -188,6 +187,10 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """How checkpoints are written and read."""
         return self.checkpoints.config
 
+    @checkpoint_config.setter
+    def checkpoint_config(self, config: CheckpointConfig) -> None:
+        self.checkpoints.config = config
+
     @property
     def saved_steps(self) -> dict[str, int | None]:
         """Step of each saved checkpoint, by path."""
@@ -222,17 +225,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
         # before the callbacks' `setup`, where some copy the module, and before any process group exists
-        refuse_callbacks(trainer, self.refused_callbacks)
-        check_clipping(trainer)
-        if self.shards_module and self.lightning_module.example_input_array is not None:
-            refuse_graphs(trainer)
+        refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)  # a notebook has no launcher
         self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self.world.start(cast(Any, self.cluster_environment), self.root_device)
+        self.world.start(self.config, cast(Any, self.cluster_environment), self.root_device)
         check_same_run(trainer, self.hosts, cast(Any, self.world.control_group))
         self.enter_mesh(get_device_mesh(self.sizes, self.root_device.type, self.world.timeout))
         self.checkpoints.connect(self.root_device)
@@ -243,6 +243,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Take this rank's place in a mesh with all axes, and build the manager for it."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
+        self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
         set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override
@@ -300,8 +301,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         # after the precision plugin, which makes Lightning wrap the optimizers again
         for optimizer, lightnings in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self.attach_optimizer(optimizer)
-            reason = "it would call the method of the optimizer's class, not that of the optimizer"
-            get_ledger(trainer).replace(lightnings, "zero_grad", optimizer.zero_grad, reason=reason)
+            use_own_zero_grad(trainer, optimizer, lightnings)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
@@ -391,6 +391,9 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Write a checkpoint on all ranks; see :meth:`Checkpoints.save`."""
         self.checkpoints.save(checkpoint, filepath, storage_options, self.lightning_module)
 
+    def _call_when_saved(self, action: Callable[[], None]) -> None:
+        self.checkpoint_io.then(action)
+
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; with ``async_save``, once the save in progress is complete."""
@@ -436,23 +439,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def post_backward(self, closure_loss: Tensor) -> None:
         # under manual optimisation only the optimizer step shows which backward was the last one
         if self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
-            self.steps.apply_token_mean(self.lightning_module)
+            self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        is_manual = not self.lightning_module.automatic_optimization
-        if is_manual and closure is do_nothing_closure:  # not every optimizer calls its closure
-            self.finish_manual_gradients(optimizer)
-
-        def closure_before_step() -> Any:
-            # forward and backward run in the closure, while the tensors that the step will change are being copied
-            output = closure()
-            if is_manual and closure is not do_nothing_closure:
-                self.finish_manual_gradients(optimizer)
-            self.checkpoint_io.wait_for_copies()
-            return output
-
-        output = super().optimizer_step(optimizer, closure_before_step, *args, **kwargs)
+        finish = partial(self.finish_manual_gradients, optimizer)
+        wait = self.checkpoint_io.wait_for_copies
+        closure = self.steps.complete_closure(self.lightning_module, closure, finish, wait)
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.release_parameters()
         self.steps.check_states(self.lightning_module, optimizer)
         return output
@@ -465,7 +459,9 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run(self.lightning_module, partial(super().validation_step, *args, **kwargs))
+        return self.evaluation.run(
+            self._step_region, self.lightning_module, partial(super().validation_step, *args, **kwargs)
+        )
 
     @override
     def on_validation_end(self) -> None:
@@ -477,7 +473,9 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run(self.lightning_module, partial(super().test_step, *args, **kwargs))
+        return self.evaluation.run(
+            self._step_region, self.lightning_module, partial(super().test_step, *args, **kwargs)
+        )
 
     @override
     def on_test_end(self) -> None:
@@ -490,8 +488,12 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run_prediction(self.lightning_module, partial(super().predict_step, *args, **kwargs))
+        step = partial(super().predict_step, *args, **kwargs)
+        return self.evaluation.run_prediction(self._step_region, self.lightning_module, step)
 
     @override
     def on_predict_end(self) -> None:
         self.end_evaluation()
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.evaluation.run(self._step_region, self.lightning_module, partial(step, *args, **kwargs))

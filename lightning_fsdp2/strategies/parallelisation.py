@@ -1,5 +1,6 @@
 """Record of how a module was parallelised. This outlives the Trainer, so a later Trainer must ask for the same."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FLAGS_OF_A_RUN, DistributedConfig
+from lightning_fsdp2.parallel.data.branches import check_branches
+from lightning_fsdp2.strategies.parts.world import World
 
 _ATTRIBUTE = "_lightning_fsdp2_parallelisation"
 
@@ -66,6 +69,15 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
             f"The module was parallelised with {name}={old!r} by an earlier Trainer, but this one asks for {new!r}. Use"
             f" the same {_CAUSES.get(name, name)}, or load a checkpoint into a new module."
         )
+
+
+def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
+    """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
+
+    Their batches differ, and not every batch needs every part.
+    """
+    if world.data_parallel_size > 1 and world.control_group is not None:
+        check_branches(module, units, world.control_group)
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:

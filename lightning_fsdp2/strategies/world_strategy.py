@@ -1,4 +1,4 @@
-"""Lightning's questions about ranks, processes and collectives, which a strategy hands to its :class:`World`."""
+"""Base strategy that answers Lightning's questions about ranks, processes and collectives from its :class:`World`."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,14 +47,18 @@ class WorldStrategy(ParallelStrategy):
         self.config = config
         self.asked_sizes = sizes
         self.num_nodes = 1
-        self.world = World(config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
+        self.world = World(timeout=timeout, rendezvous_timeout=rendezvous_timeout)
 
     # ------------------------------------------------------------------ mesh and ranks
 
     @property
     def sizes(self) -> MeshSizes:
-        """The sizes of the mesh, resolved for the number of ranks; they exist once a stage has started."""
-        return self.world.sizes
+        """The sizes of the mesh, resolved for the number of ranks.
+
+        Raises:
+            ValueError: When the sizes do not fit the number of ranks.
+        """
+        return self.world.sizes or self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
 
     @property
     def full_device_mesh(self) -> DeviceMesh:

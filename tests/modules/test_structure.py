@@ -1,6 +1,5 @@
 """Parts of a model are found by its structure, in odd trees too."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,11 +25,9 @@ from lightning_fsdp2.modules.structure import (
     get_layer_lists,
     get_parameter_names,
     get_parameter_owners,
-    get_structure,
     has_forward,
     is_hf_model,
     is_lightning_module,
-    keep_structure,
 )
 
 
@@ -247,17 +244,6 @@ def test_the_structure_of_a_module_with_several_models() -> None:
         get_layer_lists(module.student),
     ]
     assert structure.modules == list(module.modules())
-
-
-def test_the_structure_that_was_kept_is_the_one_that_is_returned() -> None:
-    model = llama()
-    assert get_structure(model) is not get_structure(model)
-    structure = find_structure(model)
-    keep_structure(structure)
-    assert get_structure(model) is structure
-    copied = copy.deepcopy(model)
-    assert get_structure(copied).root is copied  # a copy has a structure of its own
-    assert get_structure(copied).layers[0] is copied.model.layers[0]
 
 
 def test_a_tower_has_another_config() -> None:

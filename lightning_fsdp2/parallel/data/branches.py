@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp2.modules.structure import get_structure
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user
 from lightning_fsdp2.ranks.failures import describe_ranks
 
@@ -33,7 +33,7 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
         units: Modules of ``root`` whose weights are gathered when they are called.
         group: Process group of all ranks, on the host.
     """
-    structure = get_structure(root)
+    structure = find_structure(root)
     lists = structure.layer_lists
     inside = {root, *(module for block in structure.layers for module in block.modules())}
     # a list of layers is entered with its first layer

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -222,7 +221,9 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
-    mesh = cast(DeviceMesh, unit.mesh)
+    mesh = unit.mesh
+    if mesh is None:
+        raise ValueError("A unit has no mesh to shard its weights over; give one to `build_unit_plan`.")
     attributes = _get_parameter_attributes(unit.modules)
     fully_shard(
         unit.modules if len(unit.modules) > 1 else unit.modules[0],

@@ -17,7 +17,7 @@ from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, Me
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import DP_REPLICATE, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
-from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_structure
+from lightning_fsdp2.modules.structure import ModelStructure, find_structure, get_class_name
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
@@ -137,7 +137,7 @@ def describe_sharded(
         mesh: Mesh that the module was sharded over.
         dtypes: Result of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes` from before the module was sharded.
     """
-    structure = get_structure(module)
+    structure = find_structure(module)
     return Description(
         model=_get_model_name(structure),
         strategy=type(strategy).__name__,
@@ -162,7 +162,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
             f"describe knows zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: there Megatron-FSDP shards what"
             " belongs to a step in buffers that it makes on CUDA, and parameters not at all."
         )
-    classes = _get_unit_classes(get_structure(module), config)
+    classes = _get_unit_classes(find_structure(module), config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
     if config.preserve_fp32_weights:
         module.float()

@@ -28,7 +28,7 @@ from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeT
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
-from lightning_fsdp2.modules.structure import get_class_name, get_structure
+from lightning_fsdp2.modules.structure import find_structure, get_class_name
 from lightning_fsdp2.parallel.context.forward import assume_documents
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.simulation.model import build_model
@@ -135,7 +135,7 @@ def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size:
         _check_has_no_values(module)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         texts = [repr((name, tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors]
-        texts += [str(cast(Any, parts.module).config) for parts in get_structure(module).models]
+        texts += [str(cast(Any, parts.module).config) for parts in find_structure(module).models]
         strategy.setup_module()
         with mode:
             strategy.setup_training(trainer)
@@ -245,7 +245,7 @@ def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
 
     names = {block: name for name, block in module.named_modules()}
     handles = []
-    for block in get_structure(module).layers:
+    for block in find_structure(module).layers:
         # prepended to run before FSDP2's own hook, which gathers the unit
         handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
         handles.append(block.register_forward_hook(partial(end_forward, names[block])))
@@ -320,7 +320,7 @@ def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
     Sizes that also occur in other parameters are left out.
     """
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
-    sizes = {cast(Any, parts.module).config.get_text_config().vocab_size for parts in get_structure(module).models}
+    sizes = {cast(Any, parts.module).config.get_text_config().vocab_size for parts in find_structure(module).models}
     others = {
         size for parameter in module.parameters() if sizes.isdisjoint(parameter.shape) for size in parameter.shape
     }

@@ -1,26 +1,18 @@
-"""The Trainer's callbacks: a strategy refuses some, corrects some, and adds its own to every fit."""
+"""The callbacks that a strategy adds to every fit, and what it tells the Trainer's own."""
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
-from lightning_fsdp2.compat.lightning import end_by_sigterm, give_signals_back, logs_graph
+from lightning_fsdp2.compat.lightning import end_by_sigterm, give_signals_back
 from lightning_fsdp2.compat.lightning import set_available_flops as set_monitor_flops
-
-NEED_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
-    (WeightAveraging, StochasticWeightAveraging, ModelPruning),
-    "needs whole weights and fails on sharded ones; remove it, and average with"
-    " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
-)
-"""Lightning callbacks that do not work with sharded weights, each with what to do instead."""
 
 
 class OwnCallbacks:
@@ -68,37 +60,6 @@ class OwnCallbacks:
             cast(Any, trainer).callbacks.remove(callback)
         self._added.clear()
         give_signals_back(trainer)
-
-
-def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:
-    """Refuse callbacks of these classes.
-
-    Args:
-        trainer: Trainer whose callbacks are checked.
-        refused: Reason for the refusal and what to do instead, by class.
-
-    Raises:
-        ValueError: When the Trainer has such a callback. The message names the first one.
-    """
-    for callback in cast(Any, trainer).callbacks:
-        for kind, reason in refused.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
-
-
-def refuse_graphs(trainer: Trainer) -> None:
-    """Refuse loggers that trace the module: once it is sharded, its forward is a collective and cannot be traced.
-
-    Raises:
-        ValueError: When the Trainer has such a logger. The message names the first one.
-    """
-    for logger in cast(Any, trainer).loggers:
-        if logs_graph(logger):
-            raise ValueError(
-                f"{type(logger).__name__}(log_graph=True) traces the module on one rank, and a sharded one has no"
-                " forward there; leave it out, or log the graph of a module that no Trainer has had"
-                " (`logger.log_graph(module)`)."
-            )
 
 
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:

@@ -18,13 +18,11 @@ class Evaluation:
 
     Args:
         world: The ranks of the run.
-        region: Guard of the steps.
         release: Function that puts the sharded parameters back after a step.
     """
 
-    def __init__(self, world: World, region: StepRegion, release: Callable[[], None]) -> None:
+    def __init__(self, world: World, release: Callable[[], None]) -> None:
         self._world = world
-        self._region = region
         self._release = release
         self._predictions = 0
         self._missing: dict[float, int] = {}
@@ -42,23 +40,23 @@ class Evaluation:
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
-    def run(self, module: nn.Module, step: Callable[[], Any]) -> Any:
+    def run(self, region: StepRegion, module: nn.Module, step: Callable[[], Any]) -> Any:
         """Run a step, and then release the gathered weights, which no backward needs.
 
         Otherwise, hooks that write to the weights after the step would change only a gathered copy.
         """
-        with _outside_inference_mode(), self._region():
+        with _outside_inference_mode(), region():
             output = step()
             check_end(module, "the end of the step")
         self._release()
         return output
 
-    def run_prediction(self, module: nn.Module, step: Callable[[], Any]) -> Any:
+    def run_prediction(self, region: StepRegion, module: nn.Module, step: Callable[[], Any]) -> Any:
         """Run a step of a prediction. After the last one, run along with the ranks that have more batches."""
-        predictions = self.run(module, step)
+        predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(module, step)  # only for its collectives
+            self.run(region, module, step)  # only for its collectives
         return predictions
 
 

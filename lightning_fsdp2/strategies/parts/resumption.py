@@ -58,7 +58,10 @@ class Resumption:
         self._last_loader_states = get_loader_states(trainer)
 
     def add_to(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
-        """Return a copy of ``checkpoint`` with the states of all ranks; every rank must call this."""
+        """Return ``checkpoint`` with the states of all ranks; every rank must call this.
+
+        The progress of the fit loop is changed in place if the fit ended in the middle of an epoch.
+        """
         if "loops" in checkpoint and is_epoch_cut_short(trainer):
             reopen_epoch(checkpoint["loops"]["fit_loop"])
             if self._last_loader_states:
@@ -82,8 +85,10 @@ class Resumption:
     # ------------------------------------------------------------------ out of a checkpoint
 
     def begin_stage(self) -> None:
-        """Start a stage of the Trainer, in which no checkpoint has been loaded yet."""
+        """Start a stage of the Trainer, and forget a checkpoint that an earlier stage has loaded but not resumed."""
         self.epoch = 0
+        self._random_state = None
+        self._repeats_epoch = False
 
     def take_from(self, checkpoint: dict[str, Any], trainer: "Trainer", *, is_fit: bool) -> None:
         """Take this rank's states out of ``checkpoint``; only a fit uses them."""

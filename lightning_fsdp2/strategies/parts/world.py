@@ -24,14 +24,13 @@ class World:
     """The ranks of a run, which this rank meets in :meth:`start` and places in a mesh in :meth:`enter_mesh`.
 
     Args:
-        config: Config whose ``backend`` and ``bind_device_id`` are used here.
         timeout: Timeout of collectives.
         rendezvous_timeout: How long to wait for the other ranks at the start.
 
     Attributes:
         timeout: Timeout of collectives, as given.
         group_timeout: Current timeout of the collectives of a step; :meth:`set_group_timeout` changes it.
-        sizes: Sizes of the mesh, resolved for the number of ranks; the strategy sets them before :meth:`start`.
+        sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets them before it starts the ranks.
         hosts: Host names of all ranks, in rank order.
         control_group: CPU group of all ranks, for messages that must not touch the accelerator or mix with the
             collectives of a step; None before :meth:`start`, and in a simulation.
@@ -40,27 +39,26 @@ class World:
         replica_group: Group of the ranks that read the same batch.
     """
 
-    sizes: MeshSizes
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
 
-    def __init__(self, config: DistributedConfig, *, timeout: timedelta, rendezvous_timeout: timedelta) -> None:
-        self._config = config
+    def __init__(self, *, timeout: timedelta, rendezvous_timeout: timedelta) -> None:
         self._rendezvous_timeout = rendezvous_timeout
         self._mesh: DeviceMesh | None = None
         self.timeout = timeout
         self.group_timeout = timeout
+        self.sizes: MeshSizes | None = None
         self.hosts: list[str] = []
         self.control_group: dist.ProcessGroup | None = None
 
-    def start(self, environment: ClusterEnvironment, device: torch.device) -> None:
+    def start(self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device) -> None:
         """Meet the other ranks, and let them communicate. They have no mesh yet."""
         init_process_group(
             environment,
-            self._config.backend,
+            config.backend,
             device,
-            bind_device_id=self._config.bind_device_id,
+            bind_device_id=config.bind_device_id,
             timeout=self.timeout,
             rendezvous_timeout=self._rendezvous_timeout,
         )

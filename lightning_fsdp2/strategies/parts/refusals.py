@@ -1,0 +1,116 @@
+"""What a strategy refuses: callbacks, loggers, optimizers and parameters that do not work on a sharded module."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
+from lightning_fsdp2.compat.lightning import logs_graph
+from lightning_fsdp2.strategies.precision import check_clipping
+
+CALLBACKS_OF_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
+    (WeightAveraging, StochasticWeightAveraging, ModelPruning),
+    "needs whole weights and fails on sharded ones; remove it, and average with"
+    " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
+)
+"""Lightning callbacks that do not work with sharded weights, each with what to do instead."""
+
+OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
+    torch.optim.LBFGS,
+    torch.optim.Adafactor,
+    torch.optim.Rprop,
+    ZeroRedundancyOptimizer,
+)
+"""Optimizers of torch whose first step fails on sharded parameters, up to torch 2.15."""
+
+
+def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *, traces_module: bool) -> None:
+    """Refuse options of the Trainer that a strategy cannot honour.
+
+    Args:
+        trainer: Trainer whose options are checked.
+        callbacks: Reason for the refusal and what to do instead, by class of callback.
+        traces_module: Whether loggers may trace the module.
+
+    Raises:
+        ValueError: When an option cannot be honoured. The message names the first one.
+    """
+    refuse_callbacks(trainer, callbacks)
+    check_clipping(trainer)
+    if not traces_module and trainer.lightning_module.example_input_array is not None:
+        refuse_graphs(trainer)
+
+
+def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:
+    """Refuse callbacks of these classes.
+
+    Args:
+        trainer: Trainer whose callbacks are checked.
+        refused: Reason for the refusal and what to do instead, by class.
+
+    Raises:
+        ValueError: When the Trainer has such a callback. The message names the first one.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        for kind, reason in refused.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"Trainer(callbacks=[{type(callback).__name__}(...)]) {reason}")
+
+
+def refuse_graphs(trainer: Trainer) -> None:
+    """Refuse loggers that trace the module: once it is sharded, its forward is a collective and cannot be traced.
+
+    Raises:
+        ValueError: When the Trainer has such a logger. The message names the first one.
+    """
+    for logger in cast(Any, trainer).loggers:
+        if logs_graph(logger):
+            raise ValueError(
+                f"{type(logger).__name__}(log_graph=True) traces the module on one rank, and a sharded one has no"
+                " forward there; leave it out, or log the graph of a module that no Trainer has had"
+                " (`logger.log_graph(module)`)."
+            )
+
+
+def check_optimizers(
+    module: LightningModule, optimizers: Sequence[Optimizer], refused: tuple[type[Optimizer], ...], strategy: str
+) -> None:
+    """Refuse optimizers that cannot step on the parameters of a sharded module.
+
+    Args:
+        module: The sharded module.
+        optimizers: The optimizers from its ``configure_optimizers``.
+        refused: Classes whose first step would fail.
+        strategy: Name of the strategy, for errors.
+
+    Raises:
+        ValueError: When an optimizer is of such a class, or has parameters from before the module was sharded.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, refused):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no step for the shards of {strategy}; use another optimizer, such as"
+                " AdamW, or a strategy that does not shard."
+            )
+        check_optimizer_parameters(module, optimizer)
+
+
+def check_manual_optimization(module: Any) -> None:
+    """Refuse trainable parameters of the LightningModule itself under manual optimisation.
+
+    These parameters are gathered once per training step, in which optimizers may step several times.
+
+    Raises:
+        ValueError: When there are such parameters. The message names them.
+    """
+    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    if own and not module.automatic_optimization:
+        raise ValueError(
+            f"The parameters {', '.join(own)} hang on the LightningModule itself, which cannot be trained under manual"
+            " optimisation (`automatic_optimization = False`); put them into a child module with a forward of its own."
+        )
