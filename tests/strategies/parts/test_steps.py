@@ -1,0 +1,48 @@
+"""What surrounds an optimizer step, without a Trainer."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from lightning.pytorch.core.optimizer import do_nothing_closure
+
+from lightning_fsdp2.strategies.parts.steps import Steps
+from lightning_fsdp2.strategies.parts.world import World
+
+
+def make_steps() -> Steps:
+    return Steps(World(timeout=timedelta(seconds=1), rendezvous_timeout=timedelta(seconds=1)))
+
+
+def complete(closure: Any, log: list[str], *, is_manual: bool) -> Any:
+    module = cast(Any, SimpleNamespace(automatic_optimization=not is_manual))
+    return make_steps().complete_closure(module, closure, lambda: log.append("finish"), lambda: log.append("copied"))
+
+
+@pytest.mark.parametrize(("is_manual", "expected"), [(False, ["loss", "copied"]), (True, ["loss", "finish", "copied"])])
+def test_gradients_are_finished_and_copies_made_between_backward_and_step(is_manual: bool, expected: list[str]) -> None:
+    log: list[str] = []
+    closure = complete(lambda: log.append("loss") or "output", log, is_manual=is_manual)
+    assert log == []
+    assert (closure(), log) == ("output", expected)
+
+
+def test_gradients_of_a_step_without_a_closure_are_finished_before_it() -> None:
+    log: list[str] = []
+    closure = complete(do_nothing_closure, log, is_manual=True)
+    assert log == ["finish"]  # at once, since not every optimizer calls its closure
+    closure()
+    assert log == ["finish", "copied"]
+
+
+def test_accumulation_ends_with_an_error_too() -> None:
+    def fail(steps: Steps) -> None:
+        with steps.accumulating():
+            assert steps.is_accumulating
+            raise KeyError
+
+    steps = make_steps()
+    with pytest.raises(KeyError):
+        fail(steps)
+    assert not steps.is_accumulating
