@@ -10,6 +10,7 @@ import argparse
 import ast
 import io
 import random
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COUNTS = {"docstring": 16, "comment": 10, "error": 7, "paragraph": 7}
 GENERATED = ("parity", "test-all", "flags", "compatibility", "moved")
 """Beginnings of the names of pages that a program writes."""
+
+FENCED_BLOCK = re.compile(r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
 
 
 def main() -> None:
@@ -47,17 +50,35 @@ def list_texts(source: str) -> Iterator[tuple[str, int, str]]:
             text = ast.unparse(node.exc.args[0])
             if len(text) > 60:
                 yield "error", node.lineno, text
+    for line, text in list_comments(source):
+        if len(text) > 30 and not any(mark in text for mark in ("---", "noqa", "type: ignore")):
+            yield "comment", line, text
+
+
+def list_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the first line and the words of each comment. Lines of comments below each other are one comment."""
+    comments: list[list[tokenize.TokenInfo]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        is_text = token.type == tokenize.COMMENT and len(token.string) > 30
-        if is_text and not any(mark in token.string for mark in ("---", "noqa", "type: ignore")):
-            yield "comment", token.start[0], token.string
+        if token.type == tokenize.COMMENT:
+            if comments and is_continued(comments[-1][-1], token):
+                comments[-1].append(token)
+            else:
+                comments.append([token])
+    for lines in comments:
+        yield lines[0].start[0], "\n    ".join(line.string for line in lines)
+
+
+def is_continued(last: tokenize.TokenInfo, token: tokenize.TokenInfo) -> bool:
+    """Return whether two lines form one comment. A comment after code always stands alone."""
+    is_below = token.start == (last.start[0] + 1, last.start[1])
+    return is_below and last.line.lstrip().startswith("#") and token.line.lstrip().startswith("#")
 
 
 def list_paragraphs(page: str) -> Iterator[str]:
-    """Yield the paragraphs of a page that are prose."""
-    for text in page.split("\n\n"):
-        if len(text) > 120 and not text.startswith(("|", "```", "#", "    ", "!")):
-            yield text
+    """Yield the paragraphs of a page that are prose. Fenced blocks are left out, even if they have blank lines."""
+    for text in re.split(r"\n\s*\n", FENCED_BLOCK.sub("\n", page)):
+        if len(text) > 120 and not text.startswith(("|", "#", "    ", "!")):
+            yield text.strip("\n")
 
 
 if __name__ == "__main__":
