@@ -1,4 +1,4 @@
-"""Memory, traffic and step time of a run on any number of devices, computed on a machine without any of them."""
+"""Plans of a run: its memory, traffic and step time on any number of devices, computed without these devices."""
 
 from lightning_fsdp2.plan.result import Batch, Change, Moment, Plan, RankPlan, Traffic
 from lightning_fsdp2.plan.run import SearchResult, plan_run, search_run

@@ -1,4 +1,4 @@
-"""Cache of the simulations of earlier searches, in a folder."""
+"""Cache of simulation results, kept in a folder for later searches."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from lightning_fsdp2.plan.simulation.step import is_packed
 
 
 class Cache:
-    """A folder with one file for each layout of each run.
+    """Folder of simulation results, with one file for each layout of each run.
 
     Args:
         folder: Path of the folder, which is created if it does not exist.
@@ -42,15 +42,15 @@ class Cache:
             )
 
     def get(self, knobs: Knobs) -> Summary | str | None:
-        """Return the summary of a layout, or the reason why it was refused; None if it is not in the cache."""
+        """Return the summary of a layout, or the reason why the layout was refused; None if neither is in the cache."""
         path = self._get_path(knobs)
         try:
             return pickle.loads(path.read_bytes()) if path.exists() else None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
-            return None  # the file is damaged, and will be written again
+            return None  # a damaged file counts as missing, so it will be written again
 
     def put(self, knobs: Knobs, result: Summary | str) -> None:
-        """Store a result. Its file is either complete or absent."""
+        """Store the result of a layout in a file, which other processes see only when it is complete."""
         path = self._get_path(knobs)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
@@ -61,10 +61,10 @@ class Cache:
 
 
 def get_run_fingerprint(run: Run) -> str:
-    """Return a text that changes if the model, the batch, the Trainer's options or the code changes.
+    """Return a text that changes whenever the model, the batch, the Trainer's options or the code changes.
 
-    The code is every Python file that is loaded once the model is built: the run's own files, torch's and all others.
-    This builds the model, which changes ``run``.
+    The code is every Python file that is loaded when the model is built, including the run's own files and torch's.
+    This function builds the model, which changes ``run``.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)

@@ -1,4 +1,4 @@
-"""Settings that a plan may vary without changing what is trained: layout, recomputation, and how a batch is cut."""
+"""Settings that a plan may vary without changing what is trained, such as parallel sizes and micro-batches."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -44,7 +44,7 @@ class Knobs:
 
 
 def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_nodes: int, accumulation: int) -> Knobs:
-    """Read the knobs of a run.
+    """Read the current settings of a run.
 
     Raises:
         ValueError: When the parallel sizes do not fit the number of ranks, or ``batch`` holds no tensors with a common
@@ -69,7 +69,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
 
 
 def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
-    """Apply the knobs to the trainer and the module in place, and return ``batch`` with the knobs' batch size."""
+    """Apply settings to the trainer and the module in place, and return ``batch`` with the batch size of ``knobs``."""
     strategy = trainer.strategy
     if isinstance(strategy.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
@@ -96,8 +96,8 @@ def get_batch_size(batch: Any) -> int:
     sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
     if len(sizes) != 1:
         raise ValueError(
-            f"batch: its tensors have first dims {sorted(sizes)}, where a plan looks for the number of samples; give"
-            " tensors of shape [samples, ...]."
+            f"batch: the first dims of its tensors are {sorted(sizes)}, but a plan takes the number of samples from"
+            " them; give tensors of shape [samples, ...]."
         )
     return sizes.pop()
 
@@ -109,13 +109,13 @@ def get_sequence_length(batch: Any) -> int | None:
 
 
 def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
-    """Return the knobs that differ, with their values in ``after``. ``dp``, which follows from others, is left out."""
+    """Return the settings that differ, with their values in ``after``. Leave out ``dp``, which follows from others."""
     names = [field.name for field in fields(Knobs) if field.name != "dp"]
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
 def describe_differences(before: Knobs, after: Knobs) -> str:
-    """Return the options that differ as text, with their names in the config and their values in ``after``."""
+    """Describe the settings that differ, by their names in the config and their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
     return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
 
@@ -123,11 +123,11 @@ def describe_differences(before: Knobs, after: Knobs) -> str:
 def build_config(
     before: Knobs, after: Knobs, *, strategy: str, names_batch_size: bool, has_global_batch: bool
 ) -> dict[str, Any]:
-    """Build the additions to the run's YAML that lead from ``before`` to ``after``.
+    """Build the additions to the run's YAML that change its settings from ``before`` to ``after``.
 
     Args:
-        before: Current knobs of the run.
-        after: New knobs of the run.
+        before: Current settings of the run.
+        after: New settings of the run.
         strategy: Class path of the run's strategy.
         names_batch_size: Whether the data module has the option ``batch_size``.
         has_global_batch: Whether the data module sets the accumulation itself.

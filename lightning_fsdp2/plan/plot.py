@@ -15,7 +15,7 @@ _PHASES = {"forward": "#ffffff", "backward": "#f2f2f2", "optimizer": "#e3e3e3"}
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Draw the rank that needs the most memory.
+    """Draw memory over the step and traffic by axis, for the rank that needs the most memory.
 
     Args:
         plan: Plan to draw.
@@ -38,7 +38,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Check, before there is a plan, that it can be drawn. If not, raise the errors of :func:`draw_plan`."""
+    """Check, before a plan is computed, that it can be drawn to ``path``. Raise the errors of :func:`draw_plan`."""
     known = _import_figure()().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1].removeprefix(".") not in known:
         names = ", ".join(f".{name}" for name in sorted(known))
@@ -64,7 +64,7 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
     axes.set(
         xlim=(0, seconds[-1]),
         ylim=(0, 1.15 * peak),  # the device's memory may be far above the peak, or below it
-        xlabel=f"seconds since the begin of the step, if nothing overlaps{part}",
+        xlabel=f"seconds since the start of the step, if nothing overlaps{part}",
         ylabel="GiB",
         title=f"Memory: at its peak {peak:.1f} of {memory:.1f} GiB, in the {rank.peak_at}",
     )

@@ -1,4 +1,4 @@
-"""One rank of a planned run."""
+"""Planning of a single rank of a run, by a simulation of its training step."""
 
 import logging
 import math
@@ -55,13 +55,13 @@ class Run:
         )
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
-        """Simulate rank 0 with a few repetitions of the model's layers and ``further`` more.
+        """Simulate rank 0 with only a few repetitions of the model's layers, plus ``further`` repetitions.
 
         Call this in a separate process, since it changes the trainer and the module.
 
         Returns:
-            The summary of the step, and the number of repetitions that the model has beyond the few; 0 if the model was
-            not shortened.
+            The summary of the step, and the number of repetitions that the whole model has beyond the few. The number
+            is 0 if the model was not shortened.
         """
         few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
@@ -82,7 +82,7 @@ class Run:
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages only make sense for a real run
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages are about real runs
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
@@ -107,7 +107,7 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes whose collectives overlap with computation. Collectives of FSDP2's units do so on any axis."""
+    """Return the axes whose collectives overlap with computation, apart from FSDP2's, which overlap on any axis."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

@@ -1,4 +1,4 @@
-"""Changes that would help a run that does not fit. Each is planned before it is suggested."""
+"""Suggestions for a run that does not fit into memory. Each suggested change is planned first."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -53,7 +53,7 @@ def find_changes(
 
 
 def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
-    """Yield knobs that leave the training the same and may need less memory, each for a different reason."""
+    """Yield settings that train the same but may need less memory, each for a different reason."""
     for amount in ("selective", "full"):
         yield replace(knobs, activation_checkpointing=amount)
     if knobs.loss == "full":

@@ -1,4 +1,4 @@
-"""Contents of a plan: memory, traffic and step time of ranks, as plain values."""
+"""The contents of a plan: the memory, the traffic and the step time of each rank."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ class Traffic:
     nodes: int
     calls: int
     bytes: int
-    """Size of the whole tensors: after an all-gather, before a reduce-scatter."""
+    """Size of the whole tensors: the result of an all-gather, the input of a reduce-scatter."""
 
     seconds: float
     """Total time of all calls, at the rate that NCCL reaches on the slowest link."""
@@ -48,7 +48,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The memory in use at a moment of the step."""
+    """The memory in use at one moment of the step."""
 
     seconds: float
     """Time since the start of the step, if nothing overlaps."""
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """An optimizer step of one rank."""
+    """The memory, the traffic and the time that one rank needs for an optimizer step."""
 
     rank: int
     peak: dict[str, int]
@@ -82,7 +82,7 @@ class RankPlan:
 
     traffic: list[Traffic]
     phases: list[tuple[float, str]]
-    """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, on the clock of the timeline."""
+    """Seconds at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, counted as in ``timeline``."""
 
     timeline: list[Moment] = field(repr=False)
     """Memory over the step, at a limited number of moments that include the peak."""
@@ -121,11 +121,11 @@ class Change:
     """Additions to the YAML of the run."""
 
     peak_bytes: int
-    """Bytes at the peak of the changed run."""
+    """Peak memory of the changed run in bytes."""
 
     reserved: Reserved
     at_least: float
-    """Lower bound of the step time in seconds. A step has as many samples as before."""
+    """Lower bound of the step time in seconds. The number of samples per step is unchanged."""
 
     estimate: float
     """Estimated step time in seconds, at the rates that kernels reach."""
@@ -142,8 +142,8 @@ class Plan:
     parameters: int
     trained_parameters: int
     placements: list[dict[str, Any]]
-    """Groups of parameters with the same placement: ``placement`` by axis, numbers of ``tensors`` and ``parameters``,
-    and ``bytes`` on rank 0."""
+    """Groups of parameters with the same placement. Each group has its ``placement`` by axis, its numbers of
+    ``tensors`` and ``parameters``, and its ``bytes`` on rank 0."""
 
     device: Device
     peak_flops: float
@@ -167,38 +167,37 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of the rank that needs the most."""
+        """Peak memory in bytes, on the rank that needs the most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def reserved(self) -> Reserved:
-        """Memory that the process holds, on the rank that needs the most."""
+        """Device memory that a process holds, on the rank that needs the most."""
         return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on whether the run fits on all ranks that were planned."""
+        """Verdict on whether the run fits into the memory of every planned rank; see :func:`get_verdict`."""
         return get_verdict(self.peak_bytes, self.reserved, self.device)
 
     @property
     def at_least(self) -> float:
-        """Lower bound of the step time in seconds: the slowest rank at data sheet rates, with all possible overlap."""
+        """Lower bound of the step time in seconds, for the slowest rank at data sheet rates with the most overlap."""
         return max(rank.time.shortest for rank in self.ranks)
 
     @property
     def estimate(self) -> float:
-        """Estimated step time in seconds: the slowest rank at the rates that kernels reach, without any overlap.
+        """Estimated step time in seconds, for the slowest rank at the rates that kernels reach, without any overlap.
 
-        A collective that overlaps with computation takes multiprocessors and bandwidth from it.
+        Overlap is left out because a collective takes multiprocessors and bandwidth from the computation beside it.
         """
         return max(rank.reached.longest for rank in self.ranks)
 
     def get_utilisation(self, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step that takes ``seconds``; None if the model's FLOPs are not known.
 
-        FLOPs are counted as by :class:`~lightning_fsdp2.callbacks.Throughput`, which includes all products of
-        attention. Products that a causal mask leaves out are not computed, so the result may be above 1 for long
-        sequences.
+        FLOPs are counted as in :class:`~lightning_fsdp2.callbacks.Throughput`, including the attention products that a
+        causal mask leaves out. Kernels skip these products, so the result may be above 1 for long sequences.
         """
         if self.model_flops is None:
             return None
@@ -224,8 +223,10 @@ class Plan:
 
 
 def get_verdict(allocated: int, reserved: Reserved, device: Device) -> Verdict:
-    """Return the verdict: "fits" if the upper end of the reserved memory fits on the device, "tight" if only the
-    allocated memory does, else "does not fit".
+    """Return whether a run fits into the memory of ``device``.
+
+    The run "fits" if the upper end of ``reserved`` fits. It is "tight" if only the allocated bytes fit. Otherwise it
+    "does not fit".
     """
     if reserved.most <= device.memory:
         return "fits"
@@ -259,10 +260,10 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
 
 
 def without_offloaded(recording: Recording) -> Recording:
-    """Leave out what FSDP2's ``CPUOffloadPolicy`` keeps in host memory, and the optimizer, which runs on the host.
+    """Remove from a recording all tensors and operations that FSDP2's ``CPUOffloadPolicy`` moves to the host.
 
-    Simulations use the CPU, the only device that needs no driver. On a CPU, the recipe does not apply the policy, since
-    the shards are in host memory anyway.
+    These are the weights, gradients and optimizer states, and the optimizer itself. Simulations use the CPU, the only
+    device that needs no driver. On a CPU, the recipe does not apply the policy, since shards are in host memory anyway.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]

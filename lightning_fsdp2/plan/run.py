@@ -37,14 +37,15 @@ _TIMES = (
     " overlapping."
 )
 _COMPILED = (
-    "Planned without torch.compile, which fuses operations and reuses memory: compiled, a step needs less of both."
+    "Planned without torch.compile, which fuses operations and reuses memory. A compiled step needs less time and"
+    " memory."
 )
 _OFFLOADED = (
-    "Weights, gradients and optimizer states are in host memory, and the optimizer steps there; how long that, and"
-    " copying, takes is not modelled."
+    "Weights, gradients and optimizer states are in host memory, and the optimizer steps there. The time for this step"
+    " and for copies is not modelled."
 )
 _BY_HAND = (
-    "The module optimizes by hand: planned is what it does with the first batches, as if it did so with all of them."
+    "The module optimizes by hand: the plan assumes that it does with every batch what it does with the first ones."
 )
 _CHANGE_STEPS = (
     "EMAWeightAveraging",
@@ -55,7 +56,7 @@ _CHANGE_STEPS = (
 )
 """Stock callbacks that hold weights themselves, or change the number of micro-batches in a step."""
 
-_ALIKE = "All ranks hold as much: rank 0 stands for them."
+_ALIKE = "All ranks hold the same amount, so only rank 0 is shown."
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,9 @@ def search_run(
         device: See :func:`plan_run`.
         seconds: Time limit in seconds. No further simulation starts after that.
         cache_dir: Folder that keeps the simulations for the next search of this run. None for no cache.
-        cache_key: Text that distinguishes runs that would be the same to the cache. The cache already distinguishes
-            the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files. It
-            does not know other inputs, such as files that the step reads.
+        cache_key: Text that distinguishes runs that the cache cannot tell apart. The cache already distinguishes runs
+            by the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files.
+            It does not know other inputs, such as files that the step reads.
         processes: Number of simulations that run at once. None for one per CPU.
         on_progress: Callback that gets the number of finished simulations, and their total as far as it is known.
 
@@ -164,10 +165,10 @@ def search_run(
         ValueError: See :func:`plan_run`; also when ``seconds`` is negative, or ``cache_dir`` cannot be written to.
     """
     if seconds < 0:
-        raise ValueError(f"seconds={seconds} (--search_seconds) are in the past; use a number >= 0.")
+        raise ValueError(f"seconds={seconds} (--search_seconds) is negative; use a number >= 0.")
     if not isinstance(trainer.strategy, FSDP2Strategy):
         raise TypeError(
-            f"A search varies the mesh of FSDP2Strategy, and {type(trainer.strategy).__name__} has none; use"
+            f"A search varies the mesh of FSDP2Strategy, but the run uses {type(trainer.strategy).__name__}; use"
             " trainer.strategy=fsdp2."
         )
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
@@ -239,7 +240,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return notes on the callbacks and plugins among the class paths that may change what a step needs."""
+    """Return a note that names the callbacks and plugins whose effect on memory and time the plan ignores."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []
@@ -250,7 +251,7 @@ def _get_path(kind: type) -> str:
 
 
 def get_batch(source: "LightningDataModule | LightningModule") -> Any:
-    """Return a micro-batch of one data parallel rank.
+    """Return an example micro-batch of one data parallel rank.
 
     Raises:
         ValueError: When ``source`` has no batch.
@@ -292,8 +293,8 @@ def _get_nodes(world_size: int, device: Device) -> int:
         raise ValueError(f"world_size={world_size} is not a number of ranks; use an integer >= 1.")
     if world_size > device.per_node and world_size % device.per_node:
         raise ValueError(
-            f"world_size={world_size} is no multiple of the {device.per_node} devices of a node; use"
-            f" {world_size // device.per_node * device.per_node}, or say how many a node has (devices_per_node)."
+            f"world_size={world_size} is not a multiple of the {device.per_node} devices of a node; use"
+            f" {world_size // device.per_node * device.per_node}, or set the number of devices (devices_per_node)."
         )
     return max(1, world_size // device.per_node)
 
@@ -310,7 +311,7 @@ def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
         return [0]
     missing = [rank for rank in ranks if not 0 <= rank < world_size]
     if missing or not ranks:
-        raise ValueError(f"ranks={list(ranks)}: choose among 0 to {world_size - 1}.")
+        raise ValueError(f"ranks={list(ranks)}: choose from 0 to {world_size - 1}.")
     return sorted(set(ranks))
 
 

@@ -1,7 +1,7 @@
-"""Search for the layout of a run: plan layouts that obey rules of thumb, and rank those that fit by step time.
+"""Search for the fastest layout of a run: plan the layouts that rules of thumb allow, and sort them by step time.
 
-Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The best one is
-planned again with the whole model.
+Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The best layout is
+then planned again with the whole model.
 """
 
 import itertools
@@ -147,9 +147,9 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Yield the layouts that the rules of thumb allow: tensor parallelism within a node, one replica or one per node.
+    """Yield the layouts to start from: tensor parallelism within a node, and one replica in all or one per node.
 
-    They have one sample per micro-batch and no recomputation. :func:`search` continues from there.
+    These layouts have one sample per micro-batch and no recomputation. :func:`search` then varies both.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))

@@ -1,4 +1,4 @@
-"""Tables that show a :class:`~lightning_fsdp2.plan.simulation.sharding.Description`, with equal layers on one line."""
+"""Tables that show how a model is sharded, with equal layers on one line."""
 
 import itertools
 import math

@@ -42,7 +42,7 @@ def write_plan(plan: Plan, file: TextIO) -> None:
 
 
 def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
-    """Write the best layouts of a search, and what happened to the others."""
+    """Write the best layouts of a search, and the numbers of layouts that do not fit, were refused or not tried."""
     console, found = make_console(file), result.search
     if found.best:
         table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
@@ -64,10 +64,10 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
     counts += ["others left out, interrupted"] if found.is_interrupted else []
     console.print(f"{'; '.join(counts)}.")
     if result.plan is not None and result.plan.verdict == "tight":
-        console.print("None fits for sure: the best is tight, since its processes may hold more than there is.")
+        console.print("No layout fits for certain: the best is tight, since its processes may need more than there is.")
     if result.plan is None and found.closest is not None:
         needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
-        console.print(f"Nothing fits. Least is needed by {_describe_layout(found.closest.knobs)}: {needed}.")
+        console.print(f"Nothing fits. {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
         console.print(f"\n{count}{TIMES}{reason}")
 

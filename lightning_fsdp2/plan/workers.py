@@ -29,7 +29,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
         ValueError: When ``processes`` is less than 1.
     """
     if processes is not None and processes < 1:
-        raise ValueError(f"processes={processes} do nothing; use >= 1, or None (null) for one per CPU.")
+        raise ValueError(f"processes={processes} is less than 1; use >= 1, or None (null) for one per CPU.")
     context = multiprocessing.get_context("fork")
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Any, tuple[int, Any]] = {}
@@ -51,7 +51,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
 
 
 def get_result_or_refusal(task: Callable[[], T]) -> T | str:
-    """Return the result of ``task``, or the message with which the strategy, the model or the data refuses it."""
+    """Return the result of ``task``, or the error message if the strategy, the model or the data refuses the task."""
     try:
         return task()
     except ValueError as error:
@@ -75,7 +75,7 @@ def _receive(receiver: Any, process: Any) -> Any:
     except EOFError:
         process.join()
         raise RuntimeError(
-            f"A process of the plan died with exit code {process.exitcode}; if that is -9, of lack of memory: plan with"
+            f"A process of the plan died with exit code {process.exitcode}; -9 means that memory ran out: plan with"
             " fewer processes at once."
         ) from None
     process.join()

@@ -650,7 +650,7 @@ def test_describe_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path):
             ["--trainer.strategy=fsdp2", "--trainer.strategy.tp_size=3", "--world_size=4"],
             "tp_size=3 = 3 does not divide",
         ),
-        (["--trainer.strategy=ddp", "--world_size=4"], "describe knows the strategies of lightning_fsdp2"),
+        (["--trainer.strategy=ddp", "--world_size=4"], "describe supports the strategies of lightning_fsdp2"),
         (["--trainer.accelerator=gpu", "--trainer.devices=-1"], "give the number of ranks, such as --world_size=8."),
     ],
 )

@@ -101,13 +101,13 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
         *(
             pytest.param([flag], error, marks=pytest.mark.slow)
             for flag, error in (
-                ("--world_size=12", "world_size=12 is no multiple of the 8 devices of a node"),
+                ("--world_size=12", "world_size=12 is not a multiple of the 8 devices of a node"),
                 ("--trainer.strategy.tp_size=4", "tp_size=4 does not divide num_key_value_heads=2"),
                 ("--data.global_batch_size=15", "global_batch_size=15 is not a multiple of batch_size=2"),
                 ("--json=nowhere/plan.json", "json='nowhere/plan.json' cannot be written; name a file in"),
             )
         ),
-        (["--trainer.strategy=ddp"], "plan runs the steps of FSDP2Strategy and DDPStrategy"),
+        (["--trainer.strategy=ddp"], "plan simulates the steps of FSDP2Strategy and DDPStrategy"),
         (["--plot=plan.txt"], "matplotlib writes"),
         (["--json=."], "json='.' cannot be written; name a file in a writable folder."),
         (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a writable folder"),

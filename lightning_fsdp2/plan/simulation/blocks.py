@@ -1,7 +1,7 @@
 """Plan a model from a few of its layers, since each further layer adds the same amount.
 
 A model of many layers repeats a few kinds of blocks over and over. It is simulated twice: with a few repetitions, and
-with one more. The difference is what one repetition adds, and gives the result for any number of repetitions.
+with one more. The difference is what one repetition adds. From it follows the result for any number of repetitions.
 """
 
 from collections import Counter, defaultdict
@@ -49,17 +49,17 @@ class Summary:
 
 
 def get_few(config: Any) -> int:
-    """Return the number of repetitions in the shorter simulation, for this config of ``FSDP2Strategy``.
+    """Return the number of repetitions in the shorter simulation, for a config of ``FSDP2Strategy``.
 
-    At each end, the blocks within FSDP2's prefetch depth, and at least two, may differ from those in the middle.
+    At each end of the model, as many blocks as FSDP2 prefetches, and at least two, may differ from the middle blocks.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
 def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
-    """Return the repetition in the only list of blocks of ``module``.
+    """Return how the blocks of ``module`` repeat.
 
-    None if there is not exactly one list, or if nothing repeats at least ``few + 2`` times.
+    Return None if the module has no list of blocks or several, or if nothing repeats at least ``few + 2`` times.
     """
     structure = find_structure(module)
     if len(structure.layer_lists) != 1:
@@ -127,7 +127,7 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the places of blocks by name, for the first and the last repetitions (half of :func:`get_few` each)."""
+    """Return the place of each block by name: its distance from the first repetition, the last repetition, or both."""
     places = defaultdict(list)
     for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
         for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
@@ -137,13 +137,13 @@ def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
-    """Extrapolate to ``steps`` more repetitions than ``few`` has. ``more`` has one more than ``few``.
+    """Extrapolate the summary ``few`` to ``steps`` more repetitions. ``more`` has one repetition more than ``few``.
 
     From one block to the next, the memory in use grows or shrinks by the same amount. So the peak is near the first or
     the last block.
 
-    The size of an operation on all parameters at once depends on the number of layers. The result has a negative count
-    of the size in ``few`` and a positive count of the size in ``more``. Their sum is right.
+    An operation on all parameters at once has a different size in each summary. In the result, the size in ``few`` has
+    a negative count and the size in ``more`` has a positive count. The sum of both is right.
     """
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):
@@ -158,7 +158,7 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
 
 
 def _get_kind(block: nn.Module) -> Any:
-    """Return a key that is equal for blocks that compute the same."""
+    """Return a key that is equal for blocks with the same computation."""
     return [(name, type(inner), _get_parameters(inner), _get_marks(inner)) for name, inner in block.named_modules()]
 
 

@@ -32,7 +32,7 @@ def get_buckets(strategy: FSDP2Strategy | DDPStrategy) -> list[Tensor]:
 
 
 class _FakeFSDP2Manager(FSDP2Manager):
-    """FSDP2 manager with fake weights. It does not compile, since that needs values."""
+    """FSDP2 manager with fake weights. It never compiles, since compilation needs values."""
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         super().__init__(replace(config, enable_compile=False, enable_async_tensor_parallel=False), device_mesh)
@@ -50,10 +50,10 @@ class _FakeDDPManager(DDPManager):
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         if config.find_unused_parameters:
             raise ValueError(
-                "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, and a plan"
-                " has none; plan the run without it."
+                "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, but a plan"
+                " has no values; plan the run without this option."
             )
-        # a static graph also makes DDP read values, and does not change what a step sends and holds
+        # a static graph also makes DDP read values, but changes neither traffic nor memory
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
@@ -77,7 +77,7 @@ class _FakeDDPManager(DDPManager):
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[Tensor]:
             buffer = bucket.buffer()
-            # a bucket that was rebuilt (see `_Reducer`) has values; operations see the mode's fake tensor in its place
+            # a bucket that `_Reducer` has rebuilt has values; operations use the mode's fake tensor in its place
             self.buckets[bucket.index()] = buffer if self._mode.is_our_fake(buffer) else self._mode.from_tensor(buffer)
             return cast(torch.futures.Future[Tensor], hook(group, bucket))
 
@@ -85,7 +85,7 @@ class _FakeDDPManager(DDPManager):
 
 
 class _Reducer:
-    """Wrapper of torch's reducer that rebuilds buckets with values, since it keeps the gradients' order in tensors."""
+    """Wrapper of torch's reducer that rebuilds buckets with values, because tensors store the order of gradients."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

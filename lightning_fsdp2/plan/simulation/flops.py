@@ -11,7 +11,7 @@ from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  ma
 
 
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
-    """Return the function that counts the FLOPs of one of torch's operations; None for operations without any.
+    """Return the function that counts the FLOPs of a torch operation; None for an operation without FLOPs.
 
     ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
     Only half of causal attention is counted, since kernels skip the masked half.

@@ -1,4 +1,4 @@
-"""The model of a run that is not run: built on the meta device, as one of any number of ranks."""
+"""Construction of a run's model on the meta device, as on one of any number of ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ def build_model(
 
 
 def _connect(trainer: Any, module: Any) -> None:
-    """Do the first steps of ``Trainer.fit``."""
+    """Connect the trainer, the strategy and the module as ``Trainer.fit`` does."""
     module.trainer = trainer
     trainer.strategy.connect(module)
     trainer.state.fn = TrainerFn.FITTING

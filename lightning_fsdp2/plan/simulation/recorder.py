@@ -52,7 +52,7 @@ CATEGORIES = (
 )
 
 _KINDS = {
-    # c10d: what torch.distributed and FSDP2 call
+    # operations in `c10d`, which torch.distributed and FSDP2 call
     "allgather_": "all-gather",
     "_allgather_base_": "all-gather",
     "allgather_into_tensor_coalesced_": "all-gather",
@@ -64,7 +64,7 @@ _KINDS = {
     "broadcast_": "broadcast",
     "alltoall_base_": "all-to-all",
     "alltoall_": "all-to-all",
-    # _c10d_functional: what DTensor calls
+    # operations in `_c10d_functional`, which DTensor calls
     "all_gather_into_tensor": "all-gather",
     "all_gather_into_tensor_out": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -108,7 +108,7 @@ _UNCHANGED = {"grads"}
 _AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
 _AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
 """Axes in the order of preference for naming a collective. Several axes can consist of the same ranks: without context
-parallelism, ``dp_shard`` and ``dp_shard_cp`` do, for example."""
+parallelism, ``dp_shard`` and ``dp_shard_cp`` have the same ranks, for example."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """Axis of the mesh, chosen by what the collective is for; ``"other"`` if the group is outside of the mesh."""
+        """Axis of the mesh that fits the collective's purpose best; ``"other"`` if the group is outside of the mesh."""
         order = _AXES_OF_UNITS if self.is_of_unit else _AXES
         return next((axis for axis in order if axis in self.group.axes), "other")
 
@@ -176,7 +176,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage. Its category may become known only after it is allocated, so it is read at the end."""
+    """A storage of tensors. Its category may become known late, so the category is read at the end of the step."""
 
     phase: str
     """Phase in which the storage was allocated."""
@@ -187,7 +187,7 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Category of the storage. If it has the vocabulary's size, it is logits unless known to be something else."""
+        """Category of the storage. A storage of the vocabulary's size holds logits unless another category is known."""
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
@@ -308,7 +308,7 @@ class StepRecorder(TorchDispatchMode):
         self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Set the category of tensors. A tensor that already has one keeps it."""
+        """Set the category of tensors. A tensor that already has a category keeps it."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             _set_category(self._observe(local.untyped_storage()), category)
@@ -374,7 +374,7 @@ class _OperationKind:
         self._arguments = [argument.name for argument in schema.arguments]
         self._changed = [a.name for a in schema.arguments if _is_changed(a) and a.name not in _UNCHANGED]
         self._unread = {argument.name for argument in schema.arguments if argument.is_out}
-        # zeros_like, new_full: only the shape is read
+        # operations such as zeros_like and new_full read only the shape of their first argument
         is_by_shape = self._short_name.endswith("_like") or self._short_name.startswith("new_")
         if is_by_shape or self._short_name in _OVERWRITES:
             self._unread.add(self._arguments[0])

@@ -1,4 +1,4 @@
-"""Estimate of all the memory that a process holds on its device, which is more than the tensors in its plan.
+"""Estimate of all the memory that a process holds on its device, which is more than its tensors need.
 
 torch's allocator keeps segments of memory, gives out blocks of them, and rarely frees a segment
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). How much it reserves depends on the order
@@ -49,7 +49,7 @@ class Reserved:
     """Range of the largest number of bytes that a process holds on its device."""
 
     least: int
-    """Lower end: no unused parts of segments, as under memory pressure, and the least that libraries need."""
+    """Lower end of the range: no part of a segment is unused, as under memory pressure, and libraries need little."""
 
     most: int
 
@@ -109,7 +109,7 @@ def _get_attention_workspace(operations: Iterable[Operation]) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment."""
+    """A block of memory, which is a part of one of the allocator's segments."""
 
     size: int
     pool: tuple[int, bool]
@@ -124,7 +124,10 @@ class _Block:
 
 
 class _Allocator:
-    """Allocator by the rules of ``c10/cuda/CUDACachingAllocator.cpp``: best fit among the free blocks of a stream."""
+    """Model of torch's allocator for CUDA, which takes the smallest free block of a stream that is large enough.
+
+    The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``.
+    """
 
     def __init__(self) -> None:
         self.reserved = 0

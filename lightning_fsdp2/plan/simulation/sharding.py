@@ -45,7 +45,7 @@ class ParameterDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDescription:
-    """Parameters that are gathered together."""
+    """A unit: a group of parameters that are gathered together."""
 
     modules: list[str]
     parameters: list[ParameterDescription]
@@ -112,14 +112,14 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
     strategy: Any = trainer.strategy
     if not isinstance(strategy, MeshStrategy):
         raise TypeError(
-            f"describe knows the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them, such as"
-            " trainer.strategy=fsdp2."
+            f"describe supports the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them,"
+            " such as trainer.strategy=fsdp2."
         )
     with build_model(trainer, module, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
         strategy.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             raise TypeError(
-                f"{get_class_name(module)} shards itself in `configure_model`; describe shows what the strategies do."
+                f"{get_class_name(module)} shards itself in `configure_model`, but describe shows how strategies shard."
             )
         dtypes = get_dtypes(strategy.manager, module)
         _shard(strategy.manager, module, mesh)
@@ -159,8 +159,8 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
         return
     if config.zero_dp_strategy in (1, 2):
         raise ValueError(
-            f"describe knows zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: there Megatron-FSDP shards what"
-            " belongs to a step in buffers that it makes on CUDA, and parameters not at all."
+            f"describe supports zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}, which leaves parameters whole:"
+            " Megatron-FSDP shards gradients or optimizer states in buffers that it makes on CUDA."
         )
     classes = _get_unit_classes(find_structure(module), config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
@@ -213,7 +213,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of the parameter ``name``: that of the innermost module that contains it and has a unit."""
+    """Return the unit of a parameter: the innermost module with a unit that contains the parameter decides."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -272,8 +272,8 @@ def _get_notes(config: DistributedConfig, mesh: DeviceMesh) -> list[str]:
         notes.append("Every rank holds the whole model. DDP reduces gradients in buckets, last layers first.")
     if isinstance(config, MegatronFSDPConfig):
         notes.append(
-            f"zero_dp_strategy={config.zero_dp_strategy}: Megatron-FSDP packs parameters into buffers, which takes CUDA"
-            " to see. The shard of a parameter may have another size on a rank than here; their sum hardly."
+            f"zero_dp_strategy={config.zero_dp_strategy}: Megatron-FSDP packs parameters into buffers on CUDA, which"
+            " describe cannot see. A parameter's shard may have another size than shown here; the sum hardly differs."
         )
     return notes
 

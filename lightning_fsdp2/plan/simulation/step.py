@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _MICRO_BATCHES = 3
-"""Number of micro-batches that represent an accumulation: the first creates gradients, the last reduces them, and all
-between are alike."""
+"""Number of micro-batches that represent an accumulation. The first creates gradients, the last reduces them, and one
+in the middle stands for all others."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def simulate(
                 recording = recorder.get_recording()
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
-            f"{get_class_name(module)}: there is no backward in its step, and so nothing to plan; return a loss from"
-            " training_step, or call manual_backward."
+            f"{get_class_name(module)}: there is no backward in its step, so there is nothing to plan; return a loss"
+            " from training_step, or call manual_backward."
         )
     return Simulation(description, recording, is_even)
 
@@ -151,13 +151,13 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
     raise TypeError(
-        f"plan runs the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them, such"
-        " as trainer.strategy=fsdp2, or measure on devices. (Megatron-FSDP works in buffers that it makes on CUDA.)"
+        f"plan simulates the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them,"
+        " such as trainer.strategy=fsdp2, or measure on devices. Megatron-FSDP needs buffers on CUDA."
     )
 
 
 def is_packed(batch: Any) -> bool:
-    """Return whether sequences hold several documents, which transformers detects by values."""
+    """Return whether sequences hold several documents: like transformers, look for position ids that start again."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
@@ -166,8 +166,8 @@ def _check_has_no_values(module: nn.Module) -> None:
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise ValueError(
-            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, which a plan has no"
-            " place for; make the module under `with torch.device('meta')`, or its model in configure_model."
+            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, but a plan works"
+            " without values; make the module under `with torch.device('meta')`, or its model in configure_model."
         )
 
 
@@ -184,7 +184,7 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
-    loop.batch_progress.current.reset()  # a step begins where the count divides by `accumulate_grad_batches`
+    loop.batch_progress.current.reset()  # a step begins where `accumulate_grad_batches` divides the count
     callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
     for micro_batch in range(micro_batches):
         if recorder is not None:
@@ -198,7 +198,7 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
         else:
             outputs = loop.manual_optimization.run(kwargs)
         call_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
-        with with_values():  # the logged tensors have values
+        with with_values():  # the tensors to log are zeros, see `_log_with_values`
             log_batch(trainer)
     trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
 
@@ -238,7 +238,7 @@ def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
         if is_in_backward():
             recorder.mark(f"backward of {name}")
             return
-        recorder.mark(f"forward behind {name}")
+        recorder.mark(f"forward after {name}")
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: recorder.mark(f"backward of {name}"))
@@ -261,8 +261,8 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
     except DATA_DEPENDENT_ERRORS as error:
         where = _find_user(error.__traceback__)
         raise ValueError(
-            f"{get_class_name(module)}: what its step does depends on values, which a plan has none of: {error.func} in"
-            f" {where}. Choose by shapes or options there, or measure the run on devices."
+            f"{get_class_name(module)}: its step depends on the values of tensors, but a plan has no values:"
+            f" {error.func} in {where}. Choose by shapes or options there, or measure the run on devices."
         ) from error
 
 
@@ -285,7 +285,7 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    # gradients that are parts of DDP's buckets have values; detach() returns the tensors that operations see instead
+    # gradients in DDP's buckets have values; detach() returns the fake tensors that operations use instead
     return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 

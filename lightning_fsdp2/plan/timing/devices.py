@@ -36,7 +36,7 @@ class Device:
     def get_peak_flops(self, dtype: torch.dtype) -> float:
         """Return the peak of dense floating-point operations per second.
 
-        For float32, it is the peak of TensorFloat-32 if torch is set to use that.
+        For float32, return the peak of TensorFloat-32 if torch is set to use it.
         """
         return get_peak_flops_of(self.name, dtype)
 
@@ -122,7 +122,7 @@ def get_device(
     given = {option: value for option, value in locals().items() if option != "name"}
     for option, value in given.items():
         if value is not None and value <= 0:
-            raise ValueError(f"{option}={value} must be more than 0; leave it out for that of {name}.")
+            raise ValueError(f"{option}={value} must be more than 0; leave it out to use the value of {name}.")
     device = DEVICES[name]
     rates = device.rates
     if product_tflops is not None:

@@ -9,7 +9,7 @@ Sources:
         (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator).
     Attention: Shah et al., figures 5 and 6, FlashAttention-2 on an H100 (https://arxiv.org/abs/2407.08608); Dao, A100
         (https://arxiv.org/abs/2307.08691); https://github.com/Dao-AILab/flash-attention/issues/1589, B200.
-    Memory: Copies and STREAM triads in device memory reach nine tenths.
+    Memory: Copies and STREAM triads reach nine tenths of the memory bandwidth.
     Links: NVIDIA, 350 of the 450 GB/s of an H100's NVLink (https://github.com/NVIDIA/nccl/issues/986).
 """
 

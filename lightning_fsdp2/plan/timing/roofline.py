@@ -56,7 +56,7 @@ def get_step_time(
     Args:
         operations: Operations of one rank.
         device: Device of every rank.
-        overlapped_axes: Mesh axes whose collectives overlap with computation, as those of FSDP2's units always do.
+        overlapped_axes: Mesh axes whose collectives overlap with computation. Those of FSDP2's units always overlap.
         as_reached: Whether to use the rates that kernels reach instead of those of the data sheet.
     """
     compute, exposed, overlappable = 0.0, 0.0, 0.0

@@ -149,7 +149,7 @@ def test_megatron_fsdp_steps_float32_weights() -> None:
     }
     assert description.totals["weight_bytes"] == 4 * PARAMETERS_8B // 8
     assert len(description.units) == 33
-    assert "takes CUDA to see" in description.notes[0]
+    assert "buffers on CUDA" in description.notes[0]
 
 
 class ShardsItself(LightningModule):
@@ -162,9 +162,9 @@ class ShardsItself(LightningModule):
     [
         (FSDP2Strategy(tp_size=3), None, "tp_size=3 = 3 does not divide the world size 4"),
         (FSDP2Strategy(tp_size=4), lambda: CausalLM(config=LLAMA), "tp_size=4 does not divide num_key_value_heads=2"),
-        ("auto", None, "describe knows the strategies of lightning_fsdp2, not SingleDeviceStrategy"),
+        ("auto", None, "describe supports the strategies of lightning_fsdp2, not SingleDeviceStrategy"),
         (FSDP2Strategy(), ShardsItself, "ShardsItself shards itself in `configure_model`"),
-        (MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=1)), None, "knows zero_dp_strategy 0 and 3"),
+        (MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=1)), None, "supports zero_dp_strategy 0 and"),
     ],
     ids=["sizes", "heads", "strategy", "own-sharding", "zero-1"],
 )

@@ -131,7 +131,7 @@ def test_memory_and_traffic_by_hand() -> None:
     assert planned.peak[WEIGHTS] == 4 * shard
     assert planned.peak[OPTIMIZER_STATES] == 2 * 4 * shard + 4 * TENSORS  # AdamW's two moments, and its step numbers
     # the peak is in the loss's backward: the head, the norm before it and the last layer are gathered, in bfloat16
-    assert planned.peak_at == f"backward behind model.model.layers.{LAYERS - 1}"
+    assert planned.peak_at == f"backward after model.model.layers.{LAYERS - 1}"
     assert planned.peak[UNSHARDED_WEIGHTS] == 2 * (HEAD + WIDTH + LAYER)
     gathered = [size for kind, _, size in calls if kind == "all-gather"]
     reduced = [size for kind, _, size in calls if kind == "reduce-scatter"]
@@ -197,7 +197,7 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
     def run() -> str:
         with torch.device("meta"):
             module = ChoosesByValue()
-        with pytest.raises(ValueError, match="ChoosesByValue: what its step does depends on values") as error:
+        with pytest.raises(ValueError, match="ChoosesByValue: its step depends on the values of tensors") as error:
             simulate(make_trainer(FSDP2Strategy()), module, torch.zeros(2, 8), world_size=2)
         return str(error.value)
 
