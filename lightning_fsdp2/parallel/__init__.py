@@ -1,1 +1,1 @@
-"""Passes over a model, one per file: each is a function of (model, mesh, settings) and knows nothing of Lightning."""
+"""Passes over a model, one per file. A pass is a function of (model, mesh, settings) and knows nothing of Lightning."""

@@ -1,1 +1,1 @@
-"""Sharding over data parallel ranks: units, ``fully_shard``, gradients, DDP."""
+"""Data parallelism: the units of a model, ``fully_shard``, gradients and DDP."""

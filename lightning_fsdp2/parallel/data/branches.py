@@ -1,7 +1,7 @@
-"""Parts of a model that not every batch needs, such as an image tower, run on all data parallel ranks or on none.
+"""Checks that all data parallel ranks run the same parts of a model, such as an image tower that some batches skip.
 
-All ranks gather a unit's weights together. A rank whose batch has no image would enter the language model while the
-others gather the tower. The ranks would then match two different collectives, which crashes or hangs.
+All ranks gather a unit's weights together. A rank whose batch has no image would start to gather the language model
+while the other ranks gather the tower. Such a mismatch of collectives crashes or hangs.
 """
 
 from collections.abc import Iterable
@@ -18,15 +18,15 @@ from lightning_fsdp2.ranks.failures import describe_ranks
 _CHECK_ATTRIBUTE = "_lightning_fsdp2_branches"
 
 End = Literal["the backward pass", "the end of the step"]
-"""Names of the events that may follow the last part."""
+"""Names of the events that may follow the last part of the model."""
 
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Make the ranks compare which part of ``root`` they enter, before its weights are gathered.
+    """Make the ranks compare which part of ``root`` they enter, before the weights of the part are gathered.
 
     A part is a list of layers, or a unit outside the layers. Each part costs an exchange of one number on the host, and
     so does the event after the last part (:func:`check_end`). If there is only one list of layers, and no part outside
-    a Hugging Face model, there is nothing to choose from, and nothing is exchanged.
+    a Hugging Face model, ranks cannot enter different parts, and nothing is exchanged.
 
     Args:
         root: Module that is sharded.
@@ -51,7 +51,7 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Make the ranks check that all of them enter no further part of ``root``.
+    """Check, together with all other ranks, that no rank enters a further part of ``root``.
 
     This does nothing if :func:`check_branches` found nothing to check.
 
@@ -75,7 +75,7 @@ class _Check:
         return torch.compiler.disable(hook)  # dynamo would trace the hook of a compiled layer
 
     def compare(self, index: int) -> None:
-        """Compare the part that this rank enters with the other ranks' parts.
+        """Compare the part that this rank enters with the parts that the other ranks enter.
 
         Raises:
             RuntimeError: On every rank, if the parts differ. The message names the parts and the ranks that enter each.
@@ -88,8 +88,8 @@ class _Check:
         if len(ranks) > 1:
             places = "; ".join(f"{self.names[part]} (ranks {describe_ranks(found)})" for part, found in ranks.items())
             raise RuntimeError(
-                f"Ranks run different parts of the model in the same step: {places}. They gather the weights of each"
-                " part together, so every micro-batch must use it or none: let the collator give a batch without an"
-                " image a dummy one, with its placeholders after the text and labels of -100"
+                f"Ranks run different parts of the model in the same step: {places}. All ranks gather the weights of a"
+                " part together, so either every micro-batch must use the part or none: let the collator add a dummy"
+                " image to a batch without images, with its placeholders after the text and labels of -100"
                 " (`lightning_fsdp2.data.add_dummy_image`)."
             )

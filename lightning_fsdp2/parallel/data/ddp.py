@@ -1,4 +1,4 @@
-"""DDP around a module whose trained parameters may change, for example when callbacks freeze and unfreeze them.
+"""DDP for a module whose trained parameters may change, for example because callbacks freeze and unfreeze them.
 
 torch's reducer knows only the parameters that required a gradient when it was built. It never reduces parameters that
 are unfrozen later, and it waits for those that are frozen later. Neither case raises an error when it happens, and each
@@ -72,7 +72,7 @@ class Replica:
         if unknown:
             names = [name for name, parameter in self.module.named_parameters() if id(parameter) in unknown]
             raise ValueError(
-                f"{list_names(names)}: unfrozen inside of `training_step`, where DDP cannot learn of it. Unfreeze"
+                f"{list_names(names)}: unfrozen inside of `training_step`, where DDP does not notice. Unfreeze them"
                 " before the step, in `on_train_batch_start` for example."
             )
 
@@ -91,7 +91,7 @@ class Replica:
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run a micro-batch that no optimizer step follows, without reducing its gradients."""
-        # torch learns a static graph from a backward that synchronises; averaging averaged gradients again does no harm
+        # torch learns a static graph only from a backward that synchronises; to average twice does no harm
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 
@@ -104,7 +104,7 @@ class Replica:
         return {id(parameter): parameter for parameter in self.module.parameters() if parameter.requires_grad}
 
     def _reduce_gradients_of_frozen(self, trained: dict[int, Tensor]) -> None:
-        """Average the gradients of parameters that are now frozen: earlier micro-batches left them unreduced."""
+        """Average the gradients that earlier micro-batches left unreduced, for parameters that are now frozen."""
         for number, parameter in self._trained.items():
             if number not in trained and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._group)

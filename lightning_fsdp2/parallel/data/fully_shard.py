@@ -28,17 +28,17 @@ def apply_fully_shard(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Shard a model unit by unit, each over its own mesh.
+    """Shard a model unit by unit, each unit over its own mesh.
 
     Args:
         units: Units with meshes, inner ones first; see :func:`~lightning_fsdp2.parallel.data.units.build_unit_plan`.
         model: Model that holds the units; changed in place.
         mp_policy: Dtypes of compute, gradient reduction and the model's output.
-        offload_policy: Policy that says where the shards live between uses.
+        offload_policy: Policy that decides where the shards are between uses.
 
     Raises:
         TypeError: If a module's class cannot be combined with FSDP2's.
-        ValueError: If a weight packs several projections along dim 0, and the unit's ranks do not divide its dim 1.
+        ValueError: If a weight packs several projections along dim 0, and the number of ranks does not divide dim 1.
     """
     ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
     units = list(units)
@@ -67,7 +67,7 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
 
     Args:
         plan: Units and chains of a model, after :func:`apply_fully_shard`.
-        forward_depth: Number of units gathered ahead in forward; 0 leaves it to torch.
+        forward_depth: Number of units gathered ahead in forward; 0 leaves prefetching to torch.
         backward_depth: Number of units gathered ahead in backward; 0 means torch's own prefetch of one unit.
     """
     for chain in plan.chains:
@@ -79,8 +79,8 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
-                # with an empty list torch would guess, and might gather a unit that backward does not need (an
-                # embedding, a frozen model that ran before); naming the root costs nothing, it is gathered already
+                # With an empty list, torch would guess, and might gather an embedding that backward does not need.
+                # The root is gathered already, so naming it costs nothing.
                 module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
@@ -173,9 +173,9 @@ def _get_address(tensor: Tensor) -> int:
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
     raise RuntimeError(
-        f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: it is made of shards, and would shard the"
-        " model again. Call it outside of the block and gather its tensors (`tensor.full_tensor()`), or read"
-        " `named_parameters()` inside."
+        f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: a state dict is made of shards, and"
+        " building it would shard the model again. Call it outside of the block and gather its tensors"
+        " (`tensor.full_tensor()`), or read `named_parameters()` inside."
     )
 
 
@@ -249,9 +249,9 @@ def _keep_class_name(module: nn.Module) -> None:
 
 
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """Return FSDP2's placement of ``parameter``: None for dim 0, or dim 1 if dim 0 packs tensor parallel shards.
+    """Return the dim along which FSDP2 shards ``parameter``: None for dim 0, or dim 1 if dim 0 is packed.
 
-    DTensor has no placement that takes a shard of every packed shard.
+    In a packed dim, a tensor parallel shard has a part of each packed projection. DTensor cannot shard these parts.
     """
     packed = get_packed_placements(parameter) if isinstance(parameter, DTensor) else {}
     if not any(placement.dim == 0 for placement in packed.values()):

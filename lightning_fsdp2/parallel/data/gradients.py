@@ -80,7 +80,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together.
 
-    Each element counts once, no matter how many ranks hold a copy. Norms are accumulated in float32. One scalar is
+    Each element counts once, even if several ranks hold a copy. Norms are accumulated in float32. One scalar is
     communicated per group of parameters that share a mesh and its sharded axes, and one between replicas (HSDP).
     """
     parameters = list(parameters)
@@ -101,7 +101,7 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
     for group in copies:
         if not any(group in spread for spread in groups):
-            # replicas may add up in different orders: clipped by norms an ulp apart, they would diverge
+            # replicas may add up in different orders, and would diverge if their norms differed in the last bit
             dist.broadcast(total, group=group, group_src=0)
     return total
 
@@ -147,7 +147,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # separate the gradients before the next backward adds to them: here for a loop in the block, below at its end
+    # The next backward must not add to unreduced gradients. These hooks separate them while the block runs.
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
@@ -156,7 +156,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        separate_unreduced_gradients(modules)
+        separate_unreduced_gradients(modules)  # for the first backward after the block
         set_sync(True)
 
 
@@ -195,13 +195,13 @@ def _check_bound(name: str, bound: float) -> None:
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:
-    """Refuse the parameters that Megatron-FSDP computes with: they have no gradients, so nothing would be clipped."""
+    """Refuse the parameters that Megatron-FSDP computes with, since they have no gradients that could be clipped."""
     if any(
         hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
     ):
         raise ValueError(
-            "These are the parameters that Megatron-FSDP computes with, since the model was called behind its backward;"
-            " clip those of the optimizer, or before that call."
+            "These parameters have no gradients: the model was called after its backward, so it holds the parameters"
+            " that Megatron-FSDP computes with. Clip the parameters of the optimizer, or clip before that call."
         )
 
 

@@ -1,7 +1,7 @@
-"""The units of a model: modules that are gathered together, whether they stay gathered, and in which order they run.
+"""The units of a model, which FSDP2 gathers one at a time: their modules, their order and whether they stay gathered.
 
-A *unit* is what one ``torch.distributed.fsdp.fully_shard`` call groups: its parameters are communicated in one
-all-gather and its gradients in one reduce-scatter.
+A *unit* is a group of modules in one call of ``torch.distributed.fsdp.fully_shard``. Its parameters are communicated in
+one all-gather, and its gradients in one reduce-scatter.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from lightning_fsdp2.modules.structure import (
 
 @dataclass(kw_only=True, eq=False)
 class Unit:
-    """The modules of one ``fully_shard`` call and how it treats them."""
+    """The modules of one ``fully_shard`` call, and the options of that call."""
 
     modules: list[nn.Module]
     """Modules in the order in which forward runs them."""
@@ -80,7 +80,7 @@ def build_unit_plan(
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
             f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
-            " pass that."
+            " pass that module."
         )
     check_shardable(model, "FSDP2")
     _check_no_hooks(model)
@@ -133,7 +133,7 @@ def _build_end_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> tuple[Unit | None, Unit | None]:
-    """Build the unit of the embedding and that of ``[norm, head]``, or one unit for both if they are tied."""
+    """Build a unit for the embedding and a unit for ``[norm, head]``, or one unit for all if the weights are tied."""
     ends = (parts.embedding, parts.head, parts.final_norm)
     embedding, head, norm = (module if module not in taken else None for module in ends)
     keep = reshard_after_forward is not True and _is_trainable([parts.module])
@@ -202,7 +202,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # backward begins in the model whose forward ended last: if this has layers, its other weights stay gathered
+        # backward begins in the model that ran last; if that model has layers, its other weights stay gathered
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
@@ -263,8 +263,8 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
         if len(dtypes) > 1:
             raise ValueError(
                 "FSDP2 shards trainable parameters of one dtype per module, but"
-                f" {', '.join(f'{names[p]} ({p.dtype})' for p in trainable)} stand in one {type(module).__name__}."
-                " Cast them to one dtype, or freeze those of the other."
+                f" {', '.join(f'{names[p]} ({p.dtype})' for p in trainable)} are in one {type(module).__name__}."
+                " Cast them to one dtype, or freeze the parameters of the other dtype."
             )
         for dtype in dtypes:
             groups.setdefault(dtype, []).append(module)
@@ -275,7 +275,7 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
     """Refuse parameters without a dimension that could be sharded, and embeddings with sparse gradients.
 
     Raises:
-        ValueError: If there are any; the message names them and ``sharder``.
+        ValueError: If the model has such parameters or embeddings; the message names them and ``sharder``.
     """
     names = get_parameter_names(model)
     if scalars := [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]:
@@ -288,8 +288,8 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
     ]
     if sparse := [name for name, part in embeddings if part.sparse and part.weight.requires_grad]:
         raise ValueError(
-            f"{sharder} reduces dense gradients, and those of the embeddings {', '.join(sparse)} are sparse; build them"
-            " with sparse=False, or train under a strategy that does not shard."
+            f"{sharder} reduces dense gradients, but the gradients of the embeddings {', '.join(sparse)} are sparse;"
+            " build them with sparse=False, or train under a strategy that does not shard."
         )
 
 
@@ -298,8 +298,8 @@ def _check_no_hooks(model: nn.Module) -> None:
     hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
-            f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop: it makes new"
-            " parameters, whose gradients exist in parts. Change gradients in `on_before_optimizer_step` instead."
+            f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop with these"
+            " parameters. Change gradients in `on_before_optimizer_step` instead."
         )
 
 
@@ -326,7 +326,7 @@ def _check_layers_own_their_parameters(
 
 
 def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
-    """Return whether no parameter below ``modules`` is also held by a module outside them."""
+    """Return whether ``modules`` share none of their parameters with a module outside them."""
     inside = {module for top in modules for module in get_modules(top)}
     parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
     return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: make_rough_model(LLAMA),
         {"plan": {"model.norm": "colwise"}},
         TypeError,
-        r"tp_plan: ColumnWise does not fit model\.norm: LlamaRMSNorm is no linear layer",
+        r"tp_plan: ColumnWise does not fit model\.norm: LlamaRMSNorm is not a linear layer",
     ),
     "nothing-row-wise-after-what-is-column-wise": (
         lambda: make_rough_model(LLAMA),
@@ -139,13 +139,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         lambda: make_rough_model(LLAMA),
         {"plan": {"model.embed_tokens": "rowwise"}},
         TypeError,
-        r"tp_plan: RowWise does not fit model\.embed_tokens: Embedding is no linear layer",
+        r"tp_plan: RowWise does not fit model\.embed_tokens: Embedding is not a linear layer",
     ),
     "a-head-as-embedding": (
         lambda: make_rough_model(LLAMA),
         {"plan": {"lm_head": "embedding_rowwise"}},
         TypeError,
-        r"tp_plan: VocabularyEmbedding does not fit lm_head: Linear is no nn\.Embedding",
+        r"tp_plan: VocabularyEmbedding does not fit lm_head: Linear is not an nn\.Embedding",
     ),
     "a-parameter-with-a-style-for-modules": (
         lambda: make_rough_model(LLAMA),

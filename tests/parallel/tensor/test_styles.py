@@ -495,23 +495,23 @@ class MarkedEmbedding(nn.Embedding):
 
 def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
     cases: list[tuple[ParallelStyle, nn.Module, str]] = [
-        (ColumnWise(), nn.LayerNorm(4), "LayerNorm is no linear layer; the style ColumnWise"),
-        (ColumnWise(), nn.Embedding(4, 4), "Embedding is no linear layer; the style ColumnWise"),
-        (ColumnWise(), nn.GELU(), "GELU is no linear layer; the style ColumnWise"),
-        (RowWise(), nn.Embedding(4, 4), "Embedding is no linear layer; the style RowWise"),
-        (RowWise(), nn.Conv1d(4, 4, 1), "Conv1d is no linear layer; the style RowWise"),
-        (VocabularyEmbedding(), nn.Linear(4, 4), r"Linear is no nn\.Embedding; the style VocabularyEmbedding"),
-        (FeatureEmbedding(), nn.EmbeddingBag(4, 4), r"EmbeddingBag is no nn\.Embedding; the style FeatureEmbedding"),
+        (ColumnWise(), nn.LayerNorm(4), "LayerNorm is not a linear layer; the style ColumnWise"),
+        (ColumnWise(), nn.Embedding(4, 4), "Embedding is not a linear layer; the style ColumnWise"),
+        (ColumnWise(), nn.GELU(), "GELU is not a linear layer; the style ColumnWise"),
+        (RowWise(), nn.Embedding(4, 4), "Embedding is not a linear layer; the style RowWise"),
+        (RowWise(), nn.Conv1d(4, 4, 1), "Conv1d is not a linear layer; the style RowWise"),
+        (VocabularyEmbedding(), nn.Linear(4, 4), r"Linear is not an nn\.Embedding; the style VocabularyEmbedding"),
+        (FeatureEmbedding(), nn.EmbeddingBag(4, 4), r"EmbeddingBag is not an nn\.Embedding; the style FeatureEmbedding"),
         (VocabularyEmbedding(), nn.Embedding(4, 4, max_norm=1.0), "max_norm, sparse or scale_grad_by_freq"),
         (VocabularyEmbedding(), nn.Embedding(4, 4, scale_grad_by_freq=True), "max_norm, sparse or scale_grad_by_freq"),
         (FeatureEmbedding(), nn.Embedding(4, 4, sparse=True), "max_norm, sparse or scale_grad_by_freq"),
         (
             VocabularyEmbedding(),
             MarkedEmbedding(),
-            "MarkedEmbedding has .* say 'replicate' of it",
+            "MarkedEmbedding has .* use the style 'replicate' for it",
         ),
-        (ShardedNorm(), nn.LayerNorm(4), "LayerNorm is no RMS norm"),
-        (ShardedNorm(), nn.Linear(4, 4), "Linear is no RMS norm"),
+        (ShardedNorm(), nn.LayerNorm(4), "LayerNorm is not an RMS norm"),
+        (ShardedNorm(), nn.Linear(4, 4), "Linear is not an RMS norm"),
     ]
 
     def run() -> None:

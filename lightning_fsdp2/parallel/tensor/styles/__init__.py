@@ -1,7 +1,7 @@
 """The tensor parallel styles: how a module's parameters are sharded, and what happens to its inputs and results.
 
-Each is a :class:`torch.distributed.tensor.parallel.ParallelStyle`, so that
-:func:`torch.distributed.tensor.parallel.parallelize_module` accepts it as well. Styles hold no state: one object can
+Each style is a :class:`torch.distributed.tensor.parallel.ParallelStyle`, so that
+:func:`torch.distributed.tensor.parallel.parallelize_module` accepts it as well. Styles hold no state, so one style can
 serve any number of modules.
 """
 

@@ -14,7 +14,7 @@ from lightning_fsdp2.ranks.collectives import copy_last_to_ranks, get_shard_rang
 
 @dataclass(unsafe_hash=True)
 class LocalHeads(Style):
-    """An attention module whose code reads its number of heads: each rank has a part of the heads."""
+    """An attention module that reads its number of heads from attributes. Each rank computes some of the heads."""
 
     attributes: tuple[str, ...] = ()
     """Names of the module's integer attributes to divide by the number of ranks."""

@@ -1,4 +1,4 @@
-"""The interface of a style, and the styles that only say how parameters are held, without a forward of their own."""
+"""The base class of tensor parallel styles, and the styles that place parameters but do not change the forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Style(ParallelStyle):
         return forward(*args, **kwargs)
 
     def install(self, module: nn.Module, scope: Scope) -> None:
-        """Let this style run ``module.forward``; the parameters are sharded and made local elsewhere."""
+        """Let this style run the forward of ``module``. Other functions shard the parameters and make them local."""
         if type(self).run is not Style.run:
             wrap_method(module, partial(self._run_positional, module, scope))
 
@@ -78,8 +78,8 @@ class Style(ParallelStyle):
 class Replicated(Style):
     """A module that is whole on every rank.
 
-    With ``on_shards`` it works on the rank's own heads or features (as the q and k norms of Qwen3 do), so each rank's
-    gradient is a summand.
+    With ``on_shards``, the module works on the rank's own heads or features, as the q and k norms of Qwen3 do. The
+    gradient of each rank is then a summand of the whole gradient.
     """
 
     on_shards: bool = False
@@ -90,7 +90,7 @@ class Replicated(Style):
 
 @dataclass(unsafe_hash=True)
 class ShardParameter(Style):
-    """Style of an entry that names a parameter: one of the parameter's dims is sharded."""
+    """Style of a plan entry that names a parameter and shards one of the parameter's dims."""
 
     dim: int = 0
     sections: int | None = None
@@ -104,7 +104,7 @@ class ShardParameter(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedParameter(Style):
-    """Style of an entry that names a parameter, which is added inside a result that is summed over the ranks."""
+    """Style of a plan entry that names a parameter, in a module whose result is summed over the ranks."""
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(is_summed=True, is_partial=True)

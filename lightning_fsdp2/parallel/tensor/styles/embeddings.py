@@ -20,7 +20,7 @@ class VocabularyEmbedding(Style):
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # the other parameters (of a norm of the result) see only this rank's tokens
+        # other parameters, such as those of a norm of the result, see only this rank's tokens
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -61,19 +61,19 @@ class FeatureEmbedding(Style):
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether an embedding has further parameters, which its forward uses for some tokens instead."""
+    """Return whether an embedding has parameters apart from its weight, which its forward uses for some token ids."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 
 def _check_embedding(style: Style, module: nn.Module) -> None:
     if hasattr(module, "base_layer"):
-        raise TypeError("adapters on an embedding do not work under tensor parallelism; leave it out of them.")
+        raise TypeError("adapters on an embedding do not work under tensor parallelism; add none to the embedding.")
     if not isinstance(module, nn.Embedding):
-        raise TypeError(f"{type(module).__name__} is no nn.Embedding; the style {type(style).__name__} needs one.")
+        raise TypeError(f"{type(module).__name__} is not an nn.Embedding; the style {type(style).__name__} needs one.")
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise TypeError("nn.Embedding with max_norm, sparse or scale_grad_by_freq needs the whole weight on each rank.")
     if reads_token_ids(module):
         raise TypeError(
             f"{type(module).__name__} has embeddings of its own for some tokens, whose ids a rank with a part of the"
-            " vocabulary does not see; say 'replicate' of it."
+            " vocabulary does not see; use the style 'replicate' for it."
         )

@@ -40,7 +40,7 @@ class SummedResult(Style):
 
 @dataclass(unsafe_hash=True)
 class IdentityExpert(Style):
-    """An expert that returns its input on every rank, inside a result that is summed over the ranks."""
+    """An expert that returns its input. Each rank returns an equal share, since results are summed over the ranks."""
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return forward(args[0] / scope.group.size(), *args[1:], **kwargs)

@@ -25,7 +25,7 @@ class ShardedNorm(Style):
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         if "rmsnorm" not in type(module).__name__.lower() or module._parameters.get("weight") is None:
             raise TypeError(
-                f"{type(module).__name__} is no RMS norm with a weight, which the style ShardedNorm is for."
+                f"{type(module).__name__} is not an RMS norm with a weight; the style ShardedNorm needs one."
             )
         return {(module, "weight"): Layout(placement=Shard(0))}
 
@@ -46,5 +46,5 @@ class ShardedNorm(Style):
 
 def _get_epsilon(norm: Any) -> float:
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    # torch's own norm, if it was given no epsilon, uses that of the dtype it computes in
+    # without a given epsilon, torch's own norm uses the machine epsilon of its compute dtype
     return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

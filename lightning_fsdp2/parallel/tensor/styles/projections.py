@@ -16,7 +16,7 @@ from lightning_fsdp2.parallel.tensor.styles.base import Style
 from lightning_fsdp2.ranks.collectives import copy_to_ranks, gather_shards, get_shard_range, reduce_scatter, split
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
-"""Name of the attribute in which a ``Conv1D`` keeps its total number of outputs; ``nf`` becomes the rank's number."""
+"""Name of the attribute that keeps the total number of outputs of a ``Conv1D``; ``nf`` becomes the rank's number."""
 
 
 @dataclass(unsafe_hash=True)
@@ -29,7 +29,7 @@ class ColumnWise(Style):
     """Whether every rank returns all outputs."""
 
     sections: int | tuple[int, ...] | None = None
-    """Number of projections packed into this one if they are of equal size, else their sizes. None if there is one."""
+    """Number of projections that are packed into this one, or their sizes if they differ. None if nothing is packed."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         layouts: dict[Slot, Layout] = {}
@@ -80,11 +80,11 @@ class VocabularyHead(ColumnWise):
     """
 
     gather_output: bool = True
-    """Whether logits are gathered: those of such a single position, or all if ``shards_logits`` is False."""
+    """Whether logits are gathered. If ``shards_logits`` is True, only those of a single position are gathered."""
 
     shards_logits: bool = True
-    """Whether logits stay sharded by default. If False, they do only for a loss that asks for it
-    with :func:`keep_logits_sharded`."""
+    """Whether logits stay sharded by default. If False, they stay sharded only for a loss that asks for it with
+    :func:`keep_logits_sharded`."""
 
     mesh: DeviceMesh | None = None
 
@@ -139,7 +139,7 @@ class RowWise(Style):
         inputs = split(args[0], -1, scope.group) if self.split_input else args[0]
         (linear,) = _get_base_linears(self, module)
         bias = linear._parameters.get("bias")
-        if bias is not None:  # every rank would add it
+        if bias is not None:  # every rank would add the bias
             zeros = bias.new_zeros(_get_output_size(linear))
             linear._parameters["bias"] = None if isinstance(linear, nn.Linear) else zeros
         try:
@@ -157,11 +157,11 @@ class RowWise(Style):
 
 
 def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
-    """Return, as a list of one, ``module`` itself or the linear layer that it wraps as an adapter of peft."""
+    """Return a list of one linear layer: ``module`` itself, or the layer inside if ``module`` is an adapter of peft."""
     base: Any = getattr(module, "base_layer", module)
     weight = base._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(base, nn.Embedding):
-        raise TypeError(f"{type(base).__name__} is no linear layer; the style {type(style).__name__} needs one.")
+        raise TypeError(f"{type(base).__name__} is not a linear layer; the style {type(style).__name__} needs one.")
     return [base]
 
 
@@ -175,8 +175,8 @@ def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
         return []
     if not hasattr(module, "lora_A"):
         raise TypeError(
-            f"{type(module).__name__} is an adapter whose sharding is not known; of peft's adapters LoRA without DoRA"
-            " and without lora_bias works under tensor parallelism."
+            f"{type(module).__name__} is an adapter whose sharding is not known; among peft's adapters, only LoRA"
+            " without DoRA and without lora_bias works under tensor parallelism."
         )
     parts = [getattr(module, name) for name in ("base_layer", "lora_A", "lora_B") if hasattr(module, name)]
     known = {id(p) for part in parts for p in part.parameters()}
@@ -184,8 +184,8 @@ def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
     other = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
     if other:
         raise TypeError(
-            f"{type(module).__name__} has the parameters {', '.join(other)}, whose sharding is not known; of peft's"
-            " adapters LoRA without DoRA and without lora_bias works under tensor parallelism."
+            f"{type(module).__name__} has the parameters {', '.join(other)}, whose sharding is not known; among"
+            " peft's adapters, only LoRA without DoRA and without lora_bias works under tensor parallelism."
         )
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
 
@@ -195,8 +195,5 @@ def _get_output_size(linear: Any) -> int:
 
 
 def _get_output_dim(linear: nn.Module) -> int:
-    """Return the output dim of the weight.
-
-    It is 0 for ``nn.Linear`` and layers stored like it, 1 for the transposed ``Conv1D`` of transformers.
-    """
+    """Return the output dim of the weight: 1 for the transposed ``Conv1D`` of transformers, 0 for all other layers."""
     return 1 if hasattr(linear, "nf") else 0
