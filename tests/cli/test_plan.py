@@ -50,7 +50,7 @@ def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) 
         "1 micro-batch on each data parallel rank: 16 samples, 8,192 tokens",
         "reduce-scatter over tensor_parallel",
         "fits: ",
-        "rank 0 stands for them",
+        "so only rank 0 is shown",
         "Allocated is exact",
     ):
         assert text in printed, printed
